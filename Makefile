@@ -1,0 +1,56 @@
+# Everything runs in one environment, which the first call makes. On a fresh machine `make demo` or `make test` is enough.
+#
+#   make demo PYTHON=python3.12        another Python to make the environment with
+#   make test VENV=/another/disk/venv  another place for the environment
+#   make test PYTEST_ARGS="-x tests/test_files.py"
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+# Tests run on small tensors: more threads than one cost more than they bring.
+OMP_NUM_THREADS ?= 1
+export PYTHON VENV
+
+RUN = "$(VENV)/bin/python"
+SETUP = bash tools/setup_env.sh
+
+.PHONY: help env env-dev demo test test-zoo lint format clean
+
+help: ## show this list
+	@echo "torch-dcl: Deep Collaborative Learning for PyTorch"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS=$(PYTEST_ARGS)"
+
+demo: env ## plan AlexNet, then train a plain and a converted LeNet on real digits
+	@$(RUN) examples/demo.py
+
+test: env-dev ## run the tests (no GPU needed)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest $(PYTEST_ARGS)
+
+test-zoo: env-dev ## run the large zoo of torchvision and timm networks
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -m zoo $(PYTEST_ARGS)
+
+lint: env-dev ## check style (ruff) and types (mypy, strict)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: env-dev ## put the code into the house style
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+env: ## make the environment and install the package
+	@$(SETUP)
+
+env-dev: ## the same, with what tests and checks need
+	@$(SETUP) dev
+
+clean: ## remove caches and build outputs (the environment stays)
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests tools -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,22 @@
+"""Plan, convert, fit, save and load: DCL layers in a network that is already there."""
+
+from torch_dcl.convert.apply import Conversion, convert_
+from torch_dcl.convert.checkpoint import CheckpointError, load_model, save_model
+from torch_dcl.convert.fit import FitReport
+from torch_dcl.convert.planner import plan
+from torch_dcl.convert.rows import Plan, Row, Timing
+from torch_dcl.convert.units import AbsorbedNorm
+
+__all__ = [
+    "AbsorbedNorm",
+    "CheckpointError",
+    "Conversion",
+    "FitReport",
+    "Plan",
+    "Row",
+    "Timing",
+    "convert_",
+    "load_model",
+    "plan",
+    "save_model",
+]

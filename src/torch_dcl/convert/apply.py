@@ -1,0 +1,129 @@
+"""``convert_``: put DCL layers in the places that a plan names."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torch_dcl.convert.fit import FitReport, collect_samples, fit_
+from torch_dcl.convert.rows import Plan, Row
+from torch_dcl.convert.table import count, tabulate
+from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, obstacle, swap
+from torch_dcl.layers import _DCL
+from torch_dcl.stochastic import seed_branches_
+
+__all__ = ["Conversion", "convert_"]
+
+Init = Literal["random", "fit"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What ``convert_`` did. Printed, it is a table."""
+
+    rows: tuple[Row, ...]
+    """The rows of the plan that were converted."""
+    fits: dict[str, FitReport]
+    """How well the trained weights were met, by name; empty after a random initialisation."""
+
+    def __str__(self) -> str:
+        """One line a layer."""
+        if not self.rows:
+            return "Nothing was converted: the plan selects no unit."
+        head = ["converted", "weights", "after"] + (["error", "low-rank's"] if self.fits else [])
+        lines = [head]
+        for row in self.rows:
+            lines.append([row.name, count(row.weights), count(row.weights_after)])
+            if self.fits:
+                fit = self.fits[row.name]
+                lines[-1] += [f"{fit.error:.4f}", f"{fit.low_rank_error:.4f}"]
+        note = "\nerror: ‖z − relu(a)‖² / ‖relu(a)‖² of the layer's output, beside the low-rank layer of equal weights."
+        return tabulate(lines, left=1) + (note if self.fits else "")
+
+
+def convert_(
+    model: nn.Module, plan: Plan, *, init: Init, calibration: Iterable[Any] | None = None, seed: int = 0
+) -> Conversion:
+    """Replace the selected units of ``plan`` in ``model``, in place.
+
+    Either all of them are replaced or, after an error, none. A layer takes over geometry, dtype, device, memory
+    format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch, and an
+    :class:`AbsorbedNorm` stays in its place. A ReLU behind it stays where it is: z is positive, so it does nothing.
+    A module with several names is replaced once and stays shared. An optimiser made before holds the old
+    parameters: make it after.
+
+    Args:
+        model: The network, on which the plan was made or one of the same architecture.
+        plan: What to convert.
+        init: "random" to train from scratch, "fit" to start from the trained weights. There is no default, since
+            either is wrong for the other.
+        calibration: Batches of inputs for "fit": tensors, tuples that begin with the input, or dictionaries of
+            keyword arguments. A few hundred images are enough. Without them the inputs are taken as white noise.
+        seed: Of the fit, and of the branch pairs of the stochastic strategy.
+
+    Returns:
+        What was done, with the fit's errors.
+
+    Raises:
+        ValueError: the plan does not fit the network, or a unit cannot be converted; nothing was changed.
+    """
+    if init not in get_args(Init):
+        raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
+    if calibration is not None and init != "fit":
+        raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
+    if isinstance(plan, nn.Module) or not isinstance(plan, Plan):
+        raise TypeError(f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)")
+    units = [(row, *_find(model, row)) for row in plan.selected]
+    samples = {}
+    if calibration is not None and units:
+        samples = collect_samples(model, {row.name: module for row, module, _ in units}, calibration, seed=seed)
+    layers: list[_DCL] = []
+    fits: dict[str, FitReport] = {}
+    for row, module, norm in units:
+        layer = build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
+        if init == "fit":
+            fits[row.name] = fit_(layer, module, norm, samples.get(row.name), seed=seed)
+        _carry(layer, module, norm)
+        layers.append(layer)
+    names = names_of(model)
+    for (_, module, norm), layer in zip(units, layers, strict=True):
+        swap(model, names[module], layer)
+        if norm is not None:
+            swap(model, names[norm], AbsorbedNorm().train(norm.training))
+    if layers:
+        seed_branches_(model, seed)
+    return Conversion(tuple(row for row, _, _ in units), fits)
+
+
+def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None]:
+    """The layer and the batch norm of a row, checked against what the plan says of them."""
+    other = "the plan was made for another network: plan this one"
+    try:
+        module = model.get_submodule(row.name)
+        norm = None if row.norm is None else model.get_submodule(row.norm)
+    except AttributeError as error:
+        raise ValueError(f"the network has no {row.name!r} with batch norm {row.norm!r}; {other}") from error
+    trouble = obstacle(module) or ("" if norm is None else norm_obstacle(norm))
+    if trouble:
+        raise ValueError(f"{row.name!r} cannot be converted: {trouble}")
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    shape = (row.out_channels, row.in_channels, *row.kernel)
+    if type(module).__name__ != row.kind or tuple(weight.shape) != shape:
+        found = f"{type(module).__name__} of {tuple(weight.shape)}"
+        raise ValueError(f"{row.name!r} is a {found}, the plan has a {row.kind} of {shape}; {other}")
+    return module, norm
+
+
+def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
+    """Memory format and ``requires_grad`` of the old layer, which its arguments do not tell."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
+        layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for name, parameter in layer.named_parameters():
+        if name.startswith("fusion.norm"):
+            old = getattr(norm, name.rpartition(".")[2])
+        else:
+            old = module.bias if name.endswith("bias") else weight
+        parameter.requires_grad_(old.requires_grad)

@@ -1,0 +1,117 @@
+"""How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device."""
+
+import copy
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.benchmark import Timer
+
+from torch_dcl.convert.rows import Plan, Row, Timing
+from torch_dcl.convert.trace import Call, evaluating
+from torch_dcl.convert.units import build
+
+__all__ = ["measure_network", "measure_unit", "race"]
+
+ROUNDS = 5
+SECONDS = 0.02
+"""How long one contender runs in one round, at least one call."""
+
+
+def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS) -> dict[str, float]:
+    """Median milliseconds of each contender, taken in turns so that a slow spell of the machine meets them all."""
+    timers = {
+        name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        for name, run in contenders.items()
+    }
+    repeats = {}
+    for name, timer in timers.items():
+        timer.timeit(2)  # warm-up: allocations, autotuning, lazy initialisation
+        repeats[name] = max(1, int(SECONDS / max(timer.timeit(1).median, 1e-9)))
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            seconds[name].append(timer.timeit(repeats[name]).median)
+    return {name: 1000 * median(times) for name, times in seconds.items()}
+
+
+def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> dict[str, Timing]:
+    """Time a unit (layer, batch norm, ReLU), the DCL layer in its place, and the low-rank layer of equal weights."""
+    weight = next(module.parameters())
+    plain = [copy.deepcopy(module)] + ([] if norm is None else [copy.deepcopy(norm)]) + [nn.ReLU()]
+    networks = {
+        "plain": nn.Sequential(*plain),
+        "dcl": build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm),
+        "low_rank": build(module, widths=(row.low_rank_width,), eps=0.0, norm=norm),
+    }
+    x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
+    if norm is not None and x.shape[0] == 1:
+        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value
+    forwards = {name: _forward(network.eval(), x) for name, network in networks.items()}
+    forward = race(forwards)
+    fulls = {name: _full(network.train(), x) for name, network in networks.items()}
+    for network in networks.values():
+        _take_charge(network)
+    full = race(fulls)
+    return {name: Timing(forward[name], full[name]) for name in networks}
+
+
+def measure_network(
+    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Timing]:
+    """Time the whole network, plain and converted, on the example, in eval mode."""
+    from torch_dcl.convert.apply import convert_  # noqa: PLC0415  (it imports the plan, which measures)
+
+    converted = copy.deepcopy(model)
+    convert_(converted, plan, init="random")
+    networks = {"plain": model, "dcl": converted}
+
+    def outputs(network: nn.Module) -> list[Tensor]:
+        leaves = tree_leaves(network(*args, **kwargs))
+        return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+    def forward(network: nn.Module) -> None:
+        with torch.no_grad():
+            outputs(network)
+
+    def full(network: nn.Module) -> None:
+        total = sum((t.float().sum() for t in outputs(network) if t.requires_grad), torch.zeros(()))
+        torch.autograd.grad(total, trainable[id(network)], allow_unused=True)
+
+    trainable = {id(n): [p for p in n.parameters() if p.requires_grad] for n in networks.values()}
+    with evaluating(model), evaluating(converted):
+        forwards = race({name: lambda n=n: forward(n) for name, n in networks.items()})  # type: ignore[misc]
+        with torch.enable_grad():
+            differentiable = all(trainable.values()) and any(t.requires_grad for t in outputs(model))
+            fulls: Mapping[str, float] = {}
+            if differentiable:
+                fulls = race({name: lambda n=n: full(n) for name, n in networks.items()})  # type: ignore[misc]
+    return {name: Timing(forwards[name], fulls.get(name)) for name in networks}
+
+
+def _take_charge(network: nn.Module) -> None:
+    """A timing is not a training: no need to warn that nobody advances the branches."""
+    for module in network.modules():
+        if hasattr(module, "advanced"):
+            module.advanced = True
+
+
+def _forward(network: nn.Module, x: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        with torch.no_grad():
+            network(x)
+
+    return run
+
+
+def _full(network: nn.Module, x: Tensor) -> Callable[[], None]:
+    x = x.clone().requires_grad_()
+    inputs = [x, *(p for p in network.parameters() if p.requires_grad)]
+
+    def run() -> None:
+        torch.autograd.grad(network(x).sum(), inputs)
+
+    return run

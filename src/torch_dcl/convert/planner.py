@@ -1,0 +1,329 @@
+"""``plan``: find the units of a network that DCL can replace, and say what that costs and saves."""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torch_dcl.convert.measure import measure_network, measure_unit
+from torch_dcl.convert.rows import Plan, Row, Status, Timing
+from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
+from torch_dcl.convert.units import build, names_of, norm_obstacle, obstacle
+from torch_dcl.functional import check_eps
+from torch_dcl.layers import _DCL, Strategy, branch_widths
+
+__all__ = ["plan"]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What the caller wants of every unit."""
+
+    branches: int
+    ratio: float
+    width: int | Sequence[int] | None
+    round_to: int
+    strategy: Strategy
+    eps: float | None
+
+    def widths(self, out_channels: int) -> tuple[int, ...]:
+        return branch_widths(
+            out_channels, branches=self.branches, ratio=self.ratio, width=self.width, round_to=self.round_to
+        )
+
+
+def plan(
+    model: nn.Module,
+    input_size: Sequence[int] | None = None,
+    example: Any = None,
+    *,
+    branches: int = 2,
+    ratio: float = 0.25,
+    width: int | Sequence[int] | None = None,
+    strategy: Strategy = "deterministic",
+    eps: float | None = None,
+    round_to: int = 8,
+    budget: float | None = None,
+    measure: bool = False,
+) -> Plan:
+    """Find the units worth converting: a Conv or Linear with the ReLU, or batch norm and ReLU, that follows it.
+
+    The network is run once on an example, in eval mode and without gradients, and is left as it was.
+
+    Args:
+        model: The network, on any device.
+        input_size: The size of one input without the batch, for example ``(3, 224, 224)``; random values are used.
+        example: The input itself instead: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        branches: T of every unit.
+        ratio: Filters of one branch as a fraction of the unit's output channels.
+        width: The exact number of filters instead: one number, or one for each branch. A unit that it does not fit
+            is left alone and says so.
+        strategy: "deterministic", or "stochastic" for three or more branches.
+        eps: ε; None takes the paper's.
+        round_to: What ``ratio`` is rounded to a multiple of.
+        budget: The fraction of the network's weights to keep at most. Picks units and their widths: the widest
+            common ratio that meets it, on as few units as it takes.
+        measure: Whether to time every unit and the whole network, plain and converted, on the model's device.
+
+    Returns:
+        The plan, to print, to narrow down, and to hand to ``convert_``.
+
+    Raises:
+        ValueError: an argument out of its range, an input that does not fit the model, a budget out of reach.
+        TypeError: an argument of the wrong kind.
+    """
+    wish = _Wish(branches, ratio, width, round_to, strategy, eps)
+    _check_wish(wish, budget)
+    _check_model(model)
+    args, kwargs, description = _example(model, input_size, example)
+    seen = _run(model, args, kwargs, description)
+    rows, modules = _rows(model, seen, wish)
+    weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
+    result = Plan(
+        rows=tuple(rows),
+        weights=weights,
+        parameters=sum(p.numel() for p in model.parameters()),
+        example=description,
+        modules=weakref.WeakValueDictionary({row.name: modules[row.name] for row in rows}),
+    )
+    if budget is not None:
+        result = _meet_budget(result, wish, budget, model)
+    return _measured(result, model, seen, args, kwargs) if measure else result
+
+
+def _check_wish(wish: _Wish, budget: float | None) -> None:
+    """Refuse what no unit could take; what one unit cannot take is said in its row."""
+    probe = 1 << 30
+    widths = branch_widths(
+        probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to
+    )
+    if wish.strategy not in ("deterministic", "stochastic"):
+        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
+    if wish.strategy == "stochastic" and len(widths) < 3:
+        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
+    check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
+    if budget is not None:
+        if not 0 < budget < 1:
+            raise ValueError(f"budget is the fraction of the weights to keep, above 0 and below 1, got {budget!r}")
+        if wish.width is not None:
+            raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("a scripted network cannot be converted; plan and convert it before torch.jit.script")
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
+
+
+def _example(
+    model: nn.Module, input_size: Sequence[int] | None, example: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+    if (input_size is None) == (example is None):
+        raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
+    if example is not None:
+        if isinstance(example, Mapping):
+            return (), dict(example), "the example given"
+        args = tuple(example) if isinstance(example, tuple) else (example,)
+        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+        return args, {}, f"the example given ({shapes})"
+    size = tuple(input_size or ())
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
+        raise ValueError(f"input_size must be whole numbers above 0, without the batch, got {input_size!r}")
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    where = torch.device("cpu") if first is None else first.device
+    generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
+    tensor = torch.randn(1, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
+    return (tensor,), {}, f"one input of {'×'.join(map(str, size))}"
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str) -> Trace:
+    try:
+        return trace(model, args, kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on {description}: {error}. "
+            "Check input_size (without the batch), or pass example= with a real input"
+        ) from error
+
+
+def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[str, nn.Module]]:
+    names = names_of(model)
+    inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
+    sharers = _weight_sharers(model)
+    rows, modules = [], {}
+    for module, (name, *aliases) in names.items():
+        if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
+            continue
+        calls = seen.calls.get(module, [])
+        refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
+        if not refusal and module in seen.functional:
+            refusal = "its weight is used functionally, without calling it"
+        if not refusal and sharers.get(id(module.weight), 1) > 1:
+            refusal = "its weight is shared with another module"
+        norm, reason = (None, refusal) if refusal else _unit(calls, seen)
+        row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, wish)
+        if not reason and not row.widths:
+            reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
+        if not reason and row.weights_after >= row.weights:
+            reason = f"would not shrink ({row.weights:,} → {row.weights_after:,} weights)"
+        refused = bool(refusal) or not row.widths
+        status: Status = "refused" if refused else "left" if reason else "pays"
+        rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
+        modules[name] = module
+    return rows, modules
+
+
+def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
+    """The batch norm of the unit, and the reason if the layer is not one."""
+    if not calls:
+        return None, "not called in the run (in eval mode)"
+    reasons = [call.reason for call in calls if call.reason]
+    if reasons:
+        some = "" if len(reasons) == len(calls) else f" (in {len(reasons)} of {len(calls)} calls)"
+        return None, reasons[0] + some
+    norm = calls[0].norm
+    if any(call.norm is not norm for call in calls):
+        return None, "its calls are followed by different batch norms"
+    if norm is None:
+        return None, ""
+    if seen.norm_calls[norm] != len(calls):
+        return None, "its batch norm serves other layers too"
+    return norm, norm_obstacle(norm)
+
+
+def _weight_sharers(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each weight; a shared module counts once."""
+    sharers: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                sharers[id(parameter)] = sharers.get(id(parameter), 0) + 1
+    return sharers
+
+
+def _row(
+    name: str,
+    aliases: tuple[str, ...],
+    module: nn.Module,
+    calls: Sequence[Call],
+    norm: nn.Module | None,
+    names: dict[nn.Module, list[str]],
+    wish: _Wish,
+) -> Row:
+    """The numbers of one layer, as it is and as it would be; whether to convert it is settled by the caller."""
+    core = module.branch if isinstance(module, _DCL) else module
+    weight: Tensor = core.weight  # type: ignore[assignment]
+    transposed = isinstance(core, nn.modules.conv._ConvTransposeNd)
+    out_channels = int(getattr(module, "out_channels", getattr(module, "out_features", 0)))
+    in_channels = int(getattr(module, "in_channels", getattr(module, "in_features", 0)))
+    spatial = weight.dim() - 2
+    positions = sum(math.prod(call.input_shape if transposed else call.output_shape) for call in calls)
+    positions //= in_channels if transposed else out_channels
+    parts = [module] if norm is None else [module, norm]
+    before = [(n, p.numel()) for part in parts for n, p in part.named_parameters()]
+    after, widths, macs_after = before, (), positions * weight.numel()
+    if not obstacle(module):
+        try:
+            widths = wish.widths(out_channels)
+        except ValueError:
+            widths = ()
+    if widths:
+        layer = build(module, widths=widths, strategy=wish.strategy, eps=wish.eps, norm=norm, device="meta")
+        after = [(n, p.numel()) for n, p in layer.named_parameters()]
+        macs_after = positions * sum(widths) * (weight[0].numel() + out_channels)
+    return Row(
+        name=name,
+        aliases=aliases,
+        kind=type(module).__name__,
+        in_channels=in_channels,
+        out_channels=out_channels,
+        kernel=tuple(weight.shape[2:]) if spatial else (),
+        norm=None if norm is None else names[norm][0],
+        calls=len(calls),
+        status="left",
+        reason="",
+        selected=False,
+        widths=widths,
+        strategy=wish.strategy,
+        eps=wish.eps,
+        weights=sum(n for key, n in before if not key.endswith("bias")),
+        weights_after=sum(n for key, n in after if not key.endswith("bias")),
+        parameters=sum(n for _, n in before),
+        parameters_after=sum(n for _, n in after),
+        macs=positions * weight.numel(),
+        macs_after=macs_after,
+    )
+
+
+def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> Plan:
+    """The widest common ratio that meets the budget, then as few units as it takes."""
+    units = [row for row in given.rows if row.status == "pays" or row.reason.startswith("would not shrink")]
+    allowed = budget * given.weights
+    smallest = given.weights
+    names = names_of(model)
+    steps = 64
+    for step in range(steps, 0, -1):
+        tried = replace(wish, ratio=step / steps / wish.branches)
+        resized = {}
+        for row in units:
+            module = model.get_submodule(row.name)
+            norm = None if row.norm is None else model.get_submodule(row.norm)
+            new = _row(row.name, row.aliases, module, (), norm, names, tried)
+            positions = row.macs // (math.prod(row.kernel) * row.in_channels * row.out_channels)
+            macs = positions * sum(new.widths) * (math.prod(row.kernel) * row.in_channels + row.out_channels)
+            new = replace(new, calls=row.calls, macs=row.macs, macs_after=macs, status="pays", selected=True)
+            if new.saved > 0:
+                resized[row.name] = new
+        after = given.weights - sum(row.saved for row in resized.values())
+        smallest = min(smallest, after)
+        if after > allowed:
+            continue
+        slack = allowed - after
+        for row in sorted(resized.values(), key=lambda row: row.saved):
+            if row.saved <= slack:
+                slack -= row.saved
+                resized[row.name] = replace(row, selected=False)
+        rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in given.rows)
+        return replace(given, rows=rows)
+    raise ValueError(
+        f"budget {budget} is out of reach: with {wish.branches} branches the least that can be kept is "
+        f"{math.ceil(1000 * smallest / given.weights) / 1000}; allow more, or lower round_to (now {wish.round_to})"
+    )
+
+
+def _measured(
+    given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Plan:
+    known: dict[tuple[Any, ...], dict[str, Timing]] = {}
+    rows = []
+    for row in given.rows:
+        if row.status != "pays":
+            rows.append(row)
+            continue
+        module = model.get_submodule(row.name)
+        norm = None if row.norm is None else model.get_submodule(row.norm)
+        call = seen.calls[module][0]
+        alike = (module.extra_repr(), call.input_shape, call.dtype, row.widths, norm is not None)
+        if alike not in known:
+            known[alike] = measure_unit(module, norm, row, call)
+        rows.append(replace(row, timings=known[alike]))
+    measured = replace(given, rows=tuple(rows), device=_device_name(model))
+    return replace(measured, timings=measure_network(model, measured, args, kwargs) if measured.selected else None)
+
+
+def _device_name(model: nn.Module) -> str:
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type

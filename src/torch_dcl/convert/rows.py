@@ -1,0 +1,246 @@
+"""The plan as data: a row for every layer, what it is now and what it would become."""
+
+import difflib
+import json
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from torch_dcl.convert.table import render
+from torch_dcl.layers import Strategy
+
+__all__ = ["Plan", "Row", "Timing"]
+
+VERSION = 1
+Status = Literal["pays", "left", "refused"]
+Pattern = str | Callable[[str, nn.Module], bool]
+
+
+class Timing(NamedTuple):
+    """Milliseconds of a forward, and of a forward with its backward (None where nothing can be differentiated)."""
+
+    forward: float
+    full: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One Conv or Linear of the network."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Further names of the same module."""
+    kind: str
+    """The class of the layer."""
+    in_channels: int
+    out_channels: int
+    kernel: tuple[int, ...]
+    norm: str | None
+    """The batch norm that goes into the DCL layer."""
+    calls: int
+    status: Status
+    """"pays": a unit that shrinks; "left": can be converted if it is named; "refused": cannot."""
+    reason: str
+    """Why the layer is not converted unless named."""
+    selected: bool
+    widths: tuple[int, ...]
+    """M(t)."""
+    strategy: Strategy
+    eps: float | None
+    weights: int
+    """All parameters but biases, of the layer and the batch norm that goes with it."""
+    weights_after: int
+    parameters: int
+    parameters_after: int
+    macs: int
+    """Multiply-adds of all calls on the example."""
+    macs_after: int
+    timings: Mapping[str, Timing] | None = None
+    """Measured "plain", "dcl" and "low_rank"."""
+
+    @property
+    def branches(self) -> int:
+        """T."""
+        return len(self.widths)
+
+    @property
+    def low_rank_width(self) -> int:
+        """The width of the low-rank layer (T = 1) of equal weights: ΣM."""
+        return sum(self.widths)
+
+    @property
+    def smaller(self) -> bool:
+        """The paper's inequality: u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2."""
+        filter_size = self.in_channels * math.prod(self.kernel)
+        return (filter_size + self.out_channels) * sum(self.widths) <= filter_size * self.out_channels
+
+    @property
+    def within_half(self) -> bool:
+        """The paper's rule of thumb: ΣM ≤ K2/2 (which its own three branches of K2/5 break)."""
+        return 2 * sum(self.widths) <= self.out_channels
+
+    @property
+    def saved(self) -> int:
+        """Weights saved by converting."""
+        return self.weights - self.weights_after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which layers of a network to convert, what that saves, and why the others are left alone.
+
+    Print it; narrow it with :meth:`only` and :meth:`without`; hand it to ``convert_``.
+    """
+
+    rows: tuple[Row, ...]
+    weights: int
+    """All parameters of the network but biases."""
+    parameters: int
+    """All parameters of the network."""
+    example: str
+    """What the network was run on."""
+    device: str | None = None
+    """Where it was measured."""
+    timings: Mapping[str, Timing] | None = None
+    """Of the whole network, "plain" and "dcl"; None after the selection has changed."""
+    modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
+    """The layers that the rows speak of, for predicates; not part of the JSON."""
+
+    @property
+    def selected(self) -> tuple[Row, ...]:
+        """The rows that ``convert_`` will convert."""
+        return tuple(row for row in self.rows if row.selected)
+
+    @property
+    def weights_after(self) -> int:
+        """All parameters but biases after the conversion."""
+        return self.weights - sum(row.saved for row in self.selected)
+
+    @property
+    def parameters_after(self) -> int:
+        """All parameters after the conversion."""
+        return self.parameters - sum(row.parameters - row.parameters_after for row in self.selected)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-adds of all Conv and Linear layers on the example."""
+        return sum(row.macs for row in self.rows)
+
+    @property
+    def macs_after(self) -> int:
+        """The same after the conversion."""
+        return sum(row.macs_after if row.selected else row.macs for row in self.rows)
+
+    def only(self, *patterns: Pattern) -> "Plan":
+        """Select these units and no others.
+
+        Args:
+            *patterns: Names, globs (``"features.2*"``), or a predicate on (name, module). Globs and predicates
+                choose among the units that pay. An exact name also takes a layer that was left alone.
+
+        Raises:
+            ValueError: a pattern matches nothing, or a named layer cannot be converted.
+        """
+        chosen = self._match(patterns, among=lambda row: row.status == "pays", named=True)
+        return self._select(chosen)
+
+    def without(self, *patterns: Pattern) -> "Plan":
+        """Leave these units out of the selection.
+
+        Args:
+            *patterns: As in :meth:`only`, matched against the units that are selected.
+
+        Raises:
+            ValueError: a pattern matches nothing.
+        """
+        dropped = self._match(patterns, among=lambda row: row.selected, named=False)
+        return self._select({row.name for row in self.selected} - dropped)
+
+    def to_json(self) -> str:
+        """The plan as text, with the version of the format; :meth:`from_json` reads it."""
+        fields = {name: getattr(self, name) for name in ("weights", "parameters", "example", "device")}
+        rows = [asdict(row) for row in self.rows]
+        return json.dumps({"torch_dcl_plan": VERSION, **fields, "timings": self.timings, "rows": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the text is not a plan, or one of a newer version.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a plan: the text is not JSON ({error})") from error
+        version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
+        if not isinstance(version, int):
+            raise ValueError('not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()')
+        if version > VERSION:
+            raise ValueError(f"the plan is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl")
+        try:
+            rows = tuple(_read_row(row) for row in data.pop("rows"))
+            return cls(rows=rows, **{**data, "timings": _read_timings(data["timings"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a complete plan: {error!r}; write plans with Plan.to_json()") from error
+
+    def __str__(self) -> str:
+        """The table."""
+        return render(self)
+
+    def _select(self, names: set[str]) -> "Plan":
+        rows = tuple(replace(row, selected=row.name in names) for row in self.rows)
+        same = rows == self.rows
+        return replace(self, rows=rows, timings=self.timings if same else None)
+
+    def _match(self, patterns: tuple[Pattern, ...], among: Callable[[Row], bool], *, named: bool) -> set[str]:
+        if not patterns:
+            raise ValueError("no pattern given; name units, globs or a predicate on (name, module)")
+        chosen: set[str] = set()
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                exact = [row for row in self.rows if pattern in (row.name, *row.aliases)]
+                found = [row for row in exact if named or among(row)] or [
+                    row for row in self.rows if among(row) and any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))
+                ]
+                for row in exact if named else ():
+                    if row.status == "refused":
+                        raise ValueError(f"{pattern!r} cannot be converted: {row.reason}")
+                if not found:
+                    raise ValueError(self._unmatched(pattern, among))
+            else:
+                if self.modules is None:
+                    raise ValueError("a predicate needs the network; this plan was read from JSON, so name units or globs")
+                found = [row for row in self.rows if among(row) and pattern(row.name, self.modules[row.name])]
+                if not found:
+                    raise ValueError(f"the predicate {getattr(pattern, '__name__', pattern)!r} holds for no unit of the plan")
+            chosen.update(row.name for row in found)
+        return chosen
+
+    def _unmatched(self, pattern: str, among: Callable[[Row], bool]) -> str:
+        others = [row for row in self.rows if any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))]
+        if others:
+            row = others[0]
+            reason = "it is not selected" if row.status == "pays" else f"it is left alone ({row.reason})"
+            return f"{pattern!r} matches {row.name!r}, but {reason}" + ("" if row.status == "pays" else "; name it exactly")
+        names = [n for row in self.rows if among(row) for n in (row.name, *row.aliases)]
+        names += [row.name for row in self.rows if row.name not in names]
+        below = [n for n in names if n.startswith(pattern + ".")]
+        if below:
+            return f"{pattern!r} is no unit, but units lie below it; use {pattern + '.*'!r}"
+        near = difflib.get_close_matches(pattern, names, 3, 0.4) or names[:3]
+        return f"{pattern!r} matches no unit; nearest: {', '.join(map(repr, near)) or 'none, the network has no layer'}"
+
+
+def _read_row(data: dict[str, Any]) -> Row:
+    tuples = {name: tuple(data[name]) for name in ("aliases", "kernel", "widths")}
+    return Row(**{**data, **tuples, "timings": _read_timings(data["timings"])})
+
+
+def _read_timings(data: dict[str, list[float]] | None) -> dict[str, Timing] | None:
+    return None if data is None else {name: Timing(*values) for name, values in data.items()}

@@ -1,0 +1,150 @@
+"""The plan as a table to read in a terminal."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_dcl.convert.rows import Plan, Row, Timing
+
+__all__ = ["count", "render", "tabulate"]
+
+WIDTH = 112
+
+
+def render(plan: "Plan") -> str:
+    """The table of a plan: what is converted, what could be, and why the rest is left alone."""
+    chosen = plan.selected
+    parts = []
+    if chosen:
+        parts.append(_units(chosen, measured=plan.device is not None))
+    else:
+        pays = any(row.status == "pays" for row in plan.rows)
+        parts.append("No unit is selected." if pays else "Nothing here is worth converting.")
+    parts.append(_totals(plan))
+    if chosen:
+        parts.append("≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. Low-rank: one branch of ΣM, equal weights.")
+    if any(not row.within_half for row in chosen):
+        parts.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
+    grown = [row.name for row in chosen if row.weights_after > row.weights]
+    if grown:
+        parts.append(_wrapped("Larger than before: ", grown))
+    idle = [row.name for row in plan.rows if row.status == "pays" and not row.selected]
+    if idle:
+        parts.append(_wrapped(f"Could be converted, not selected ({len(idle)}): ", idle))
+    parts.append(_left_alone(plan.rows))
+    return "\n".join(part for part in parts if part)
+
+
+def _units(rows: Sequence["Row"], *, measured: bool) -> str:
+    head = ["unit", "layer", "becomes", "weights", "after", "ratio", "MACs", "after", "ratio", "≤"]
+    if measured:
+        head += ["fwd ms", "after", "ratio", "fwd+bwd", "after", "ratio"]
+    lines = [head]
+    for row in rows:
+        widths = f"{row.branches} x {row.widths[0]}" if len(set(row.widths)) == 1 else "+".join(map(str, row.widths))
+        kernel = "x".join(map(str, row.kernel))
+        layer = f"{row.in_channels}→{row.out_channels}" + (f", {kernel}" if kernel else "") + (" BN" if row.norm else "")
+        sizes = [count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)]
+        macs = [count(row.macs), count(row.macs_after), ratio(row.macs_after, row.macs)]
+        becomes = f"DCL {widths}" + (" stoch." if row.strategy == "stochastic" else "") + ("" if row.within_half else " *")
+        lines.append([row.name, layer, becomes, *sizes, *macs, "yes" if row.smaller else "no"])
+        low_rank = ["", "", f"low-rank {row.low_rank_width}", "", *sizes[1:], "", *macs[1:], ""]
+        lines.append(low_rank)
+        if measured:
+            lines[-2] += _milliseconds(row.timings, "dcl", show_plain=True)
+            lines[-1] += _milliseconds(row.timings, "low_rank", show_plain=False)
+    return tabulate(lines, left=3)
+
+
+def _milliseconds(timings: "Mapping[str, Timing] | None", contender: str, *, show_plain: bool) -> list[str]:
+    if timings is None:
+        return [""] * 6
+    cells = []
+    for before, after in zip(timings["plain"], timings[contender], strict=True):
+        if before is None or after is None:
+            cells += ["", "", ""]
+        else:
+            cells += [f"{before:.3g}" if show_plain else "", f"{after:.3g}", ratio(after, before)]
+    return cells
+
+
+def _totals(plan: "Plan") -> str:
+    lines = [
+        f"Weights (no biases): {plan.weights:,} → {plan.weights_after:,} ({_change(plan.weights_after, plan.weights)}). "
+        f"Parameters: {plan.parameters:,} → {plan.parameters_after:,}.",
+        f"MACs on {plan.example}: {count(plan.macs)} → {count(plan.macs_after)} "
+        f"({_change(plan.macs_after, plan.macs)}).",
+    ]
+    if plan.timings:
+        lines.append(_network_latency(plan))
+    if plan.device:
+        slower = [row.name for row in plan.selected if _slower(row.timings)]
+        if slower:
+            lines.append(_wrapped(f"Slower than the layer it replaces, on {plan.device} ({len(slower)}): ", slower))
+    return "\n".join(lines)
+
+
+def _network_latency(plan: "Plan") -> str:
+    if plan.timings is None:
+        return ""
+    plain, dcl = plan.timings["plain"], plan.timings["dcl"]
+    parts = [f"forward {plain.forward:.3g} → {dcl.forward:.3g} ms ({_change(dcl.forward, plain.forward)})"]
+    worst = dcl.forward / plain.forward
+    if plain.full is not None and dcl.full is not None:
+        parts.append(f"forward + backward {plain.full:.3g} → {dcl.full:.3g} ms ({_change(dcl.full, plain.full)})")
+        worst = max(worst, dcl.full / plain.full)
+    verdict = " The converted network is slower." if worst > 1 else ""
+    return f"Whole network on {plan.device}: {', '.join(parts)}.{verdict}"
+
+
+def _slower(timings: "Mapping[str, Timing] | None") -> bool:
+    if timings is None:
+        return False
+    pairs = zip(timings["plain"], timings["dcl"], strict=True)
+    return any(a is not None and b is not None and b > a for a, b in pairs)
+
+
+def _left_alone(rows: Sequence["Row"]) -> str:
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status != "pays" and not row.selected:
+            reasons.setdefault(row.reason, []).append(row.name)
+    if not reasons:
+        return ""
+    total = sum(map(len, reasons.values()))
+    lines = [f"Left alone ({total}):"]
+    lines += [_wrapped(f"  {reason} ({len(names)}): ", names) for reason, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def _wrapped(head: str, names: Sequence[str]) -> str:
+    return textwrap.fill(head + ", ".join(names), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def tabulate(lines: Sequence[Sequence[str]], left: int) -> str:
+    """Columns under a ruled head; the first ``left`` are aligned left, the others right."""
+    sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = []
+    for line in lines:
+        cells = [c.ljust(n) if i < left else c.rjust(n) for i, (c, n) in enumerate(zip(line, sizes, strict=True))]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join([text[0], "─" * max(map(len, text)), *text[1:]])
+
+
+def count(n: float) -> str:
+    """A number in three or four digits: 812, 37.7k, 62.4M, 1.14G."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(n) < 999.5 or unit == "T":
+            return f"{n:.0f}" if not unit else f"{n:.3g}{unit}"
+        n /= 1000
+    return ""
+
+
+def ratio(after: float, before: float) -> str:
+    """After over before, to two digits behind the point."""
+    return f"{after / before:.2f}" if before else "–"
+
+
+def _change(after: float, before: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "–"

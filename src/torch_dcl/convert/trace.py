@@ -1,0 +1,261 @@
+"""Run a network once and see what follows each of its layers.
+
+The network itself is the only description that is always right: modules may be shared, activations functional,
+branches taken in Python. So it is run on an example, and every operation is noted with the tensors that it reads
+and makes. From that the question of the planner is answered: does a ReLU, and nothing else, follow this layer?
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["Call", "Trace", "trace"]
+
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+# ReLU commutes with what only moves or selects values, so a unit may have such a step inside it.
+_MOVES = re.compile(
+    r"view|_unsafe_view|reshape|_reshape_alias|permute|transpose|t|flatten|unflatten|squeeze|unsqueeze|contiguous|clone|"
+    r"alias|detach|_to_copy|slice|select|split|split_with_sizes|chunk|unbind|max_pool\dd_with_indices|max_pool\dd"
+)
+_FOLLOWERS = {
+    "add": "feeds a residual sum", "add_": "feeds a residual sum", "sub": "feeds a difference",
+    "softmax": "feeds attention", "_softmax": "feeds attention", "bmm": "feeds attention", "baddbmm": "feeds attention",
+    "mul": "is multiplied with another tensor", "mul_": "is multiplied with another tensor",
+    "cat": "feeds a concatenation", "native_layer_norm": "a layer norm follows", "native_group_norm": "a group norm follows",
+    "gelu": "GELU follows", "silu": "SiLU follows", "hardswish": "Hardswish follows", "hardsigmoid": "Hardsigmoid follows",
+    "sigmoid": "a sigmoid follows", "tanh": "tanh follows", "elu": "ELU follows", "leaky_relu": "LeakyReLU follows",
+    "_prelu_kernel": "PReLU follows", "mish": "Mish follows", "softplus": "Softplus follows",
+    "hardtanh": "ReLU6 or a clipped activation follows",
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Event:
+    """One step of the run: a layer, a norm, or an operation, with the values that it reads and makes."""
+
+    op: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    module: nn.Module | None = None
+
+
+@dataclass
+class Call:
+    """One call of a layer."""
+
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    dtype: torch.dtype
+    norm: nn.Module | None = None
+    """The batch norm between the layer and its ReLU."""
+    reason: str = ""
+    """Why this call is not a unit of the paper's; empty if it is one."""
+
+
+@dataclass
+class Trace:
+    """What a run showed: the calls of every layer, and the layers whose weights were used without a call."""
+
+    calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
+    functional: set[nn.Module] = field(default_factory=set)
+    norm_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run ``model`` once in eval mode, without gradients, and say what follows each layer.
+
+    The training flags, the parameters and buffers, and the random state are as before afterwards.
+    """
+    recorder = _Recorder(model)
+    with evaluating(model), torch.no_grad(), _without_fast_paths(), _restored_rng(model), recorder.watching():
+        outputs = model(*args, **kwargs)
+        kept = {recorder.value(t) for t in tree_leaves(_plain(outputs)) if isinstance(t, Tensor)}
+    return recorder.conclude(kept)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode, module by module as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation outside of a watched layer, and every watched layer as one step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = [m for m in model.modules() if isinstance(m, LAYERS)]
+        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        self.owner = {id(p): m for m in self.layers for p in m.parameters(recurse=False)}
+        self.events: list[_Event] = []
+        self.calls: list[tuple[_Event, Call]] = []
+        self.inside: list[nn.Module] = []
+        self.functional: set[nn.Module] = set()
+        self._values = WeakIdKeyDictionary()
+        self._count = 0
+
+    def value(self, tensor: Tensor, *, new: bool = False) -> int:
+        """The number of a tensor's present content; an operation in place makes a new one."""
+        if new or tensor not in self._values:
+            self._count += 1
+            self._values[tensor] = self._count
+        number: int = self._values[tensor]
+        return number
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        handles = []
+        for module in (*self.layers, *self.norms):
+            handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        self.inside.append(module)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.inside.pop()
+        atomic = isinstance(module, LAYERS) or _is_plain_norm(module)
+        if not atomic or self._hidden() or not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+            return
+        reads = (self.value(args[0]),)
+        op = "layer" if isinstance(module, LAYERS) else "batch_norm"
+        event = _Event(op, reads, (self.value(output, new=True),), module)
+        self.events.append(event)
+        if op == "layer":
+            self.calls.append((event, Call(tuple(args[0].shape), tuple(output.shape), args[0].dtype)))
+
+    def _hidden(self) -> bool:
+        return any(isinstance(m, LAYERS) or _is_plain_norm(m) for m in self.inside)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in read:
+            owner = self.owner.get(id(tensor))
+            if owner is not None and owner not in self.inside:
+                self.functional.add(owner)
+        op = func._schema.name.split("::")[-1]
+        if self._hidden():
+            return func(*args, **kwargs)
+        reads = tuple(self.value(t) for t in read)
+        result = func(*args, **kwargs)
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made = made[:1] if op.startswith("max_pool") else made
+        changes = func._schema.is_mutable
+        if op in ("clamp_min", "clamp_min_") and len(args) == 2 and args[1] == 0:
+            op = "relu"
+        if "batch_norm" in op:
+            op, made = "batch_norm", made[:1]
+        module = self.inside[-1] if op == "batch_norm" and self.inside else None
+        self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in made), module))
+        return result
+
+    def conclude(self, outputs: set[int]) -> Trace:
+        """Follow the output of every call to the ReLU, or to the reason why there is none."""
+        readers: dict[int, list[_Event]] = defaultdict(list)
+        for event in self.events:
+            for value in set(event.reads):
+                readers[value].append(event)
+        onward: set[int] = set()  # values from which another layer is reached
+        for event in reversed(self.events):
+            if event.op in ("layer", "mm", "addmm", "bmm", "convolution") or onward.intersection(event.makes):
+                onward.update(event.reads)
+        result = Trace(functional=self.functional)
+        for event in self.events:
+            if event.op == "batch_norm" and event.module is not None:
+                result.norm_calls[event.module] += 1
+        for event, call in self.calls:
+            module = event.module
+            if module is None:
+                continue
+            call.norm, call.reason = _follow(event.makes[0], readers, outputs)
+            if call.reason and event.makes[0] not in onward:
+                call.reason = "head of the network"
+            result.calls.setdefault(module, []).append(call)
+        return result
+
+
+def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> tuple[nn.Module | None, str]:
+    """The batch norm on the way from a value to its ReLU, and the reason if something else is met."""
+    norm: nn.Module | None = None
+    todo, moved = [value], False
+    while todo:
+        value = todo.pop()
+        if value in outputs:
+            return norm, "its output is also an output of the network"
+        for event in readers[value]:
+            op = event.op.removesuffix("_")
+            if op == "relu":
+                continue
+            if op == "batch_norm":
+                if norm is not None or moved or len(readers[value]) > 1:
+                    return norm, "a batch norm follows, but not it alone"
+                if event.module is None:
+                    return norm, "its batch norm is used functionally"
+                norm = event.module
+                todo.extend(event.makes)
+            elif _MOVES.fullmatch(op):
+                moved = True
+                todo.extend(event.makes)
+            elif op == "layer":
+                return norm, "another layer follows without ReLU"
+            elif op.startswith("_scaled_dot_product") or "attention" in op:
+                return norm, "feeds attention"
+            else:
+                return norm, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
+        if not readers[value] and not moved and norm is None:
+            return norm, "its output is not used"
+    return norm, ""
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _plain(outputs: Any) -> Any:
+    """Outputs as plain containers: dataclass-like outputs of model libraries are dictionaries in disguise."""
+    return dict(outputs) if hasattr(outputs, "keys") and not isinstance(outputs, dict) else outputs
+
+
+@contextmanager
+def _without_fast_paths() -> Iterator[None]:
+    """Attention's fused inference path hides the layers that training calls."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+@contextmanager
+def _restored_rng(model: nn.Module) -> Iterator[None]:
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
+        yield

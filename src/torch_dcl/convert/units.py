@@ -1,0 +1,118 @@
+"""What can stand in for what: plain layers, the DCL layers that replace them, and what forbids a replacement."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+
+from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, Strategy
+
+__all__ = ["AbsorbedNorm", "build", "names_of", "obstacle", "norm_obstacle", "swap"]
+
+REPLACEMENTS: dict[type[nn.Module], type[DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d]] = {
+    nn.Linear: DCLLinear,
+    nn.Conv1d: DCLConv1d,
+    nn.Conv2d: DCLConv2d,
+    nn.Conv3d: DCLConv3d,
+}
+_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: nn.BatchNorm1d,
+    nn.Conv1d: nn.BatchNorm1d,
+    nn.Conv2d: nn.BatchNorm2d,
+    nn.Conv3d: nn.BatchNorm3d,
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class AbsorbedNorm(nn.Identity):
+    """Stands where a batch norm stood that now works inside the DCL layer before it."""
+
+
+def plain_type(module: nn.Module) -> type[nn.Module] | None:
+    """The torch class whose forward ``module`` runs, if it is one that can be replaced."""
+    for plain in REPLACEMENTS:
+        if isinstance(module, plain):
+            same = type(module).forward is plain.forward
+            convolves = getattr(type(module), "_conv_forward", None) is getattr(plain, "_conv_forward", None)
+            return plain if same and convolves else None
+    return None
+
+
+def obstacle(module: nn.Module) -> str:
+    """Why this layer cannot be replaced at all, whatever follows it; empty if it can."""
+    kind = type(module).__name__
+    if isinstance(module, _DCL):
+        return "already a DCL layer"
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return "a transposed convolution"
+    if parametrize.is_parametrized(module):
+        return "parametrized: remove the parametrization first"
+    if plain_type(module) is None:
+        return f"a {kind} with a forward of its own"
+    if getattr(module, "groups", 1) != 1:
+        return f"grouped ({module.groups} groups)"
+    return _hooked(module)
+
+
+def norm_obstacle(norm: nn.Module) -> str:
+    """Why a batch norm cannot be taken into a DCL layer; empty if it can."""
+    own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    fused = hasattr(norm, "act") and isinstance(getattr(norm, "drop", None), nn.Identity)
+    if own_forward and not fused:
+        return f"its batch norm is a {type(norm).__name__} with a forward of its own"
+    hooked = _hooked(norm)
+    return f"its batch norm {hooked}" if hooked else ""
+
+
+def _hooked(module: nn.Module) -> str:
+    return "carries hooks, which would be lost: remove them first" if any(getattr(module, h) for h in _HOOKS) else ""
+
+
+def build(
+    module: nn.Module,
+    *,
+    widths: tuple[int, ...],
+    strategy: Strategy = "deterministic",
+    eps: float | None = None,
+    norm: nn.Module | None = None,
+    device: str | None = None,
+) -> _DCL:
+    """The DCL layer that takes the place of ``module`` and, with ``norm``, of the batch norm behind it."""
+    plain = plain_type(module)
+    if plain is None:
+        raise TypeError(f"a {type(module).__name__} cannot be replaced by a DCL layer: {obstacle(module)}")
+    elsewhere: dict[str, Any] = {} if device is None else {"device": device}
+    return REPLACEMENTS[plain].like(
+        module,  # type: ignore[arg-type]
+        branches=len(widths),
+        width=widths,
+        strategy=strategy,
+        eps=eps,
+        norm_layer=None if norm is None else norm_factory(plain, norm),
+        **elsewhere,
+    )
+
+
+def norm_factory(plain: type[nn.Module], norm: nn.Module) -> Callable[[int], nn.Module]:
+    """Makes batch norms with the settings of ``norm``, fit for the output of a ``plain`` layer."""
+    kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else _NORMS[plain]
+    settings = {name: getattr(norm, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
+    return partial(kind, **settings)
+
+
+def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of every module; a module shared by two parents has two."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
+    """Put ``new`` in every place of ``names``."""
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)

@@ -1,0 +1,233 @@
+"""Section 3 of the paper in plain torch, with the paper's names.
+
+Wang et al., "Deep Collaborative Learning for Visual Recognition", 2017. A DCL module has two stages:
+
+- branch construction: T linear maps of the input, ``y_t = θ_t · x``;
+- concept fusion: ``v_t = relu(W_t · y_t)`` and ``z = (Π_t v_t + ε)^(1/T)`` with ``ε = 10^-T``.
+
+This file holds the fusion. It is the reference for every faster version of it, so it is written for exactness:
+half types are computed in float32, no intermediate value leaves the range of the inputs, and the gradient
+
+    ∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z)
+
+is formed from the *other* branches, never as output over input, so dead branches give zeros and not NaN.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import reduce
+from itertools import combinations
+from operator import mul
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["default_eps", "draw_pair", "fuse_branches", "fuse_pairs"]
+
+
+def fuse_branches(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tensor:
+    """Fuse the responses of T branches: ``z = (Π_t relu(pre_t) + eps)^(1/T)``.
+
+    Args:
+        pre: Pre-activations ``W_t · y_t`` with the T branches first: a tensor ``[T, ...]``, or a sequence of T
+            tensors of one shape.
+        eps: The constant inside the root; ``10^-T`` as in the paper when None. Zero is allowed for T = 1 alone,
+            where there is no root to protect.
+
+    Returns:
+        z of the shape and dtype of one branch. Values beyond the range of the dtype saturate at its largest.
+
+    Raises:
+        TypeError: ``pre`` is not of one floating type, or ``eps`` is not a number.
+        ValueError: no branch, branches of different shapes, or an ``eps`` that the root cannot take.
+    """
+    branches = _as_branches(pre)
+    T = len(branches)
+    return _fuse((tuple(range(T)),), check_eps(eps, T), branches)
+
+
+def fuse_pairs(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tensor:
+    """Fuse T ≥ 2 branches pair by pair: the mean of the T = 2 formula over all T(T-1)/2 pairs.
+
+    This is the expectation that the stochastic strategy of section 3.5 takes in the testing phase.
+
+    Args:
+        pre: As in :func:`fuse_branches`.
+        eps: The constant inside each square root; ``10^-2`` when None.
+
+    Returns:
+        The mean, of the shape and dtype of one branch.
+
+    Raises:
+        TypeError: ``pre`` is not of one floating type, or ``eps`` is not a number.
+        ValueError: fewer than two branches, branches of different shapes, or an ``eps`` that is not positive.
+    """
+    branches = _as_branches(pre)
+    if len(branches) < 2:
+        raise ValueError("fuse_pairs needs at least two branches to form a pair, got 1; use fuse_branches")
+    return _fuse(tuple(combinations(range(len(branches)), 2)), check_eps(eps, 2), branches)
+
+
+def draw_pair(key: Tensor, T: int) -> Tensor:
+    """Draw the two active branches of a training step (section 3.5) as a pure function of its key.
+
+    The draw is integer arithmetic on the device of the key: no generator, no state, no synchronisation. The same
+    key gives the same pair on every device, on every rank and after a resume.
+
+    Args:
+        key: ``[..., 3]`` int64: seed, layer and step.
+        T: How many branches there are to choose from, at least 2.
+
+    Returns:
+        ``[..., 2]`` int64: two different branches in ascending order, every pair equally likely.
+    """
+    seed, layer, step = key.unbind(-1)
+    h = _mix(_mix(_mix(seed ^ (seed >> 32)) ^ layer) ^ step)
+    first = h % T
+    second = (first + 1 + _mix(h ^ 0x5BD1E995) % (T - 1)) % T
+    return torch.stack((torch.minimum(first, second), torch.maximum(first, second)), -1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scatter 32 bits: xor-shifts and odd multipliers below 2^31, so that no product leaves int64."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x6C62272F) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0x45D9F3B5) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def default_eps(T: int) -> float:
+    """The paper's ε for T fused branches: ``10^-T``, so that z is never below 0.1."""
+    return 10.0**-T
+
+
+def check_eps(eps: float | None, T: int) -> float:
+    """Return the ε to use for T fused branches, or raise ValueError with the reason."""
+    if eps is None:
+        return default_eps(T)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"eps must be a number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
+    if not math.isfinite(eps) or eps < 0:
+        raise ValueError(f"eps must be a finite positive number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
+    if eps == 0 and T > 1:
+        raise ValueError(f"eps = 0 leaves the gradient of the {T}-th root unbounded at 0; use a small positive number")
+    return float(eps)
+
+
+def _as_branches(pre: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if isinstance(pre, Tensor) and pre.dim() == 0:
+        raise ValueError("pre must have the branches in its first dimension, got a tensor without dimensions")
+    if not isinstance(pre, (Tensor, Sequence)):
+        raise TypeError(f"pre must be a tensor or a sequence of tensors, got {pre!r}")
+    branches = pre.unbind(0) if isinstance(pre, Tensor) else tuple(pre)
+    if not branches:
+        raise ValueError("pre holds no branch; at least one is needed")
+    for branch in branches:
+        if not isinstance(branch, Tensor):
+            raise TypeError(f"every branch must be a tensor, got {branch!r}")
+        if not branch.is_floating_point():
+            raise TypeError(f"branches must be of a floating type, got {branch.dtype}")
+        if branch.dtype != branches[0].dtype:
+            raise TypeError(f"all branches must be of one type, got {branches[0].dtype} and {branch.dtype}")
+        if branch.shape != branches[0].shape:
+            shapes = ", ".join(str(tuple(b.shape)) for b in branches)
+            raise ValueError(f"all branches must have one shape, got {shapes}")
+    return branches
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""Which branches are fused with each other; the result is the mean over the groups."""
+
+
+def _fuse(groups: Groups, eps: float, pre: Sequence[Tensor]) -> Tensor:
+    z: Tensor = _Fuse.apply(groups, eps, *pre)  # type: ignore[no-untyped-call]
+    return z
+
+
+class _Fuse(torch.autograd.Function):
+    """The mean over groups of branches of the rooted product, with the gradient from the other branches."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(groups: Groups, eps: float, *pre: Tensor) -> Tensor:
+        v = [_respond(p) for p in pre]
+        z = reduce(torch.add, (_rooted_product([v[t] for t in group], eps) / len(groups) for group in groups))
+        return _saturate(z, pre[0].dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        groups, eps, *pre = inputs
+        ctx.groups, ctx.eps = groups, eps
+        ctx.save_for_backward(*pre, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        *pre, output = ctx.saved_tensors
+        wide = _compute_dtype(output.dtype)
+        pre = [p.to(wide) for p in pre]
+        grad_z = grad_outputs[0].to(wide) / len(ctx.groups)
+        grads: list[Tensor | None] = [None] * len(pre)
+        for group in ctx.groups:
+            members = [pre[t] for t in group]
+            # z rounded to a half type would show in v_j / z: it is computed once more instead.
+            exact = len(ctx.groups) == 1 and output.dtype == wide
+            z = output if exact else _fuse((tuple(range(len(group))),), ctx.eps, members)
+            for t, slope in zip(group, _slopes(members, z), strict=True):
+                grad, before = torch.where(pre[t] > 0, grad_z * slope, 0.0), grads[t]
+                grads[t] = grad if before is None else before + grad
+        return None, None, *(None if g is None else _saturate(g, output.dtype) for g in grads)
+
+
+def _respond(pre: Tensor) -> Tensor:
+    """v = relu(pre) in the type to compute in; an infinite response counts as the largest number."""
+    wide = _compute_dtype(pre.dtype)
+    return F.relu(pre.to(wide)).clamp(max=torch.finfo(wide).max)
+
+
+def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
+    """(Π v_t + ε)^(1/T), through the geometric mean, which never leaves the range of the v_t."""
+    T = len(v)
+    if T == 1:
+        return v[0] + eps
+    floor = max(eps ** (1 / T), torch.finfo(v[0].dtype).tiny)
+    mean = reduce(mul, (_root(v_t, T) for v_t in v))
+    scale = mean.clamp(min=floor)
+    return scale * _root((mean / scale) ** T + (floor / scale) ** T, T)
+
+
+def _slopes(pre: Sequence[Tensor], z: Tensor) -> list[Tensor]:
+    """∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z) for every i, as the (T-1)-th power of a geometric mean.
+
+    A dead branch is replaced by 1 under the root and by 0 behind it, so that this can be differentiated again. The
+    factor 1/T is spread over the ratios, so that nothing overflows on the way to a slope that does not.
+    """
+    T, largest = len(pre), torch.finfo(z.dtype).max
+    if T == 1:
+        return [torch.ones_like(z)]
+    unit, share = _root(z, T - 1), T ** (-1 / (T - 1) ** 2)
+    ratios = []
+    for p in pre:
+        alive = p > 0
+        root = _root(torch.where(alive, p.clamp(max=largest), 1.0), T - 1)
+        ratios.append(torch.where(alive, root * share, 0.0) / unit)
+    others = (reduce(mul, ratios[:i] + ratios[i + 1 :]) for i in range(T))
+    return [(product ** (T - 1)).clamp(max=largest) for product in others]
+
+
+def _root(x: Tensor, degree: int) -> Tensor:
+    if degree == 1:
+        return x
+    return x.sqrt() if degree == 2 else x ** (1 / degree)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)

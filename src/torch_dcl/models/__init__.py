@@ -1,0 +1,34 @@
+"""The paper's baseline networks as plain modules, and the bilinear layers that it compares with.
+
+The networks know nothing of DCL: a DCL network is always one of these, or any other, after conversion;
+:func:`variant_plan` has the paper's names for what it converts. The layers
+carry the paper's names (``conv1``, ``fc1``, ...; in AlexNet ``fc6`` to ``fc8``), so that a plan can point at them.
+Every network has its image size as ``input_size``, channels first.
+"""
+
+from torch_dcl.models.alexnet import AlexNet, alexnet
+from torch_dcl.models.bignet import BigNet, bignet
+from torch_dcl.models.bilinear import BilinearFusion, BilinearPool
+from torch_dcl.models.counting import count_weights
+from torch_dcl.models.lenet import LeNet, lenet
+from torch_dcl.models.lenet_cifar import LeNetCifar, lenet_cifar
+from torch_dcl.models.variants import VARIANTS, variant_plan
+from torch_dcl.models.wide_resnet import WideResNet, wide_resnet
+
+__all__ = [
+    "VARIANTS",
+    "AlexNet",
+    "BigNet",
+    "BilinearFusion",
+    "BilinearPool",
+    "LeNet",
+    "LeNetCifar",
+    "WideResNet",
+    "alexnet",
+    "bignet",
+    "count_weights",
+    "lenet",
+    "lenet_cifar",
+    "variant_plan",
+    "wide_resnet",
+]

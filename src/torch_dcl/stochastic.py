@@ -1,0 +1,165 @@
+"""The stochastic strategy's step: who counts it, and what the idle branches do meanwhile.
+
+A layer with ``strategy="stochastic"`` trains one pair of branches a step. The pair is a function of (seed, layer,
+step), which the layer keeps in its state dict; its forward only reads it, so running a forward twice (activation
+checkpointing), several times a step (gradient accumulation) or as a pure function (``torch.func``) changes nothing.
+The owner of the network moves the step on, in one of two ways::
+
+    for step, (x, target) in enumerate(batches):
+        dcl.advance_branches_(model, step)       # at the start of every step, or
+        ...
+    dcl.follow_optimizer(model, optimizer)       # once: every optimizer.step() moves it on
+
+The paper trains only the active branches in an iteration. A zero gradient alone does not do that: momentum and
+weight decay still move the idle ones. ``follow_optimizer`` therefore holds them still, unless told otherwise.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torch_dcl.functional import draw_pair
+from torch_dcl.layers import ConceptFusion, _DCL
+
+__all__ = ["advance_branches_", "follow_optimizer", "seed_branches_"]
+
+
+def seed_branches_(model: nn.Module, seed: int) -> None:
+    """Give every stochastic layer its place in the draw: the seed, its own name, and step 0.
+
+    ``convert_`` has done this for the layers that it made. A network with hand-built layers wants it once, since
+    all of them start out with the same key.
+
+    Args:
+        model: The network.
+        seed: Any whole number; the same on every rank.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    for name, fusion in _stochastic(model):
+        key = (seed & 0x7FFFFFFFFFFFFFFF, zlib.crc32(name.encode()), 0)
+        fusion.key.copy_(torch.tensor(key, dtype=torch.int64))
+        fusion.active.copy_(draw_pair(fusion.key, fusion.branches))
+
+
+@torch.no_grad()
+def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> None:
+    """Draw the branches of a training step in every stochastic layer. Nothing else is touched.
+
+    Works on the device without waiting for it, so it may stand inside or outside a captured CUDA graph.
+
+    Args:
+        model: The network; without a stochastic layer this does nothing.
+        step: The number of the step, as an int or a tensor on the device; None takes the next one.
+    """
+    for _, fusion in _stochastic(model):
+        if step is None:
+            fusion.key[2] += 1
+        else:
+            fusion.key[2] = step
+        fusion.active.copy_(draw_pair(fusion.key, fusion.branches))
+        fusion.advanced = True
+
+
+def follow_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, hold_idle: bool = True
+) -> RemovableHandle:
+    """Advance the branches of ``model`` after every ``optimizer.step()``.
+
+    Args:
+        model: The network.
+        optimizer: Any torch optimiser that holds its parameters.
+        hold_idle: Whether the branches that were not drawn stay exactly as they are, as in the paper: no momentum,
+            no weight decay, no change of their moments. False lets the optimiser treat them as it treats any
+            parameter with a zero gradient.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+    """
+    for _, fusion in _stochastic(model):
+        fusion.advanced = True
+    handles = []
+    if hold_idle:
+        holder = _Holder(model)
+        handles.append(optimizer.register_step_pre_hook(holder.before))
+        handles.append(optimizer.register_step_post_hook(holder.after))
+    handles.append(optimizer.register_step_post_hook(lambda *_: advance_branches_(model)))
+    return _Handles(handles)
+
+
+class _Handles(RemovableHandle):
+    """Several hooks that are removed together."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        super().__init__({})
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Holder:
+    """Puts the rows of idle branches, and the optimiser's moments of them, back after a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.saved: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @torch.no_grad()
+    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.saved = []
+        self.fresh = []
+        for parameter, idle in _idle_rows(self.model):
+            if id(parameter) not in held or parameter.grad is None:
+                continue
+            self.saved.append((parameter, parameter.clone(), idle))
+            state = optimizer.state.get(parameter, {})
+            moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
+            self.saved.extend((s, s.clone(), idle) for s in moments.values())
+            self.fresh.append((parameter, set(moments), idle))
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for tensor, old, idle in self.saved:
+            tensor.copy_(torch.where(idle, old, tensor))
+        for parameter, known, idle in self.fresh:  # moments that this step created: an idle branch has none yet
+            for name, moment in optimizer.state[parameter].items():
+                if name not in known and _is_moment(moment, parameter):
+                    moment.masked_fill_(idle.expand_as(moment), 0)
+        self.saved, self.fresh = [], []
+
+    fresh: list[tuple[Tensor, set[Any], Tensor]]
+
+
+def _is_moment(state: Any, parameter: Tensor) -> bool:
+    return isinstance(state, Tensor) and state.shape == parameter.shape
+
+
+def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Every parameter of a stochastic layer with a mask, broadcast over it, of what belongs to idle branches."""
+    rows = []
+    for module in model.modules():
+        if not isinstance(module, _DCL) or module.strategy != "stochastic":
+            continue
+        fusion = module.fusion
+        branch = torch.arange(fusion.branches, device=fusion.active.device)
+        idle = (branch[:, None] != fusion.active).all(-1)
+        sizes = torch.tensor(fusion.widths, device=idle.device)
+        by_row = idle.repeat_interleave(sizes, output_size=sum(fusion.widths))
+        parameters = [*module.branch.parameters(), fusion.weight]
+        rows += [(p, by_row.view(-1, *(1,) * (p.dim() - 1))) for p in parameters]
+        if fusion.bias is not None:
+            rows.append((fusion.bias, idle[:, None]))
+        for t, norm in enumerate(fusion.norm or ()):
+            rows += [(p, idle[t]) for p in norm.parameters()]
+    return rows
+
+
+def _stochastic(model: nn.Module) -> list[tuple[str, ConceptFusion]]:
+    layers = ((name, module.fusion) for name, module in model.named_modules() if isinstance(module, _DCL))
+    return [(name, fusion) for name, fusion in layers if fusion.strategy == "stochastic"]
