@@ -1,4 +1,4 @@
-# Everything runs in one environment, which the first call makes. On a fresh machine `make demo` or `make test` is enough.
+# Everything runs in one environment, which the first call makes: `make demo` or `make test` is enough.
 #
 #   make demo PYTHON=python3.12        another Python to make the environment with
 #   make test VENV=/another/disk/venv  another place for the environment
@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 
-# Tests run on small tensors: more threads than one cost more than they bring.
+# One thread for the tests: steady on a machine with few cores, or with other work on them.
 OMP_NUM_THREADS ?= 1
 export PYTHON VENV
 

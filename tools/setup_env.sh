@@ -80,7 +80,8 @@ if [ -z "$extras" ] && { installed "" || installed dev; }; then exit 0; fi
 if [ -e "$venv/pyvenv.cfg" ]; then
     "$venv/bin/python" -c '' 2>/dev/null ||
         fail "the environment $venv is there, but its Python does not run." "Remove the folder and try again."
-    check_python "$venv/bin/python" "Remove the folder $venv and try again with a newer one: make PYTHON=/path/to/python3.11 ..."
+    check_python "$venv/bin/python" \
+        "Remove the folder $venv and try again with a newer one: make PYTHON=/path/to/python3.11 ..."
 elif [ -d "$venv" ] && [ -n "$(ls -A "$venv")" ]; then
     fail "$venv is a folder with something else in it." "Name another place: make VENV=/path/to/venv ..."
 fi
@@ -99,7 +100,8 @@ mkdir -p "$scratch"
 trap 'rm -rf "$scratch"' EXIT
 scratch=$(cd "$scratch" && pwd)
 TMPDIR=$scratch PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install -e ".${extras:+[$extras]}" ||
-    fail "pip could not install the package; what it said is above." "Check the connection to the package index and run the same command again."
+    fail "pip could not install the package; what it said is above." \
+        "Check the connection to the package index and run the same command again."
 
 fingerprint >"$(stamp "$extras")"
 say "the environment $venv is ready"

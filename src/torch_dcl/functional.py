@@ -160,26 +160,25 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output  # not kept: a ReLU in place may follow, and z rounded to a half type would show in v_j / z
         groups, eps, *pre = inputs
         ctx.groups, ctx.eps = groups, eps
-        ctx.save_for_backward(*pre, output)
+        ctx.save_for_backward(*pre)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        *pre, output = ctx.saved_tensors
-        wide = _compute_dtype(output.dtype)
-        pre = [p.to(wide) for p in pre]
+        dtype = ctx.saved_tensors[0].dtype
+        wide = _compute_dtype(dtype)
+        pre = [p.to(wide) for p in ctx.saved_tensors]
         grad_z = grad_outputs[0].to(wide) / len(ctx.groups)
         grads: list[Tensor | None] = [None] * len(pre)
         for group in ctx.groups:
             members = [pre[t] for t in group]
-            # z rounded to a half type would show in v_j / z: it is computed once more instead.
-            exact = len(ctx.groups) == 1 and output.dtype == wide
-            z = output if exact else _fuse((tuple(range(len(group))),), ctx.eps, members)
+            z = _fuse((tuple(range(len(group))),), ctx.eps, members)
             for t, slope in zip(group, _slopes(members, z), strict=True):
                 grad, before = torch.where(pre[t] > 0, grad_z * slope, 0.0), grads[t]
                 grads[t] = grad if before is None else before + grad
-        return None, None, *(None if g is None else _saturate(g, output.dtype) for g in grads)
+        return None, None, *(None if g is None else _saturate(g, dtype) for g in grads)
 
 
 def _respond(pre: Tensor) -> Tensor:
@@ -193,8 +192,9 @@ def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
     T = len(v)
     if T == 1:
         return v[0] + eps
-    floor = max(eps ** (1 / T), torch.finfo(v[0].dtype).tiny)
-    mean = reduce(mul, (_root(v_t, T) for v_t in v))
+    info = torch.finfo(v[0].dtype)
+    floor = max(eps ** (1 / T), info.tiny)
+    mean = reduce(mul, (_root(v_t, T) for v_t in v)).clamp(max=info.max)  # the roots are rounded, perhaps upwards
     scale = mean.clamp(min=floor)
     return scale * _root((mean / scale) ** T + (floor / scale) ** T, T)
 

@@ -2,18 +2,18 @@
 
 A layer is two stages, as in section 3.1 of the paper, and so are its state-dict keys:
 
-==================  ==============================  =======================================================
-key                 shape                           what it is
-==================  ==============================  =======================================================
-``branch.weight``   ``[ΣM, K1, *kernel]``           θ: the filters of all branches, one branch after another
-``branch.bias``     ``[ΣM]``                        only with a ``branch_activation``
-``fusion.weight``   ``[ΣM, K2]``                    W: row m of branch t weighs ``y_m`` in all K2 outputs
-``fusion.bias``     ``[T, K2]``                     one bias a branch, unless ``bias=False``
-``fusion.norm.t.*`` as ``norm_layer`` has them      the normalisation of branch t, with ``norm_layer``
-``fusion.key``      ``[3]`` int64                   seed, layer, step of the draw (stochastic strategy)
-``fusion.active``   ``[2]`` int64                   the two branches drawn for this step (stochastic strategy)
-``branch_activation.*`` as it has them              only with a ``branch_activation`` that has parameters
-==================  ==============================  =======================================================
+=======================  =========================  =======================================================
+key                      shape                      what it is
+=======================  =========================  =======================================================
+``branch.weight``        ``[ΣM, K1, *kernel]``      θ: the filters of all branches, one branch after another
+``branch.bias``          ``[ΣM]``                   only with a ``branch_activation``
+``branch_activation.*``  as the activation has it   only with a ``branch_activation`` that has parameters
+``fusion.weight``        ``[ΣM, K2]``               W: row m of branch t weighs ``y_m`` in all K2 outputs
+``fusion.bias``          ``[T, K2]``                one bias a branch, unless ``bias=False``
+``fusion.norm.t.*``      as ``norm_layer`` has it   the normalisation of branch t, with ``norm_layer``
+``fusion.key``           ``[3]`` int64              seed, layer, step of the draw (stochastic strategy)
+``fusion.active``        ``[2]`` int64              the two branches drawn for this step (stochastic strategy)
+=======================  =========================  =======================================================
 
 Biases, and only biases, end in ``bias``.
 """

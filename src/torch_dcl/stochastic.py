@@ -15,7 +15,7 @@ weight decay still move the idle ones. ``follow_optimizer`` therefore holds them
 """
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,9 +64,18 @@ def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> Non
         fusion.advanced = True
 
 
-def follow_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, hold_idle: bool = True
-) -> RemovableHandle:
+class Following(NamedTuple):
+    """What :func:`follow_optimizer` set up."""
+
+    hooks: tuple[RemovableHandle, ...]
+
+    def remove(self) -> None:
+        """Take the hooks off the optimiser again."""
+        for hook in self.hooks:
+            hook.remove()
+
+
+def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold_idle: bool = True) -> Following:
     """Advance the branches of ``model`` after every ``optimizer.step()``.
 
     Args:
@@ -87,19 +96,7 @@ def follow_optimizer(
         handles.append(optimizer.register_step_pre_hook(holder.before))
         handles.append(optimizer.register_step_post_hook(holder.after))
     handles.append(optimizer.register_step_post_hook(lambda *_: advance_branches_(model)))
-    return _Handles(handles)
-
-
-class _Handles(RemovableHandle):
-    """Several hooks that are removed together."""
-
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        super().__init__({})
-        self._handles = handles
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    return Following(tuple(handles))
 
 
 class _Holder:

@@ -5,6 +5,7 @@ import torch
 
 import torch_dcl as dcl
 from torch_dcl import models
+from torch_dcl.data import mnist_excerpt
 
 COUNTS = [
     (models.lenet, 100, {"A2": 335_500, "A3S": 465_500, "A3D": 465_500, "B2": 449_500, "B3S": 461_500, "B3D": 461_500}),
@@ -63,12 +64,13 @@ def test_a_variant_learns(name):
     for module in model.modules():
         if isinstance(module, dcl.DCLLinear):
             module.train()
-    images, labels = torch.rand(40, 1, 28, 28), torch.arange(40) % 10
+    images, labels = mnist_excerpt("train")
+    images, labels = images[:100, None] / 255, labels[:100]
     losses = []
-    for _ in range(40):
+    for _ in range(60):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]

@@ -165,12 +165,12 @@ def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[s
     for module, (name, *aliases) in names.items():
         if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
             continue
-        calls = seen.calls.get(module, [])
+        calls = seen.calls.get(module.branch if isinstance(module, _DCL) else module, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
+        if not refusal and sharers[id(module.weight)] > 1:
+            refusal = "its weight is shared with another module"
         if not refusal and module in seen.functional:
             refusal = "its weight is used functionally, without calling it"
-        if not refusal and sharers.get(id(module.weight), 1) > 1:
-            refusal = "its weight is shared with another module"
         norm, reason = (None, refusal) if refusal else _unit(calls, seen)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, wish)
         if not reason and not row.widths:
@@ -222,17 +222,16 @@ def _row(
     wish: _Wish,
 ) -> Row:
     """The numbers of one layer, as it is and as it would be; whether to convert it is settled by the caller."""
-    core = module.branch if isinstance(module, _DCL) else module
-    weight: Tensor = core.weight  # type: ignore[assignment]
-    transposed = isinstance(core, nn.modules.conv._ConvTransposeNd)
+    weight: Tensor = module.branch.weight if isinstance(module, _DCL) else module.weight  # type: ignore[assignment]
+    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
     out_channels = int(getattr(module, "out_channels", getattr(module, "out_features", 0)))
     in_channels = int(getattr(module, "in_channels", getattr(module, "in_features", 0)))
-    spatial = weight.dim() - 2
     positions = sum(math.prod(call.input_shape if transposed else call.output_shape) for call in calls)
-    positions //= in_channels if transposed else out_channels
+    positions //= len(weight)
+    macs = positions * (weight.numel() + (module.fusion.weight.numel() if isinstance(module, _DCL) else 0))
     parts = [module] if norm is None else [module, norm]
     before = [(n, p.numel()) for part in parts for n, p in part.named_parameters()]
-    after, widths, macs_after = before, (), positions * weight.numel()
+    after, widths, macs_after = before, (), macs
     if not obstacle(module):
         try:
             widths = wish.widths(out_channels)
@@ -248,7 +247,7 @@ def _row(
         kind=type(module).__name__,
         in_channels=in_channels,
         out_channels=out_channels,
-        kernel=tuple(weight.shape[2:]) if spatial else (),
+        kernel=tuple(weight.shape[2:]),
         norm=None if norm is None else names[norm][0],
         calls=len(calls),
         status="left",
@@ -261,7 +260,7 @@ def _row(
         weights_after=sum(n for key, n in after if not key.endswith("bias")),
         parameters=sum(n for _, n in before),
         parameters_after=sum(n for _, n in after),
-        macs=positions * weight.numel(),
+        macs=macs,
         macs_after=macs_after,
     )
 

@@ -214,13 +214,17 @@ class Plan:
                 if not found:
                     raise ValueError(self._unmatched(pattern, among))
             else:
-                if self.modules is None:
-                    raise ValueError("a predicate needs the network; this plan was read from JSON, so name units or globs")
-                found = [row for row in self.rows if among(row) and pattern(row.name, self.modules[row.name])]
+                found = [row for row in self.rows if among(row) and pattern(row.name, self._module(row.name))]
                 if not found:
                     raise ValueError(f"the predicate {getattr(pattern, '__name__', pattern)!r} holds for no unit of the plan")
             chosen.update(row.name for row in found)
         return chosen
+
+    def _module(self, name: str) -> nn.Module:
+        module = None if self.modules is None else self.modules.get(name)
+        if module is None:
+            raise ValueError("a predicate needs the network that was planned, and it is gone; name units or globs instead")
+        return module
 
     def _unmatched(self, pattern: str, among: Callable[[Row], bool]) -> str:
         others = [row for row in self.rows if any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))]

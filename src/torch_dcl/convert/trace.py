@@ -26,7 +26,8 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 # ReLU commutes with what only moves or selects values, so a unit may have such a step inside it.
 _MOVES = re.compile(
     r"view|_unsafe_view|reshape|_reshape_alias|permute|transpose|t|flatten|unflatten|squeeze|unsqueeze|contiguous|clone|"
-    r"alias|detach|_to_copy|slice|select|split|split_with_sizes|chunk|unbind|max_pool\dd_with_indices|max_pool\dd"
+    r"alias|detach|_to_copy|expand|repeat|roll|slice|select|split|split_with_sizes|chunk|unbind|"
+    r"max_pool\dd_with_indices|max_pool\dd"
 )
 _FOLLOWERS = {
     "add": "feeds a residual sum", "add_": "feeds a residual sum", "sub": "feeds a difference",
@@ -78,7 +79,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     The training flags, the parameters and buffers, and the random state are as before afterwards.
     """
     recorder = _Recorder(model)
-    with evaluating(model), torch.no_grad(), _without_fast_paths(), _restored_rng(model), recorder.watching():
+    with (
+        evaluating(model),
+        torch.no_grad(),
+        _without_fast_paths(),
+        _restored_rng(model),
+        _restored_buffers(model),
+        recorder.watching(),
+    ):
         outputs = model(*args, **kwargs)
         kept = {recorder.value(t) for t in tree_leaves(_plain(outputs)) if isinstance(t, Tensor)}
     return recorder.conclude(kept)
@@ -124,7 +132,7 @@ class _Recorder(TorchDispatchMode):
         handles = []
         for module in (*self.layers, *self.norms):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            handles.append(module.register_forward_hook(self._leave))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             with self:
                 yield
@@ -135,17 +143,18 @@ class _Recorder(TorchDispatchMode):
     def _enter(self, module: nn.Module, _: Any) -> None:
         self.inside.append(module)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.inside.pop()
         atomic = isinstance(module, LAYERS) or _is_plain_norm(module)
-        if not atomic or self._hidden() or not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
+        given = args[0] if args else kwargs.get("input")
+        if not atomic or self._hidden() or not isinstance(given, Tensor) or not isinstance(output, Tensor):
             return
-        reads = (self.value(args[0]),)
+        reads = (self.value(given),)
         op = "layer" if isinstance(module, LAYERS) else "batch_norm"
         event = _Event(op, reads, (self.value(output, new=True),), module)
         self.events.append(event)
         if op == "layer":
-            self.calls.append((event, Call(tuple(args[0].shape), tuple(output.shape), args[0].dtype)))
+            self.calls.append((event, Call(tuple(given.shape), tuple(output.shape), given.dtype)))
 
     def _hidden(self) -> bool:
         return any(isinstance(m, LAYERS) or _is_plain_norm(m) for m in self.inside)
@@ -168,7 +177,7 @@ class _Recorder(TorchDispatchMode):
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         made = made[:1] if op.startswith("max_pool") else made
         changes = func._schema.is_mutable
-        if op in ("clamp_min", "clamp_min_") and len(args) == 2 and args[1] == 0:
+        if _is_clamp_at_zero(op, args):
             op = "relu"
         if "batch_norm" in op:
             op, made = "batch_norm", made[:1]
@@ -204,7 +213,7 @@ class _Recorder(TorchDispatchMode):
 def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> tuple[nn.Module | None, str]:
     """The batch norm on the way from a value to its ReLU, and the reason if something else is met."""
     norm: nn.Module | None = None
-    todo, moved = [value], False
+    todo, moved, rectified = [value], False, False
     while todo:
         value = todo.pop()
         if value in outputs:
@@ -212,6 +221,7 @@ def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> 
         for event in readers[value]:
             op = event.op.removesuffix("_")
             if op == "relu":
+                rectified = True
                 continue
             if op == "batch_norm":
                 if norm is not None or moved or len(readers[value]) > 1:
@@ -229,9 +239,12 @@ def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> 
                 return norm, "feeds attention"
             else:
                 return norm, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
-        if not readers[value] and not moved and norm is None:
-            return norm, "its output is not used"
-    return norm, ""
+    return norm, "" if rectified else "its output is not used"
+
+
+def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
+    bounds = args[1:] if op.removesuffix("_") in ("clamp", "clamp_min") else (None,)
+    return not isinstance(bounds[0], Tensor) and bounds[0] == 0 and bounds[1:] in ((), (None,))
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -259,3 +272,17 @@ def _restored_rng(model: nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
         yield
+
+
+@contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """A network may count its calls, or keep what it saw last: all buffers are as before afterwards."""
+    saved = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in saved]
+    try:
+        yield
+    finally:
+        for (module, name, buffer, content), version in zip(saved, versions, strict=True):
+            if version is not None and buffer._version != version:
+                buffer.copy_(content)
+            module._buffers[name] = buffer

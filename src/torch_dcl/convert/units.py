@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, Strategy
 
-__all__ = ["AbsorbedNorm", "build", "names_of", "obstacle", "norm_obstacle", "swap"]
+__all__ = ["AbsorbedNorm", "build", "names_of", "norm_obstacle", "norm_settings", "obstacle", "swap"]
 
 REPLACEMENTS: dict[type[nn.Module], type[DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d]] = {
     nn.Linear: DCLLinear,
@@ -99,8 +99,15 @@ def build(
 def norm_factory(plain: type[nn.Module], norm: nn.Module) -> Callable[[int], nn.Module]:
     """Makes batch norms with the settings of ``norm``, fit for the output of a ``plain`` layer."""
     kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else _NORMS[plain]
+    return partial(kind, **norm_settings(norm))
+
+
+def norm_settings(norm: nn.Module) -> dict[str, Any]:
+    """The arguments that make another batch norm like ``norm``, without its size."""
     settings = {name: getattr(norm, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
-    return partial(kind, **settings)
+    if norm.affine and norm.bias is None:  # as torch has it from 2.15 on
+        settings["bias"] = False
+    return settings
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -1,0 +1,253 @@
+"""What a person expects of ``convert_``: the planned layers, everything carried over, all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import torch_dcl as dcl
+from torch_dcl import models
+from torch_dcl.convert import AbsorbedNorm
+
+
+def network(norm=True, **arguments):
+    conv = nn.Conv2d(16, 32, 3, **{"padding": 1, **arguments})
+    unit = [conv, nn.BatchNorm2d(32), nn.ReLU(inplace=True)] if norm else [conv, nn.ReLU(inplace=True)]
+    return nn.Sequential(*unit, nn.Conv2d(32, 4, 1))
+
+
+def test_the_geometry_is_carried_over():
+    model = network(norm=False, stride=(2, 1), padding=(2, 1), dilation=(1, 2), padding_mode="reflect", bias=False)
+    expected = model(torch.randn(2, 16, 12, 12)).shape
+    dcl.convert_(model, dcl.plan(model, (16, 12, 12)), init="random")
+    layer = model[0]
+    assert isinstance(layer, dcl.DCLConv2d)
+    assert (layer.branch.stride, layer.branch.padding, layer.branch.dilation) == ((2, 1), (2, 1), (1, 2))
+    assert layer.branch.padding_mode == "reflect"
+    assert layer.fusion.bias is None
+    assert model(torch.randn(2, 16, 12, 12)).shape == expected
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("padding", [1, "same", "valid"])
+def test_every_kind_of_convolution_and_padding(kind, padding):
+    model = nn.Sequential(kind(16, 32, 3, padding=padding), nn.ReLU(), kind(32, 2, 1))
+    size = (16,) + (6,) * (kind(1, 1, 1).weight.dim() - 2)
+    expected = model(torch.randn(2, *size)).shape
+    plan = dcl.plan(model, size, branches=3, strategy="stochastic", width=(4, 5, 6))
+    dcl.convert_(model, plan, init="random")
+    assert model[0].widths == (4, 5, 6)
+    assert model.eval()(torch.randn(2, *size)).shape == expected
+
+
+def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over():
+    model = network().to(torch.bfloat16).to(memory_format=torch.channels_last)
+    model[0].eval()
+    model[0].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
+    layer = model[0]
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert not layer.training
+    assert not layer.fusion.norm[0].training
+    assert model[3].training
+    assert layer.branch.weight.is_contiguous(memory_format=torch.channels_last)
+    free = {name for name, p in layer.named_parameters() if p.requires_grad}
+    assert free == {"fusion.bias", "fusion.norm.0.weight", "fusion.norm.1.weight"}
+
+
+def test_the_batch_norm_moves_into_the_layer_with_its_settings():
+    model = network()
+    model[1] = nn.BatchNorm2d(32, eps=1e-3, momentum=0.3)
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
+    assert isinstance(model[1], AbsorbedNorm)
+    norms = model[0].fusion.norm
+    assert [(type(n), n.eps, n.momentum) for n in norms] == [(nn.BatchNorm2d, 1e-3, 0.3)] * 2
+    out = model(torch.randn(4, 16, 8, 8))
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_relu_that_stays_behind_does_nothing():
+    model = network()
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
+    x = torch.randn(2, 16, 8, 8)
+    model.eval()
+    assert torch.equal(model(x), model[3](model[0](x)))
+
+
+def test_a_layer_left_alone_can_be_named_and_keeps_its_batch_norm():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.head = nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 2, 1)
+
+        def forward(self, x):
+            return self.head(F.relu(self.bn(self.conv(x)) + x))
+
+    model = Residual()
+    dcl.convert_(model, dcl.plan(model, (32, 8, 8)).only("conv"), init="random")
+    assert isinstance(model.conv, dcl.DCLConv2d)
+    assert model.conv.fusion.norm is None
+    assert isinstance(model.bn, nn.BatchNorm2d)
+
+
+def test_a_module_shared_by_two_parents_is_swapped_once_and_stays_shared():
+    shared = nn.Linear(64, 64)
+    model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), nn.Sequential(shared, nn.ReLU()), nn.Linear(64, 2))
+    dcl.convert_(model, dcl.plan(model, (64,), ratio=0.125), init="random")
+    assert isinstance(model[0][0], dcl.DCLLinear)
+    assert model[0][0] is model[1][0]
+
+
+def test_stochastic_layers_draw_apart_and_from_the_seed():
+    def keys(seed):
+        model = models.bignet(10)
+        plan = dcl.plan(model, model.input_size, branches=3, strategy="stochastic")
+        dcl.convert_(model, plan, init="random", seed=seed)
+        dcl.advance_branches_(model, 7)
+        return {n: tuple(b.tolist()) for n, b in model.named_buffers() if n.endswith("key")}
+
+    first = keys(3)
+    assert len(first) > 2
+    assert len({layer for _, layer, _ in first.values()}) == len(first)
+    assert {(seed, step) for seed, _, step in first.values()} == {(3, 7)}
+    assert keys(3) == first
+    assert keys(4) != first
+
+
+def test_a_random_start_is_reproducible_and_not_the_trained_one():
+    def converted():
+        torch.manual_seed(5)
+        model = network(norm=False)
+        dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
+        return model.state_dict()
+
+    first, second = converted(), converted()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+
+
+def test_a_converted_network_is_not_converted_again():
+    model = network(norm=False)
+    plan = dcl.plan(model, (16, 8, 8))
+    dcl.convert_(model, plan, init="random")
+    with pytest.raises(ValueError, match="'0' cannot be converted: already a DCL layer"):
+        dcl.convert_(model, plan, init="random")
+    again = dcl.plan(model, (16, 8, 8))
+    assert again.selected == ()
+    assert next(row.reason for row in again.rows if row.name == "0") == "already a DCL layer"
+
+
+def test_an_error_leaves_the_network_untouched():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 2))
+    plan = dcl.plan(model, (64,), ratio=0.2, round_to=1)
+    assert len(plan.selected) == 2
+    model[2].register_forward_hook(lambda *_: None)
+    modules = list(model)
+    with pytest.raises(ValueError, match="'2' cannot be converted: carries hooks"):
+        dcl.convert_(model, plan, init="random")
+    assert all(a is b for a, b in zip(model, modules, strict=True))
+
+
+def test_a_plan_for_another_network_is_refused():
+    plan = dcl.plan(models.lenet(10), (1, 28, 28)).only("fc1")
+    with pytest.raises(ValueError, match=r"'fc1' is a Linear of \(512, 2048\), the plan has a Linear of \(500, 800\)"):
+        dcl.convert_(models.lenet_cifar(10), plan, init="random")
+    with pytest.raises(ValueError, match="the network has no 'fc1'"):
+        dcl.convert_(network(), plan, init="random")
+
+
+def test_a_plan_travels_as_json_to_a_network_of_the_same_architecture():
+    text = dcl.plan(models.lenet(10), (1, 28, 28)).to_json()
+    model = models.lenet(10)
+    dcl.convert_(model, dcl.Plan.from_json(text), init="random")
+    assert isinstance(model.fc1, dcl.DCLLinear)
+
+
+def test_wrong_arguments_name_the_remedy():
+    model = network(norm=False)
+    plan = dcl.plan(model, (16, 8, 8))
+    with pytest.raises(TypeError, match="init"):
+        dcl.convert_(model, plan)
+    with pytest.raises(ValueError, match=r'init must be "random" .* or "fit" .* got \'svd\''):
+        dcl.convert_(model, plan, init="svd")
+    with pytest.raises(ValueError, match='calibration is for init="fit"'):
+        dcl.convert_(model, plan, init="random", calibration=[torch.zeros(1, 16, 8, 8)])
+    with pytest.raises(TypeError, match="takes the network and then a Plan, got dict"):
+        dcl.convert_(model, {}, init="random")
+
+
+def test_an_empty_plan_converts_nothing_and_says_so():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    report = dcl.convert_(model, dcl.plan(model, (8,)), init="random")
+    assert str(report) == "Nothing was converted: the plan selects no unit."
+    assert before.keys() == model.state_dict().keys()
+
+
+def test_sync_batch_norm_stays_one():
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
+    dcl.convert_(model, dcl.plan(model.eval(), (16, 8, 8)), init="random")
+    assert isinstance(model[0].fusion.norm[0], nn.SyncBatchNorm)
+
+
+# Starting from trained weights
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small network that has learned something: which of eight fixed patterns lies under the noise."""
+    torch.manual_seed(0)
+    patterns = torch.randn(8, 16, 8, 8)
+
+    def batch(n):
+        labels = torch.randint(8, (n,))
+        return patterns[labels] + torch.randn(n, 16, 8, 8), labels
+
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 8),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    for _ in range(60):
+        images, labels = batch(128)
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval(), batch
+
+
+def test_fit_starts_close_to_the_trained_network_and_random_does_not(trained):
+    model, batch = trained
+    images, _ = batch(512)
+    target = model(images)
+
+    def distance(**how):
+        new = copy.deepcopy(model)
+        report = dcl.convert_(new, dcl.plan(new, (16, 8, 8), ratio=0.25), **how)
+        assert len(report.rows) == 2
+        return ((new(images) - target).square().mean() / target.square().mean()).item(), report
+
+    fitted, report = distance(init="fit")
+    calibrated, calibrated_report = distance(init="fit", calibration=[batch(256)[0], batch(256)])
+    at_random, _ = distance(init="random")
+    assert fitted < 0.25 * at_random
+    assert calibrated < 0.1 * at_random
+    assert calibrated < fitted
+    assert set(report.fits) == {"0", "5"}
+    assert all(0 <= fit.error < 0.5 for fit in calibrated_report.fits.values())
+    assert "low-rank's" in str(report)
+
+
+def test_fit_does_not_touch_the_random_state(trained):
+    model, _ = trained
+    new = copy.deepcopy(model)
+    plan = dcl.plan(new, (16, 8, 8)).only("5")
+    dcl.convert_(new, plan, init="fit")
+    again = copy.deepcopy(model)
+    torch.manual_seed(11)
+    dcl.convert_(again, plan, init="fit")
+    assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), again.state_dict().values(), strict=True))

@@ -1,0 +1,457 @@
+"""What a person expects of ``plan``: the right units, the right reasons, the right numbers."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import torch_dcl as dcl
+from torch_dcl import models
+
+
+def rows(plan):
+    return {row.name: row for row in plan.rows}
+
+
+class Block(nn.Module):
+    """A residual block, with one shared and in-place ReLU as torchvision writes it."""
+
+    def __init__(self, channels=32):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(out)) + x)
+
+
+class Lambda(nn.Module):
+    def __init__(self, function, **modules):
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def linear_plan(function, size=(32,), **modules):
+    modules = modules or {"a": nn.Linear(32, 32)}
+    return rows(dcl.plan(Lambda(function, head=nn.Linear(32, 4), **modules), size))
+
+
+# Which layers are units
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.head(F.relu(m.a(x))),
+        lambda m, x: m.head(torch.relu(m.a(x))),
+        lambda m, x: m.head(m.a(x).relu_()),
+        lambda m, x: m.head(m.a(x).clamp(min=0)),
+        lambda m, x: m.head(m.a(x).clamp_min(0)),
+        lambda m, x: m.head(F.relu(m.a(x).view(-1, 4, 8)).flatten(1)),
+        lambda m, x: m.head(F.dropout(F.relu(m.a(x)), training=m.training)),
+        lambda m, x: m.head(torch.cat([F.relu(h) for h in m.a(x).chunk(2, -1)], -1)),
+    ],
+)
+def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
+    row = linear_plan(function)["a"]
+    assert (row.status, row.reason, row.selected) == ("left", "would not shrink (1,024 → 1,024 weights)", False)
+    row = linear_plan(function, a=nn.Linear(64, 32), size=(64,))["a"]
+    assert (row.status, row.reason, row.selected) == ("pays", "", True)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x: m.head(F.gelu(m.a(x))), "GELU follows"),
+        (lambda m, x: m.head(F.silu(m.a(x), inplace=True)), "SiLU follows"),
+        (lambda m, x: m.head(F.relu6(m.a(x))), "ReLU6 or a clipped activation follows"),
+        (lambda m, x: m.head(m.a(x) + x), "feeds a residual sum"),
+        (lambda m, x: m.head(F.relu(m.a(x) + x)), "feeds a residual sum"),
+        (lambda m, x: m.head(m.a(x) * x), "is multiplied with another tensor"),
+        (lambda m, x: m.head(F.layer_norm(m.a(x), (32,))), "a layer norm follows"),
+        (lambda m, x: m.head(m.a(x)), "another layer follows without ReLU"),
+        (lambda m, x: m.head(torch.cat([m.a(x)[:, :16], x[:, :16]], 1)), "feeds a concatenation"),
+        (lambda m, x: m.head(x), "not called in the run (in eval mode)"),
+        (lambda m, x: m.head(F.relu(F.linear(x, m.a.weight))), "its weight is used functionally, without calling it"),
+        (lambda m, x: m.head(F.relu(m.a(x)) + m.a(x)), "feeds a residual sum (in 1 of 2 calls)"),
+        (lambda m, x: (m.head(F.relu(h := m.a(x))), h), "its output is also an output of the network"),
+        (
+            lambda m, x: m.head(F.scaled_dot_product_attention(*(m.a(x)[:, None],) * 3).flatten(1)),
+            "feeds attention",
+        ),
+    ],
+)
+def test_every_other_layer_says_why_it_is_left_alone(function, reason):
+    row = linear_plan(function)["a"]
+    assert row.reason == reason
+    assert not row.selected
+
+
+def test_the_last_layer_is_the_head_even_behind_a_softmax():
+    plan = linear_plan(lambda m, x: m.head(F.relu(m.a(x))).softmax(-1))
+    assert plan["head"].reason == "head of the network"
+
+
+def test_in_a_residual_block_the_first_convolution_is_a_unit_with_its_batch_norm_and_the_second_is_not():
+    plan = rows(dcl.plan(nn.Sequential(Block(), nn.Conv2d(32, 4, 1)), (32, 8, 8)))
+    assert plan["0.conv1"].status == "pays"
+    assert plan["0.conv1"].norm == "0.bn1"
+    assert plan["0.conv2"].reason == "feeds a residual sum"
+
+
+def test_max_pooling_between_a_layer_and_its_relu_commutes_and_average_pooling_does_not():
+    def network(pool):
+        return nn.Sequential(nn.Conv2d(32, 32, 3), pool, nn.ReLU(), nn.Flatten(), nn.Linear(32 * 9, 4))
+
+    assert rows(dcl.plan(network(nn.MaxPool2d(2)), (32, 8, 8)))["0"].status == "pays"
+    assert rows(dcl.plan(network(nn.AvgPool2d(2)), (32, 8, 8)))["0"].reason == "avg_pool2d follows, not ReLU"
+
+
+def test_a_batch_norm_that_serves_two_layers_stays():
+    def forward(m, x):
+        return m.head(F.relu(m.bn(m.a(x))) + F.relu(m.bn(m.b(x))))
+
+    plan = linear_plan(forward, a=nn.Linear(64, 32), b=nn.Linear(64, 32), bn=nn.BatchNorm1d(32), size=(64,))
+    assert plan["a"].reason == "its batch norm serves other layers too"
+
+
+def test_a_functional_batch_norm_cannot_be_taken_in():
+    def forward(m, x):
+        return m.head(F.relu(F.batch_norm(m.a(x), m.mean, m.var)))
+
+    modules = {"a": nn.Linear(64, 32), "mean": nn.Buffer(torch.zeros(32)), "var": nn.Buffer(torch.ones(32))}
+    assert linear_plan(forward, size=(64,), **modules)["a"].reason == "its batch norm is used functionally"
+
+
+def refused(module, size=(16, 8, 8)):
+    head = nn.Conv2d(32, 2, 1)
+    return rows(dcl.plan(nn.Sequential(module, nn.ReLU(), head), size))["0"]
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_what_cannot_be_replaced_is_refused_with_the_reason():
+    conv = nn.Conv2d(16, 32, 3)
+    hooked = copy.deepcopy(conv)
+    hooked.register_forward_hook(lambda *_: None)
+    for module, reason in [
+        (nn.Conv2d(16, 32, 3, groups=4), "grouped (4 groups)"),
+        (OwnForward(16, 32, 3), "a OwnForward with a forward of its own"),
+        (nn.utils.parametrizations.weight_norm(copy.deepcopy(conv)), "parametrized: remove the parametrization first"),
+        (hooked, "carries hooks, which would be lost: remove them first"),
+        (nn.ConvTranspose2d(16, 32, 3), "a transposed convolution"),
+        (dcl.DCLConv2d(16, 32, 3), "already a DCL layer"),
+    ]:
+        row = refused(module)
+        assert (row.status, row.reason) == ("refused", reason)
+
+
+def test_a_plain_subclass_without_a_forward_of_its_own_is_a_unit():
+    class Named(nn.Conv2d):
+        pass
+
+    assert refused(Named(16, 32, 3)).status == "pays"
+
+
+def test_tied_weights_are_refused():
+    a, b = nn.Linear(64, 64), nn.Linear(64, 64)
+    b.weight = a.weight
+    plan = rows(dcl.plan(nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), nn.Linear(64, 4)), (64,)))
+    assert plan["0"].reason == plan["2"].reason == "its weight is shared with another module"
+
+
+def test_attention_modules_are_seen_through_and_a_relu_feed_forward_is_found():
+    layer = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
+    plan = rows(dcl.plan(nn.Sequential(layer, nn.Linear(32, 2)), (5, 32), width=8))
+    assert plan["0.self_attn.out_proj"].reason == "a NonDynamicallyQuantizableLinear with a forward of its own" or (
+        plan["0.self_attn.out_proj"].reason == "its weight is used functionally, without calling it"
+    )
+    assert plan["0.linear1"].status == "pays"
+    assert plan["0.linear2"].reason == "feeds a residual sum"
+
+
+# Numbers
+
+
+@given(
+    K1=st.integers(1, 40), K2=st.integers(1, 40), kernel=st.sampled_from([1, 3, (3, 1)]), stride=st.integers(1, 2),
+    branches=st.integers(1, 4), norm=st.booleans(), bias=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_numbers_of_a_row_are_those_of_the_layers(K1, K2, kernel, stride, branches, norm, bias):
+    conv = nn.Conv2d(K1, K2, kernel, stride, bias=bias)
+    unit = [conv, nn.BatchNorm2d(K2), nn.ReLU()] if norm else [conv, nn.ReLU()]
+    model = nn.Sequential(*unit, nn.Conv2d(K2, 2, 1))
+    plan = dcl.plan(model, (K1, 9, 9), branches=branches).only("0")
+    row = plan.selected[0]
+    positions = conv(torch.zeros(1, K1, 9, 9))[0, 0].numel()
+    assert row.macs == positions * conv.weight.numel()
+    assert plan.weights == sum(p.numel() for n, p in model.named_parameters() if not n.endswith("bias"))
+    assert plan.parameters == sum(p.numel() for p in model.parameters())
+    dcl.convert_(model, plan, init="random")
+    layer = model[0]
+    assert plan.parameters_after == sum(p.numel() for p in model.parameters())
+    assert plan.weights_after == sum(p.numel() for n, p in model.named_parameters() if not n.endswith("bias"))
+    assert row.macs_after == positions * (layer.branch.weight.numel() + layer.fusion.weight.numel())
+    u2, M = conv.weight[0, 0].numel(), sum(layer.widths)
+    assert row.smaller == (u2 * K1 * M + K2 * M <= u2 * K1 * K2)
+
+
+def test_a_shared_layer_counts_once_in_weights_and_every_time_in_work():
+    conv = nn.Conv2d(32, 32, 3, padding=1)
+    model = nn.Sequential(conv, nn.ReLU(), conv, nn.ReLU(), nn.Conv2d(32, 2, 1))
+    plan = dcl.plan(model, (32, 8, 8))
+    row = rows(plan)["0"]
+    assert row.aliases == ("2",)
+    assert row.calls == 2
+    assert row.macs == 2 * 64 * conv.weight.numel()
+    assert plan.weights == conv.weight.numel() + 64
+    dcl.convert_(model, plan, init="random")
+    assert model[0] is model[2]
+    assert isinstance(model[0], dcl.DCLConv2d)
+    assert plan.parameters_after == sum(p.numel() for p in model.parameters())
+
+
+def test_the_low_rank_layer_beside_a_unit_has_equal_weights():
+    plan = dcl.plan(models.lenet(100), (1, 28, 28), width=100).only("fc1")
+    row = plan.selected[0]
+    low_rank = dcl.DCLLinear(800, 500, branches=1, width=row.low_rank_width)
+    assert low_rank.branch.weight.numel() + low_rank.fusion.weight.numel() == row.weights_after == 260_000
+
+
+def test_three_fifths_break_the_papers_own_rule_and_are_reported_not_refused():
+    plan = models.variant_plan(models.lenet(100), "A3D")
+    assert plan.selected[0].smaller
+    assert not plan.selected[0].within_half
+    assert "* ΣM is above K2/2" in str(plan)
+
+
+def test_a_width_that_does_not_fit_marks_its_row_alone():
+    plan = rows(dcl.plan(models.lenet(100), (1, 28, 28), width=100))
+    assert plan["conv1"].reason == "width 100 does not fit its 20 output channels"
+    assert plan["fc1"].status == "pays"
+
+
+@pytest.mark.parametrize("budget", [0.95, 0.8, 0.6, 0.5])
+@pytest.mark.parametrize("branches", [2, 3])
+def test_a_budget_is_met_on_as_few_units_as_it_takes(budget, branches):
+    model = models.bignet(10)
+    plan = dcl.plan(model, model.input_size, branches=branches, budget=budget)
+    assert plan.weights_after <= budget * plan.weights
+    least = min(row.saved for row in plan.selected)
+    assert plan.weights_after + least > budget * plan.weights
+    dcl.convert_(model, plan, init="random")
+    assert models.count_weights(model) == plan.weights_after
+    converted = dcl.plan(model, model.input_size)
+    assert converted.macs == plan.macs_after
+
+
+def test_a_budget_out_of_reach_says_what_can_be_reached():
+    with pytest.raises(ValueError, match=r"budget 0.01 is out of reach.*least that can be kept is 0\.\d+"):
+        dcl.plan(models.lenet(100), (1, 28, 28), budget=0.01)
+
+
+# Choosing
+
+
+@pytest.fixture
+def bignet_plan():
+    model = models.bignet(10)
+    yield dcl.plan(model, model.input_size)
+    del model  # a plan does not keep its network alive
+
+
+def names(plan):
+    return [row.name for row in plan.selected]
+
+
+def test_only_and_without_take_names_globs_and_predicates(bignet_plan):
+    assert names(bignet_plan.only("fc1", "conv[34]")) == ["conv3", "conv4", "fc1"]
+    assert names(bignet_plan.only(lambda _, module: isinstance(module, nn.Linear))) == ["fc1"]
+    assert "fc1" not in names(bignet_plan.without("fc*"))
+    assert names(bignet_plan.only("fc1").without("fc1")) == []
+    assert names(bignet_plan.only("fc1").only("conv7*")) == ["conv7"]
+
+
+def test_an_exact_name_takes_what_was_left_alone_and_a_glob_does_not(bignet_plan):
+    assert names(bignet_plan.only("fc3")) == ["fc3"]
+    assert names(bignet_plan.only("fc*")) == ["fc1"]
+    with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)"):
+        bignet_plan.only("fc3*")
+
+
+@pytest.mark.parametrize("method", ["only", "without"])
+def test_an_unmatched_pattern_offers_the_nearest(bignet_plan, method):
+    with pytest.raises(ValueError, match=r"'fcc1' matches no unit; nearest: 'fc1'"):
+        getattr(bignet_plan, method)("fcc1")
+    with pytest.raises(ValueError, match="no pattern given"):
+        getattr(bignet_plan, method)()
+    with pytest.raises(ValueError, match="holds for no unit"):
+        getattr(bignet_plan, method)(lambda name, _: name == "nothing")
+
+
+def test_a_refused_layer_cannot_be_named():
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, groups=4), nn.ReLU(), nn.Conv2d(32, 2, 1))
+    with pytest.raises(ValueError, match=r"'0' cannot be converted: grouped \(4 groups\)"):
+        dcl.plan(model, (16, 8, 8)).only("0")
+
+
+def test_a_container_points_to_its_units():
+    model = nn.Sequential(Block(), nn.Conv2d(32, 4, 1))
+    with pytest.raises(ValueError, match=r"'0' is no unit, but units lie below it; use '0\.\*'"):
+        dcl.plan(model, (32, 8, 8)).only("0")
+
+
+# Printing and JSON
+
+
+def test_json_goes_out_and_in_and_is_versioned(bignet_plan):
+    text = bignet_plan.only("fc1").to_json()
+    again = dcl.Plan.from_json(text)
+    assert again == bignet_plan.only("fc1")
+    assert str(again) == str(bignet_plan.only("fc1"))
+    data = json.loads(text)
+    assert data["torch_dcl_plan"] == 1
+    with pytest.raises(ValueError, match="version 99, this torch-dcl reads up to 1; update"):
+        dcl.Plan.from_json(json.dumps({**data, "torch_dcl_plan": 99}))
+    with pytest.raises(ValueError, match="a predicate needs the network"):
+        again.only(lambda *_: True)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"torch_dcl_plan": 1}', '{"torch_dcl_plan": 1, "rows": [{}]}'])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(ValueError, match=r"not a (complete )?plan"):
+        dcl.Plan.from_json(text)
+
+
+def test_the_table_tells_what_happens():
+    text = str(dcl.plan(models.lenet(100), (1, 28, 28), width=100).only("fc1"))
+    assert "fc1   800→500  DCL 2 x 100      400k   260k   0.65" in text
+    assert "low-rank 200" in text
+    assert "475,500 → 335,500 (-29.4 %)" in text
+    assert "head of the network (1): fc2" in text
+
+
+def test_nothing_to_convert_is_an_answer():
+    plan = dcl.plan(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2)), (8,))
+    assert str(plan).startswith("Nothing here is worth converting.")
+    assert plan.selected == ()
+    assert plan.weights_after == plan.weights
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
+def test_measured_latencies_stand_beside_each_unit_and_the_network(strategy):
+    model = nn.Sequential(Block(), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4))
+    plan = dcl.plan(model, (32, 4, 4), branches=3, ratio=0.1, strategy=strategy, measure=True)
+    assert {row.name for row in plan.selected} == {"0.conv1", "2"}
+    for row in plan.selected:
+        assert set(row.timings) == {"plain", "dcl", "low_rank"}
+        assert all(t.forward > 0 and t.full > 0 for t in row.timings.values())
+    assert plan.timings["plain"].full > 0
+    text = str(plan)
+    assert "Whole network on cpu" in text
+    slower = [r.name for r in plan.selected if any(b > a for a, b in zip(r.timings["plain"], r.timings["dcl"], strict=True))]
+    assert ("Slower than the layer it replaces" in text) == bool(slower)
+    assert plan.only("2").timings is None
+    assert dcl.Plan.from_json(plan.to_json()) == plan
+
+
+# The network is left as it was; wrong input is an error that helps
+
+
+def test_planning_leaves_no_trace():
+    model = nn.Sequential(Block(), nn.Dropout(), nn.Conv2d(32, 4, 1))
+    model[0].eval()
+    before = copy.deepcopy(model.state_dict())
+    flags = [m.training for m in model.modules()]
+    rng = torch.get_rng_state()
+    dcl.plan(model, (32, 8, 8), measure=True)
+    assert [m.training for m in model.modules()] == flags
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    dcl.plan(model, (32, 8, 8))
+    torch.set_rng_state(rng)
+
+
+def test_planning_does_not_disturb_the_random_state():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    before = torch.get_rng_state()
+    dcl.plan(model, (64,))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"branches": 0}, "branches must be from 1 to 8, got 0"),
+        ({"branches": 9}, "branches must be from 1 to 8, got 9"),
+        ({"ratio": 0.0}, "ratio must be above 0"),
+        ({"ratio": 1.5}, "ratio must be above 0"),
+        ({"width": 0}, "width 0 does not fit"),
+        ({"width": (3, 3, 3)}, "width names 3 branches, but branches = 2"),
+        ({"round_to": 0}, "round_to must be a whole number"),
+        ({"eps": -1.0}, "eps must be a finite positive number, got -1.0"),
+        ({"eps": 0.0}, "eps = 0 leaves the gradient"),
+        ({"strategy": "random"}, "strategy must be .* got 'random'"),
+        ({"strategy": "stochastic"}, "needs three or more branches, got branches = 2"),
+        ({"budget": 1.2}, r"budget is the fraction of the weights to keep.*got 1\.2"),
+        ({"budget": 0.5, "width": 8}, "budget chooses the widths itself"),
+        ({"input_size": (3, 28, 28)}, "LeNet does not run on one input of 3×28×28"),
+        ({"input_size": (1, 0, 28)}, "input_size must be whole numbers above 0"),
+        ({"input_size": None}, "give input_size, for example"),
+        ({"example": torch.zeros(1, 1, 28, 28)}, "give input_size, for example .* not both"),
+    ],
+)
+def test_wrong_arguments_name_the_value_and_the_remedy(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dcl.plan(models.lenet(10), **{"input_size": (1, 28, 28), **arguments})
+
+
+def test_an_example_may_be_a_tensor_a_tuple_or_keywords():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.head = nn.Linear(64, 32), nn.Linear(32, 2)
+
+        def forward(self, x, y):
+            return {"logits": self.head(F.relu(self.a(x + y)))}
+
+    x = torch.randn(3, 64)
+    assert rows(dcl.plan(Two(), example=(x, x)))["a"].status == "pays"
+    assert rows(dcl.plan(Two(), example={"x": x, "y": x}))["a"].macs == 3 * 64 * 32
+    assert rows(dcl.plan(models.lenet(10), example=torch.randn(2, 1, 28, 28)))["fc1"].macs == 2 * 400_000
+
+
+def test_wrapped_scripted_compiled_and_lazy_networks_say_what_to_do_first():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    with pytest.raises(TypeError, match=r"before torch\.compile"):
+        dcl.plan(torch.compile(model), (64,))
+    with pytest.raises(TypeError, match="before it is wrapped in DataParallel"):
+        dcl.plan(nn.DataParallel(model), (64,))
+    with pytest.raises(ValueError, match="lazy and has no size yet"):
+        dcl.plan(nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4)), (64,))
+
+
+def test_the_network_itself_cannot_be_its_own_unit():
+    assert rows(dcl.plan(nn.Linear(64, 32), (64,)))[""].reason == "the network itself, not a part of it"
