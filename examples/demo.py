@@ -144,7 +144,9 @@ def verdict(errors: dict[str, list[float]], weights: dict[str, int]) -> str:
         # Two standard errors of the paired difference: a plain rule for few seeds.
         clear = abs(difference) > 2 * spread / len(differences) ** 0.5
         word = ("fewer" if difference < 0 else "more") if clear else "about as many"
-        parts.append(f"It makes {word} errors {'as' if not clear else 'than'} the {rival} one ({difference:+.2f} points).")
+        parts.append(
+            f"It makes {word} errors {'as' if not clear else 'than'} the {rival} one ({difference:+.2f} points)."
+        )
     return " ".join([*parts, "A small excerpt and few epochs: no result of the paper's."])
 
 

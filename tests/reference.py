@@ -70,7 +70,7 @@ def worst_error(actual: Tensor, exact: Sequence[Decimal]) -> float:
 
 def plain_fusion(pre: Sequence[Tensor], eps: float) -> Tensor:
     """The formula as it stands in the paper, for moderate values in float64, with autograd's own gradient."""
-    return (torch.stack([p.clamp(min=0) for p in pre]).prod(0) + eps) ** (1 / len(pre))
+    return (torch.stack([p.relu() for p in pre]).prod(0) + eps) ** (1 / len(pre))
 
 
 def plain_pair_fusion(pre: Sequence[Tensor], eps: float) -> Tensor:

@@ -143,7 +143,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def _fuse(groups: Groups, eps: float, pre: Sequence[Tensor]) -> Tensor:
-    z: Tensor = _Fuse.apply(groups, eps, *pre)  # type: ignore[no-untyped-call]
+    z: Tensor = _Fuse.apply(groups, eps, *pre)
     return z
 
 

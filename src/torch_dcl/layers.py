@@ -35,6 +35,7 @@ __all__ = ["MAX_BRANCHES", "ConceptFusion", "DCLConv1d", "DCLConv2d", "DCLConv3d
 
 MAX_BRANCHES = 8
 Strategy = Literal["deterministic", "stochastic"]
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 class Responses(NamedTuple):
@@ -78,7 +79,9 @@ def branch_widths(
             raise TypeError(f"width must be a whole number, or one for each branch, got {width!r}")
         widths = (width,) * branches if isinstance(width, int) else tuple(width)
         if len(widths) != branches:
-            raise ValueError(f"width names {len(widths)} branches, but branches = {branches}; give one number or {branches}")
+            raise ValueError(
+                f"width names {len(widths)} branches, but branches = {branches}; give one number or {branches}"
+            )
         for w in widths:
             if isinstance(w, bool) or not isinstance(w, int):
                 raise TypeError(f"width must be whole numbers, got {w!r}")
@@ -162,22 +165,23 @@ class ConceptFusion(nn.Module):
         fused = 2 if self.strategy == "stochastic" else self.branches
         # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
         spread = response_spread(fused, self.eps, 1.0 if self.norm else 1 / 3)
-        for W, M in zip(self.weight.split(self.widths), self.widths, strict=True):
+        for W, M in zip(torch.split(self.weight, list(self.widths)), self.widths, strict=True):
             bound = math.sqrt(3 / (M * incoming)) * (1.0 if self.norm else spread)
             nn.init.uniform_(W.detach(), -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         for norm in self.norm or ():
             _reset(norm)
-            if isinstance(getattr(norm, "weight", None), Tensor):
-                nn.init.constant_(norm.weight, spread)
+            gamma = getattr(norm, "weight", None)
+            if isinstance(gamma, Tensor):
+                nn.init.constant_(gamma, spread)
         if self.strategy == "stochastic":
             self.key.zero_()
             self.active.copy_(draw_pair(self.key, self.branches))
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The branches of stage 1, one by one."""
-        return y.split(self.widths, dim=-1 - self.spatial)
+        return torch.split(y, list(self.widths), dim=-1 - self.spatial)
 
     def project(self, t: int, y: Tensor) -> Tensor:
         """The response of branch t before its ReLU."""
@@ -206,14 +210,15 @@ class ConceptFusion(nn.Module):
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The rows of a stage 1 or stage 2 parameter that belong to the two active branches."""
-        return parameter.unflatten(0, (self.branches, -1)).index_select(0, self.active).flatten(0, 1)
+        by_branch = parameter.view(self.branches, -1, *parameter.shape[1:])
+        return by_branch.index_select(0, self.active).flatten(0, 1)
 
     def forward_pair(self, y: Tensor) -> Tensor:
         """Fuse the output of a stage 1 that computed the two active branches alone."""
         M = self.widths[0]
         W = self.gather(self.weight)
         bias = (None, None) if self.bias is None else self.bias.index_select(0, self.active).unbind(0)
-        halves = zip(y.split(M, dim=-1 - self.spatial), W.split(M), bias, strict=True)
+        halves = zip(torch.split(y, M, dim=-1 - self.spatial), torch.split(W, M), bias, strict=True)
         return fuse_branches([_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in halves], self.eps)
 
     def extra_repr(self) -> str:
@@ -233,7 +238,8 @@ def _project(y: Tensor, W: Tensor, bias: Tensor | None, spatial: int) -> Tensor:
     if spatial == 0:
         return F.linear(y, weight, bias)
     if spatial == 3:  # the same map over [D·H, W]: a 1×1×1 convolution on the CPU would lose channels_last_3d
-        return _project(y.flatten(-3, -2), W, bias, 2).unflatten(-2, y.shape[-3:-1])
+        flat = _project(y.flatten(-3, -2), W, bias, 2)
+        return flat.view(*flat.shape[:-2], *y.shape[-3:])
     conv: Callable[..., Tensor] = F.conv1d if spatial == 1 else F.conv2d
     return conv(y, weight.reshape(*weight.shape, *(1,) * spatial), bias)
 
@@ -255,7 +261,7 @@ def _reset(module: nn.Module | None) -> None:
 class _DCL(nn.Module):
     """What the linear and the convolutional layers share: stage 1 in ``branch``, stage 2 in ``fusion``."""
 
-    branch: nn.Module
+    branch: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     fusion: ConceptFusion
     branch_activation: nn.Module | None
 
@@ -263,9 +269,9 @@ class _DCL(nn.Module):
         """Initialise both stages; see :meth:`ConceptFusion.reset_parameters`."""
         weight, bias = self.branch.weight, self.branch.bias
         bound = math.sqrt(3 / weight[0].numel())
-        nn.init.uniform_(weight, -bound, bound)  # type: ignore[arg-type]
+        nn.init.uniform_(weight, -bound, bound)
         if bias is not None:
-            nn.init.zeros_(bias)  # type: ignore[arg-type]
+            nn.init.zeros_(bias)
         _reset(self.branch_activation)
         self.fusion.reset_parameters(_mean_square(self.branch_activation))
 
@@ -275,10 +281,8 @@ class _DCL(nn.Module):
         if fusion.strategy == "stochastic" and self.training:
             _warn_if_nobody_advances(fusion)
             if fusion.gathers:
-                bias = self.branch.bias
-                y = self._run_branch(
-                    x, fusion.gather(self.branch.weight), None if bias is None else fusion.gather(bias)  # type: ignore[arg-type]
-                )
+                weight, bias = self.branch.weight, self.branch.bias
+                y = self._run_branch(x, fusion.gather(weight), None if bias is None else fusion.gather(bias))
                 return fusion.forward_pair(self._activate(y))
         z: Tensor = fusion(self._activate(self.branch(x)))
         return z
@@ -314,7 +318,11 @@ class _DCL(nn.Module):
         return y if self.branch_activation is None else self.branch_activation(y)
 
     def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        raise TypeError(f"{type(self).__name__} has no stage 1; use DCLLinear or DCLConv1d, 2d, 3d")
+        """Stage 1 with these filters instead of its own."""
+        if isinstance(self.branch, nn.Linear):
+            return F.linear(x, weight, bias)
+        y: Tensor = self.branch._conv_forward(x, weight, bias)
+        return y
 
 
 class DCLLinear(_DCL):
@@ -378,7 +386,7 @@ class DCLLinear(_DCL):
         self.branch_activation = None
         if branch_activation is not None:
             self.branch_activation = branch_activation().to(device=device, dtype=dtype)
-        self.branch: nn.Linear = nn.Linear(
+        self.branch = nn.Linear(
             in_features, sum(widths), bias=bias and branch_activation is not None, device=device, dtype=dtype
         )
         self.reset_parameters()
@@ -389,13 +397,10 @@ class DCLLinear(_DCL):
 
         Args:
             layer: The layer to stand in for.
-            **arguments: Arguments of DCL's own: ``branches``, ``width``, ``strategy``, … , or ``device`` to build elsewhere.
+            **arguments: Arguments of DCL's own (``branches``, ``width``, ``strategy``, …), or ``device``.
         """
         given = {"bias": layer.bias is not None, "device": layer.weight.device, "dtype": layer.weight.dtype}
         return cls(layer.in_features, layer.out_features, **{**given, **arguments}).train(layer.training)
-
-    def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
 
 
 class _DCLConv(_DCL):
@@ -414,7 +419,7 @@ class _DCLConv(_DCL):
         dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
-        padding_mode: str = "zeros",
+        padding_mode: PaddingMode = "zeros",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -443,7 +448,7 @@ class _DCLConv(_DCL):
         self.branch_activation = None
         if branch_activation is not None:
             self.branch_activation = branch_activation().to(device=device, dtype=dtype)
-        self.branch: nn.Conv1d | nn.Conv2d | nn.Conv3d = self._plain(
+        self.branch = self._plain(
             in_channels, sum(widths), kernel_size, stride, padding, dilation, 1,  # type: ignore[arg-type]
             bias and branch_activation is not None, padding_mode, device, dtype,
         )  # fmt: skip
@@ -455,7 +460,7 @@ class _DCLConv(_DCL):
 
         Args:
             layer: The layer to stand in for.
-            **arguments: Arguments of DCL's own: ``branches``, ``width``, ``strategy``, … , or ``device`` to build elsewhere.
+            **arguments: Arguments of DCL's own (``branches``, ``width``, ``strategy``, …), or ``device``.
         """
         given = {
             "stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation, "groups": layer.groups,
@@ -465,34 +470,31 @@ class _DCLConv(_DCL):
         new = cls(layer.in_channels, layer.out_channels, layer.kernel_size, **{**given, **arguments})
         return new.train(layer.training)
 
-    def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.branch._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
+
+class DCLConv1d(_DCLConv):
+    """A 1-d convolution with its ReLU, as T branches fused at each position; see :class:`DCLConv2d`."""
+
+    _plain, _spatial = nn.Conv1d, 1
 
 
-_CONV_DOC = """A {n}-d convolution with its ReLU, as T branches fused at each position.
+class DCLConv2d(_DCLConv):
+    """A 2-d convolution with its ReLU, as T branches fused at each position.
 
-    It stands for ``nn.Conv{n}d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv{n}d``: stride, padding
+    It stands for ``nn.Conv2d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv2d``: stride, padding
     (numbers, "same", "valid"), dilation, bias, padding_mode, device, dtype; ``groups`` other than 1 is refused. All
     branches share kernel size, stride, padding and dilation, and stage 1 is one convolution of ΣM filters. The
     arguments after ``dtype`` are those of :class:`DCLLinear`.
 
     Shape:
-        Input ``[N, in_channels, {dims}]`` or without N, output as ``nn.Conv{n}d`` gives it.
+        Input ``[N, in_channels, H, W]`` or without N, output as ``nn.Conv2d`` gives it.
     """
 
-
-class DCLConv1d(_DCLConv):
-    __doc__ = _CONV_DOC.format(n=1, dims="L")
-    _plain, _spatial = nn.Conv1d, 1
-
-
-class DCLConv2d(_DCLConv):
-    __doc__ = _CONV_DOC.format(n=2, dims="H, W")
     _plain, _spatial = nn.Conv2d, 2
 
 
 class DCLConv3d(_DCLConv):
-    __doc__ = _CONV_DOC.format(n=3, dims="D, H, W")
+    """A 3-d convolution with its ReLU, as T branches fused at each position; see :class:`DCLConv2d`."""
+
     _plain, _spatial = nn.Conv3d, 3
 
 
@@ -539,7 +541,8 @@ def response_spread(T: int, eps: float, variance: float) -> float:
     joint = density
     for _ in range(T - 1):
         joint, product = np.multiply.outer(joint, density), np.multiply.outer(product, np.exp(t))
-    alive, dead = 0.5**T, eps ** (1 / T)
+    alive = 0.5**T
+    dead: float = eps ** (1 / T)
 
     def excess(spread: float) -> float:
         z = (product * spread**T + eps) ** (1 / T)
@@ -558,9 +561,7 @@ def _mean_square(activation: nn.Module | None) -> float:
     """E[a(n)²] of an activation a for n ~ N(0, 1), over a grid of quantiles; 1 without one."""
     if activation is None:
         return 1.0
-    like = next(activation.parameters(), None)
-    if like is None:
-        like = torch.empty(0, device="cpu", dtype=torch.float32)
+    like: Tensor = next(activation.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
     if like.is_meta:
         return 1.0  # nothing to measure yet; reset_parameters() after materialising does
     with torch.no_grad():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_dcl.functional import draw_pair
-from torch_dcl.layers import ConceptFusion, _DCL
+from torch_dcl.layers import _DCL, ConceptFusion
 
 __all__ = ["advance_branches_", "follow_optimizer", "seed_branches_"]
 
@@ -139,7 +139,7 @@ def _is_moment(state: Any, parameter: Tensor) -> bool:
 
 def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Every parameter of a stochastic layer with a mask, broadcast over it, of what belongs to idle branches."""
-    rows = []
+    rows: list[tuple[Tensor, Tensor]] = []
     for module in model.modules():
         if not isinstance(module, _DCL) or module.strategy != "stochastic":
             continue

@@ -370,7 +370,9 @@ def test_measured_latencies_stand_beside_each_unit_and_the_network(strategy):
     assert plan.timings["plain"].full > 0
     text = str(plan)
     assert "Whole network on cpu" in text
-    slower = [r.name for r in plan.selected if any(b > a for a, b in zip(r.timings["plain"], r.timings["dcl"], strict=True))]
+    slower = [
+        r.name for r in plan.selected if any(b > a for a, b in zip(r.timings["plain"], r.timings["dcl"], strict=True))
+    ]
     assert ("Slower than the layer it replaces" in text) == bool(slower)
     assert plan.only("2").timings is None
     assert dcl.Plan.from_json(plan.to_json()) == plan

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.fit import FitReport, collect_samples, fit_
@@ -74,7 +73,9 @@ def convert_(
     if calibration is not None and init != "fit":
         raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
     if isinstance(plan, nn.Module) or not isinstance(plan, Plan):
-        raise TypeError(f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)")
+        raise TypeError(
+            f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)"
+        )
     units = [(row, *_find(model, row)) for row in plan.selected]
     samples = {}
     if calibration is not None and units:
@@ -117,10 +118,8 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None]:
 
 
 def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
-    """Memory format and ``requires_grad`` of the old layer, which its arguments do not tell."""
+    """``requires_grad`` of the old parameters, which the arguments of a layer do not tell."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
-        layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     for name, parameter in layer.named_parameters():
         if name.startswith("fusion.norm"):
             old = getattr(norm, name.rpartition(".")[2])

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_dcl.convert.units import AbsorbedNorm, build, names_of, obstacle, swap
+from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, norm_settings, obstacle, swap
 from torch_dcl.files import replacing
 from torch_dcl.layers import _DCL
 
@@ -22,8 +23,19 @@ __all__ = ["CheckpointError", "load_model", "save_model"]
 
 VERSION = 1
 _KEY = "torch_dcl"
-_NORM_SETTINGS = ("eps", "momentum", "affine", "track_running_stats")
+_MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
+_GEOMETRY = ("in_features", "in_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
 _NORMS = {n.__name__: n for n in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
+_LAYER_FORM: dict[str, Any] = {
+    "names": list,
+    "type": str,
+    "widths": list,
+    "strategy": str,
+    "eps": int | float,
+    "stage1": dict,
+    "activation": dict | None,
+    "norm": dict | None,
+}
 
 
 class CheckpointError(ValueError):
@@ -37,12 +49,28 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     DCL layer can be saved too.
 
     Args:
-        model: The network, converted or not, on any device.
+        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel`` or
+            ``DistributedDataParallel``, the network inside is written.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
+
+    Raises:
+        TypeError: not a network, or one that keeps something else than tensors in its state dict.
+        ValueError: the network is on the meta device, without values.
     """
     from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
 
-    tensors, shared = _unique(model.state_dict())
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model takes the network and then the path, got a {type(model).__name__} first")
+    model = _bare(model)
+    state = model.state_dict()
+    _check_state(state)
+    shared = _ties(state)
+    # Copies of their own: safetensors refuses two tensors in one storage, and wants them contiguous.
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in state.items()
+        if name not in shared
+    }
     content = {"version": VERSION, **_describe(model), "shared": shared}
     content["sha256"] = _digest(tensors, content)
     with replacing(path) as aside:
@@ -55,6 +83,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     Args:
         model_or_factory: What makes the plain network (``torchvision.models.vgg16``), or the network itself, plain or
             with the same DCL layers. It is converted in place; a network that the file does not fit is left alone.
+            A DCL layer with a ``branch_activation``, or with another norm than a batch norm, must be there already.
         path: The file.
 
     Returns:
@@ -62,22 +91,27 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is cut short, altered, not of this library, of a newer version, or for another network.
+        CheckpointError: the file is cut short, altered, of a newer version, not of save_model, or for another network.
+        ValueError: the network is on the meta device, where it cannot hold weights.
+        TypeError: neither a network nor a function that makes one.
     """
+    if not callable(model_or_factory):
+        raise TypeError(
+            f"load_model takes a network or a function that makes one, got {type(model_or_factory).__name__}"
+        )
     tensors, content = _read(Path(path))
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_model takes a network or a function that makes one, got {type(model).__name__} from it")
-    for alias, name in content["shared"].items():
-        tensors[alias] = tensors[name]
+    _check_state(model.state_dict())
+    tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
     changes = _rebuild(model, content, path)
     _check_fit(model, changes, tensors, path)
     for names, new in changes:
         swap(model, names, new)
-    own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    for name, tensor in tensors.items():
-        if own[name].dtype != tensor.dtype:
-            own[name].data = own[name].data.to(tensor.dtype)
+    for name, own in model.state_dict(keep_vars=True).items():
+        if own.dtype != tensors[name].dtype:
+            own.data = own.data.to(tensors[name].dtype)
     model.load_state_dict(tensors)
     return model
 
@@ -94,36 +128,66 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
-    norm = None
-    if layer.fusion.norm is not None:
-        first = layer.fusion.norm[0]
-        settings = {name: getattr(first, name) for name in _NORM_SETTINGS if hasattr(first, name)}
-        norm = {"type": type(first).__name__, **settings}
     return {
         "type": type(layer).__name__,
         "widths": list(layer.widths),
         "strategy": layer.strategy,
         "eps": layer.eps,
-        "stage1": layer.branch.extra_repr(),
-        "activation": None if layer.branch_activation is None else type(layer.branch_activation).__name__,
-        "norm": norm,
+        "stage1": {name: _as_json(getattr(layer.branch, name)) for name in _GEOMETRY if hasattr(layer.branch, name)},
+        "activation": None if layer.branch_activation is None else _describe_part(layer.branch_activation),
+        "norm": None if layer.fusion.norm is None else _describe_part(layer.fusion.norm[0]),
     }
 
 
-def _unique(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor once, contiguous and on the CPU, and the names that share it."""
-    tensors: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
+def _describe_part(module: nn.Module) -> dict[str, Any]:
+    """A norm or an activation: its class, and whatever numbers and words it was made with."""
+    if type(module) in _NORMS.values():
+        return {"type": type(module).__name__, **norm_settings(module)}
+    settings = {
+        name: _as_json(value)
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str | tuple)
+        and not name.startswith("_")
+        and name not in ("training", "inplace")
+    }
+    inner = {name: _describe_part(child) for name, child in module.named_children()}
+    return {"type": type(module).__name__, **settings, **inner}
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names that stand for the same tensor as an earlier name, with that name."""
+    ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and place in seen:
-            shared[name] = seen[place]
-        else:
-            seen[place] = name
-            # A copy of its own: safetensors refuses two tensors in one storage.
-            tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    return tensors, shared
+        first = seen.setdefault(place, name)
+        if tensor.numel() and first != name:
+            ties[name] = first
+    return ties
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Refuse what a file of tensors cannot hold."""
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(
+                f"{name!r} in the network's state dict is a {kind}, and a safetensors file holds tensors only"
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no values; call model.to_empty(device=...) first")
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The network inside the wrappers of ``torch.compile`` and of data parallelism."""
+    wrapped = getattr(model, "_orig_mod", None)
+    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        wrapped = model.module
+    return model if wrapped is None else _bare(wrapped)
 
 
 def _digest(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> str:
@@ -142,99 +206,175 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     if not path.exists():
         raise FileNotFoundError(f"no file {str(path)!r}; save_model(model, path) writes one")
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder; name the file that save_model wrote")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{str(path)!r} is cut short or not a safetensors file ({error}); fetch or save it again"
-        ) from error
+        raise CheckpointError(f"{str(path)!r} {_unreadable(path)} ({error}); fetch or save it again") from error
     try:
         content = json.loads(metadata[_KEY])
         version = content["version"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} was not written by save_model: no {_KEY!r} in its metadata") from error
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise CheckpointError(f"{str(path)!r} was not written by save_model: its version is {version!r}")
     if version > VERSION:
         raise CheckpointError(
             f"{str(path)!r} is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"
         )
     if _digest(tensors, content) != content.get("sha256"):
-        raise CheckpointError(f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again")
+        raise CheckpointError(
+            f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
+        )
+    if not _is_sound(content, tensors):
+        raise CheckpointError(f"{str(path)!r} was not written by save_model: its description is incomplete")
     return tensors, content
+
+
+def _unreadable(path: Path) -> str:
+    """What is wrong with a file that safetensors cannot open; it wants a length, a header of that length, and data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(9)
+        length = int.from_bytes(start[:8], "little")
+        begins_well = start[8:] == b"{" and length <= _MAX_HEADER
+        header = start[8:] + file.read(length - 1) if begins_well else b""
+    if size < 9 or (begins_well and size < 8 + length):
+        return "is cut short"
+    try:
+        entries = json.loads(header)
+        whole = 8 + length + max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return "is not a safetensors file"
+    return "is cut short" if size < whole else "was altered"
+
+
+def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the description has the form that this version writes."""
+    shared, layers, absorbed = (content.get(key) for key in ("shared", "layers", "absorbed"))
+    if not (isinstance(shared, dict) and isinstance(layers, list) and isinstance(absorbed, list)):
+        return False
+    if not all(isinstance(name, str) and name in tensors for name in shared.values()):
+        return False
+    for entry in layers:
+        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), form) for k, form in _LAYER_FORM.items()):
+            return False
+    places = [entry["names"] for entry in layers] + absorbed
+    return all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in places)
 
 
 def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> list[tuple[list[str], nn.Module]]:
     """The modules to put into the network, with the names of their places; the network is not touched."""
     changes: list[tuple[list[str], nn.Module]] = []
+    places = names_of(model)
     for entry in content["layers"]:
-        name = entry["names"][0]
-        module = _place(model, entry["names"], path)
-        wanted = {key: value for key, value in entry.items() if key != "names"}
+        module = _place(model, entry["names"], places, path)
         if not isinstance(module, _DCL):
-            trouble = obstacle(module)
-            if trouble:
-                raise _misfit(path, f"{name!r} cannot be a DCL layer there: {trouble}")
-            layer = build(
-                module,
-                widths=tuple(entry["widths"]),
-                strategy=entry["strategy"],
-                eps=entry["eps"],
-                norm=_norm_like(entry["norm"], path),
-            )
-            changes.append((entry["names"], layer))
-            module = layer
-        found = _describe_layer(module)
-        if found != wanted:
-            key = next(key for key in wanted if found.get(key) != wanted[key])
-            raise _misfit(path, f"{name!r} has {key} {found.get(key)!r}, the file {wanted[key]!r}")
-    for names in content["absorbed"]:
-        norm = _place(model, names, path)
-        if not isinstance(norm, AbsorbedNorm):
-            changes.append((names, AbsorbedNorm().train(norm.training)))
+            module = _layer_like(entry, module, path)
+            changes.append((entry["names"], module))
+        difference = _difference(_describe_layer(module), entry)
+        if difference:
+            raise _misfit(path, f"{entry['names'][0]!r} has {difference}")
+    absorbed = [_place(model, names, places, path) for names in content["absorbed"]]
+    for names, norm in zip(content["absorbed"], absorbed, strict=True):
+        if isinstance(norm, AbsorbedNorm):
+            continue
+        trouble = norm_obstacle(norm) if isinstance(norm, _BatchNorm) else f"it is a {type(norm).__name__}"
+        if trouble:
+            raise _misfit(path, f"the batch norm {names[0]!r} cannot go into a DCL layer there: {trouble}")
+        changes.append((names, AbsorbedNorm().train(norm.training)))
+    for module, names in places.items():
+        if isinstance(module, AbsorbedNorm) and module not in absorbed:
+            raise _misfit(path, f"the batch norm {names[0]!r} is in a DCL layer there, not in the file")
     return changes
 
 
-def _norm_like(entry: Mapping[str, Any] | None, path: str | Path) -> nn.Module | None:
-    """A batch norm with the settings of the file, for ``build`` to take them from."""
-    if entry is None:
-        return None
-    kind = _NORMS.get(entry["type"])
-    if kind is None:
-        raise _misfit(path, f"a {entry['type']} inside a DCL layer cannot be rebuilt; pass a network that has the layer")
-    return kind(1, **{name: entry[name] for name in _NORM_SETTINGS})
-
-
-def _place(model: nn.Module, names: list[str], path: str | Path) -> nn.Module:
+def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:
+    """The DCL layer of the file, made to take the place of ``module``."""
+    name, norm = entry["names"][0], entry["norm"]
+    trouble = obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
+    if trouble:
+        raise _misfit(path, f"{name!r} cannot become a DCL layer there: {trouble}")
+    if entry["activation"] is not None or (norm is not None and norm.get("type") not in _NORMS):
+        part = (entry["activation"] or norm).get("type")
+        raise _misfit(path, f"the {part} inside {name!r} cannot be rebuilt; pass a network that has this DCL layer")
     try:
-        return model.get_submodule(names[0])
+        like = None if norm is None else _NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
+        widths = tuple(entry["widths"])
+        layer = build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like)
+    except (TypeError, ValueError) as error:
+        raise _misfit(path, f"{name!r} cannot become a DCL layer there: {error}") from error
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return layer.requires_grad_(weight.requires_grad)
+
+
+def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """What differs first, in the keys that both descriptions have; empty if nothing does."""
+    for key in [key for key in wanted if key in found]:
+        ours, theirs = found[key], wanted[key]
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            inner = _difference(ours, theirs)
+            if inner:
+                return inner
+        elif ours != theirs:
+            return f"{key} {ours!r}, the file {theirs!r}"
+    return ""
+
+
+def _place(model: nn.Module, names: list[str], places: Mapping[nn.Module, list[str]], path: str | Path) -> nn.Module:
+    """The module that has these names, and no others."""
+    try:
+        module = model.get_submodule(names[0])
     except AttributeError as error:
         raise _misfit(path, f"the network has no {names[0]!r}") from error
+    if sorted(places[module]) != sorted(names):
+        raise _misfit(path, f"one module has the names {places[module]} there, {names} in the file")
+    return module
 
 
 def _check_fit(
     model: nn.Module, changes: list[tuple[list[str], nn.Module]], tensors: Mapping[str, Tensor], path: str | Path
 ) -> None:
-    """Compare names and shapes with what the network will have, before it is touched."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    """Compare names, shapes and kinds with what the network will have, before it is touched."""
+    state = model.state_dict()
+    expected = dict(state)
     for names, new in changes:
         for place in names:
             for name in [name for name in expected if name.startswith(place + ".")]:
                 del expected[name]
-            expected.update({f"{place}.{name}": tuple(t.shape) for name, t in new.state_dict().items()})
+            expected.update({f"{place}.{name}": tensor for name, tensor in new.state_dict().items()})
     missing = sorted(expected.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - expected.keys())
-    shapes = [n for n in expected if n in tensors and tuple(tensors[n].shape) != expected[n]]
+    both = [name for name in expected if name in tensors]
+    shapes = [name for name in both if tensors[name].shape != expected[name].shape]
+    kinds = [name for name in both if _kind(tensors[name]) != _kind(expected[name])]
+    torn = [(a, b) for a, b in _ties(state).items() if {a, b} <= tensors.keys() and not _same(tensors[a], tensors[b])]
     parts = []
     if missing:
         parts.append(f"{len(missing)} tensors are missing in the file (first {missing[0]!r})")
     if surplus:
         parts.append(f"{len(surplus)} are not in the network (first {surplus[0]!r})")
     if shapes:
-        name = shapes[0]
-        parts.append(f"{len(shapes)} differ in shape (first {name!r}: {tuple(tensors[name].shape)} in the file, {expected[name]} there)")
+        sizes = f"{tuple(tensors[shapes[0]].shape)} in the file, {tuple(expected[shapes[0]].shape)} there"
+        parts.append(f"{len(shapes)} differ in shape (first {shapes[0]!r}: {sizes})")
+    if kinds:
+        types = f"{tensors[kinds[0]].dtype} in the file, {expected[kinds[0]].dtype} there"
+        parts.append(f"{len(kinds)} differ in kind (first {kinds[0]!r}: {types})")
+    if torn:
+        parts.append(f"{len(torn)} are tied there, not in the file (first {torn[0][0]!r} to {torn[0][1]!r})")
     if parts:
         raise _misfit(path, "; ".join(parts))
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def _misfit(path: str | Path, detail: str) -> CheckpointError:

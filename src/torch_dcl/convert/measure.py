@@ -13,6 +13,7 @@ from torch.utils.benchmark import Timer
 from torch_dcl.convert.rows import Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
 from torch_dcl.convert.units import build
+from torch_dcl.layers import ConceptFusion
 
 __all__ = ["measure_network", "measure_unit", "race"]
 
@@ -50,6 +51,8 @@ def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call
     x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
     if norm is not None and x.shape[0] == 1:
         x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value
+    if call.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
     forwards = {name: _forward(network.eval(), x) for name, network in networks.items()}
     forward = race(forwards)
     fulls = {name: _full(network.train(), x) for name, network in networks.items()}
@@ -59,9 +62,7 @@ def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call
     return {name: Timing(forward[name], full[name]) for name in networks}
 
 
-def measure_network(
-    model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Timing]:
+def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Timing]:
     """Time the whole network, plain and converted, on the example, in eval mode."""
     from torch_dcl.convert.apply import convert_  # noqa: PLC0415  (it imports the plan, which measures)
 
@@ -95,7 +96,7 @@ def measure_network(
 def _take_charge(network: nn.Module) -> None:
     """A timing is not a training: no need to warn that nobody advances the branches."""
     for module in network.modules():
-        if hasattr(module, "advanced"):
+        if isinstance(module, ConceptFusion):
             module.advanced = True
 
 

@@ -99,9 +99,7 @@ def plan(
 def _check_wish(wish: _Wish, budget: float | None) -> None:
     """Refuse what no unit could take; what one unit cannot take is said in its row."""
     probe = 1 << 30
-    widths = branch_widths(
-        probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to
-    )
+    widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
     if wish.strategy not in ("deterministic", "stochastic"):
         raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
     if wish.strategy == "stochastic" and len(widths) < 3:
@@ -161,7 +159,8 @@ def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[s
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
-    rows, modules = [], {}
+    rows: list[Row] = []
+    modules: dict[str, nn.Module] = {}
     for module, (name, *aliases) in names.items():
         if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
             continue
@@ -231,7 +230,8 @@ def _row(
     macs = positions * (weight.numel() + (module.fusion.weight.numel() if isinstance(module, _DCL) else 0))
     parts = [module] if norm is None else [module, norm]
     before = [(n, p.numel()) for part in parts for n, p in part.named_parameters()]
-    after, widths, macs_after = before, (), macs
+    after, macs_after = before, macs
+    widths: tuple[int, ...] = ()
     if not obstacle(module):
         try:
             widths = wish.widths(out_channels)
@@ -301,9 +301,7 @@ def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> P
     )
 
 
-def _measured(
-    given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Plan:
+def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     known: dict[tuple[Any, ...], dict[str, Timing]] = {}
     rows = []
     for row in given.rows:

@@ -180,9 +180,13 @@ class Plan:
             raise ValueError(f"not a plan: the text is not JSON ({error})") from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):
-            raise ValueError('not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()')
+            raise ValueError(  # noqa: TRY004
+                'not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()'
+            )
         if version > VERSION:
-            raise ValueError(f"the plan is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl")
+            raise ValueError(
+                f"the plan is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"
+            )
         try:
             rows = tuple(_read_row(row) for row in data.pop("rows"))
             return cls(rows=rows, **{**data, "timings": _read_timings(data["timings"])})
@@ -206,7 +210,9 @@ class Plan:
             if isinstance(pattern, str):
                 exact = [row for row in self.rows if pattern in (row.name, *row.aliases)]
                 found = [row for row in exact if named or among(row)] or [
-                    row for row in self.rows if among(row) and any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))
+                    row
+                    for row in self.rows
+                    if among(row) and any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))
                 ]
                 for row in exact if named else ():
                     if row.status == "refused":
@@ -216,14 +222,18 @@ class Plan:
             else:
                 found = [row for row in self.rows if among(row) and pattern(row.name, self._module(row.name))]
                 if not found:
-                    raise ValueError(f"the predicate {getattr(pattern, '__name__', pattern)!r} holds for no unit of the plan")
+                    raise ValueError(
+                        f"the predicate {getattr(pattern, '__name__', pattern)!r} holds for no unit of the plan"
+                    )
             chosen.update(row.name for row in found)
         return chosen
 
     def _module(self, name: str) -> nn.Module:
         module = None if self.modules is None else self.modules.get(name)
         if module is None:
-            raise ValueError("a predicate needs the network that was planned, and it is gone; name units or globs instead")
+            raise ValueError(
+                "a predicate needs the network that was planned, and it is gone; name units or globs instead"
+            )
         return module
 
     def _unmatched(self, pattern: str, among: Callable[[Row], bool]) -> str:
@@ -231,7 +241,9 @@ class Plan:
         if others:
             row = others[0]
             reason = "it is not selected" if row.status == "pays" else f"it is left alone ({row.reason})"
-            return f"{pattern!r} matches {row.name!r}, but {reason}" + ("" if row.status == "pays" else "; name it exactly")
+            return f"{pattern!r} matches {row.name!r}, but {reason}" + (
+                "" if row.status == "pays" else "; name it exactly"
+            )
         names = [n for row in self.rows if among(row) for n in (row.name, *row.aliases)]
         names += [row.name for row in self.rows if row.name not in names]
         below = [n for n in names if n.startswith(pattern + ".")]

@@ -23,7 +23,9 @@ def render(plan: "Plan") -> str:
         parts.append("No unit is selected." if pays else "Nothing here is worth converting.")
     parts.append(_totals(plan))
     if chosen:
-        parts.append("≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. Low-rank: one branch of ΣM, equal weights.")
+        parts.append(
+            "≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. Low-rank: one branch of ΣM, equal weights."
+        )
     if any(not row.within_half for row in chosen):
         parts.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
     grown = [row.name for row in chosen if row.weights_after > row.weights]
@@ -44,11 +46,13 @@ def _units(rows: Sequence["Row"], *, measured: bool) -> str:
     for row in rows:
         widths = f"{row.branches} x {row.widths[0]}" if len(set(row.widths)) == 1 else "+".join(map(str, row.widths))
         kernel = "x".join(map(str, row.kernel))
-        layer = f"{row.in_channels}→{row.out_channels}" + (f", {kernel}" if kernel else "") + (" BN" if row.norm else "")
+        layer = (
+            f"{row.in_channels}→{row.out_channels}" + (f", {kernel}" if kernel else "") + (" BN" if row.norm else "")
+        )
         sizes = [count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)]
         macs = [count(row.macs), count(row.macs_after), ratio(row.macs_after, row.macs)]
-        becomes = f"DCL {widths}" + (" stoch." if row.strategy == "stochastic" else "") + ("" if row.within_half else " *")
-        lines.append([row.name, layer, becomes, *sizes, *macs, "yes" if row.smaller else "no"])
+        marks = (" stoch." if row.strategy == "stochastic" else "") + ("" if row.within_half else " *")
+        lines.append([row.name, layer, f"DCL {widths}{marks}", *sizes, *macs, "yes" if row.smaller else "no"])
         low_rank = ["", "", f"low-rank {row.low_rank_width}", "", *sizes[1:], "", *macs[1:], ""]
         lines.append(low_rank)
         if measured:
@@ -65,13 +69,14 @@ def _milliseconds(timings: "Mapping[str, Timing] | None", contender: str, *, sho
         if before is None or after is None:
             cells += ["", "", ""]
         else:
-            cells += [f"{before:.3g}" if show_plain else "", f"{after:.3g}", ratio(after, before)]
+            cells += [_ms(before) if show_plain else "", _ms(after), ratio(after, before)]
     return cells
 
 
 def _totals(plan: "Plan") -> str:
     lines = [
-        f"Weights (no biases): {plan.weights:,} → {plan.weights_after:,} ({_change(plan.weights_after, plan.weights)}). "
+        f"Weights (no biases): {plan.weights:,} → {plan.weights_after:,} "
+        f"({_change(plan.weights_after, plan.weights)}). "
         f"Parameters: {plan.parameters:,} → {plan.parameters_after:,}.",
         f"MACs on {plan.example}: {count(plan.macs)} → {count(plan.macs_after)} "
         f"({_change(plan.macs_after, plan.macs)}).",
@@ -89,10 +94,10 @@ def _network_latency(plan: "Plan") -> str:
     if plan.timings is None:
         return ""
     plain, dcl = plan.timings["plain"], plan.timings["dcl"]
-    parts = [f"forward {plain.forward:.3g} → {dcl.forward:.3g} ms ({_change(dcl.forward, plain.forward)})"]
+    parts = [f"forward {_ms(plain.forward)} → {_ms(dcl.forward)} ms ({_change(dcl.forward, plain.forward)})"]
     worst = dcl.forward / plain.forward
     if plain.full is not None and dcl.full is not None:
-        parts.append(f"forward + backward {plain.full:.3g} → {dcl.full:.3g} ms ({_change(dcl.full, plain.full)})")
+        parts.append(f"forward + backward {_ms(plain.full)} → {_ms(dcl.full)} ms ({_change(dcl.full, plain.full)})")
         worst = max(worst, dcl.full / plain.full)
     verdict = " The converted network is slower." if worst > 1 else ""
     return f"Whole network on {plan.device}: {', '.join(parts)}.{verdict}"
@@ -139,6 +144,10 @@ def count(n: float) -> str:
             return f"{n:.0f}" if not unit else f"{n:.3g}{unit}"
         n /= 1000
     return ""
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if milliseconds < 999.5 else f"{milliseconds:.0f}"
 
 
 def ratio(after: float, before: float) -> str:

@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_dcl.convert.units import is_channels_last
+
 __all__ = ["Call", "Trace", "trace"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -33,8 +35,10 @@ _FOLLOWERS = {
     "add": "feeds a residual sum", "add_": "feeds a residual sum", "sub": "feeds a difference",
     "softmax": "feeds attention", "_softmax": "feeds attention", "bmm": "feeds attention", "baddbmm": "feeds attention",
     "mul": "is multiplied with another tensor", "mul_": "is multiplied with another tensor",
-    "cat": "feeds a concatenation", "native_layer_norm": "a layer norm follows", "native_group_norm": "a group norm follows",
-    "gelu": "GELU follows", "silu": "SiLU follows", "hardswish": "Hardswish follows", "hardsigmoid": "Hardsigmoid follows",
+    "cat": "feeds a concatenation",
+    "native_layer_norm": "a layer norm follows", "native_group_norm": "a group norm follows",
+    "gelu": "GELU follows", "silu": "SiLU follows",
+    "hardswish": "Hardswish follows", "hardsigmoid": "Hardsigmoid follows",
     "sigmoid": "a sigmoid follows", "tanh": "tanh follows", "elu": "ELU follows", "leaky_relu": "LeakyReLU follows",
     "_prelu_kernel": "PReLU follows", "mish": "Mish follows", "softplus": "Softplus follows",
     "hardtanh": "ReLU6 or a clipped activation follows",
@@ -58,6 +62,7 @@ class Call:
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     dtype: torch.dtype
+    channels_last: bool
     norm: nn.Module | None = None
     """The batch norm between the layer and its ReLU."""
     reason: str = ""
@@ -104,11 +109,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes every operation outside of a watched layer, and every watched layer as one step."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [m for m in model.modules() if isinstance(m, LAYERS)]
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
         self.owner = {id(p): m for m in self.layers for p in m.parameters(recurse=False)}
@@ -154,7 +159,8 @@ class _Recorder(TorchDispatchMode):
         event = _Event(op, reads, (self.value(output, new=True),), module)
         self.events.append(event)
         if op == "layer":
-            self.calls.append((event, Call(tuple(given.shape), tuple(output.shape), given.dtype)))
+            shapes = tuple(given.shape), tuple(output.shape)
+            self.calls.append((event, Call(*shapes, given.dtype, is_channels_last(given))))
 
     def _hidden(self) -> bool:
         return any(isinstance(m, LAYERS) or _is_plain_norm(m) for m in self.inside)

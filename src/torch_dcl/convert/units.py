@@ -4,7 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
@@ -85,7 +86,7 @@ def build(
     if plain is None:
         raise TypeError(f"a {type(module).__name__} cannot be replaced by a DCL layer: {obstacle(module)}")
     elsewhere: dict[str, Any] = {} if device is None else {"device": device}
-    return REPLACEMENTS[plain].like(
+    layer = REPLACEMENTS[plain].like(
         module,  # type: ignore[arg-type]
         branches=len(widths),
         width=widths,
@@ -94,6 +95,20 @@ def build(
         norm_layer=None if norm is None else norm_factory(plain, norm),
         **elsewhere,
     )
+    return layer.to(memory_format=torch.channels_last) if is_channels_last(layer_weight(module)) else layer
+
+
+def layer_weight(module: nn.Module) -> Tensor:
+    """The weight of a plain layer, as what it is for the type checker."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"a {type(module).__name__} has no weight")
+    return weight
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Whether a batch of images, or the filters of a Conv2d, lies in channels_last and in no other format."""
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def norm_factory(plain: type[nn.Module], norm: nn.Module) -> Callable[[int], nn.Module]:

@@ -13,7 +13,9 @@ VARIANTS = ("A2", "A3S", "A3D", "B2", "B3S", "B3D")
 
 
 def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) -> Plan:
-    """The plan that turns one of the paper's baselines into a DCL variant::
+    """The plan that turns one of the paper's baselines into a DCL variant.
+
+    ::
 
         model = lenet(100)
         convert_(model, variant_plan(model, "A2"), init="random")

@@ -1,0 +1,110 @@
+"""What importing costs, and which room may import from which."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_dcl
+
+PACKAGE = Path(torch_dcl.__file__).parent
+ROOMS = [
+    "files", "functional", "kernels", "layers", "stochastic", "convert", "models", "data", "training", "paper", "cli",
+]  # fmt: skip
+HEAVY = [
+    "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy", "PIL",
+]  # fmt: skip
+
+
+def in_a_new_interpreter(program):
+    environment_free = [sys.executable, "-c", program]
+    done = subprocess.run(environment_free, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_import_loads_torch_and_nothing_heavier():
+    program = "import json, sys; sys.path[:0] = {path}; import torch_dcl; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)])))
+    assert "torch" in loaded
+    assert "torch_dcl.layers" in loaded
+    assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_the_import_changes_no_setting_of_torch():
+    program = """
+import json, sys
+sys.path[:0] = {path}
+import torch
+def settings():
+    return [str(torch.get_default_dtype()), torch.get_num_threads(), torch.initial_seed() % 97, torch.is_grad_enabled(),
+            torch.get_rng_state().sum().item(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()]
+torch.manual_seed(3)
+before = settings()
+import torch_dcl
+print(json.dumps([before, settings()]))
+"""
+    before, after = in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)]))
+    assert before == after
+
+
+def test_every_public_name_exists():
+    assert len(set(torch_dcl.__all__)) == len(torch_dcl.__all__)
+    for name in torch_dcl.__all__:
+        assert getattr(torch_dcl, name) is not None
+    assert torch_dcl.__version__
+
+
+def room_of(path):
+    """The room that a file of the package stands in; None for the package's own __init__ and __main__."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return None if first in ("__init__", "__main__") else first
+
+
+def imported_rooms(path):
+    """(line, room) for every import of another part of the package, also inside functions."""
+    here = ["torch_dcl", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "torch_dcl" and len(parts) > 1:
+                yield node.lineno, parts[1]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_from_rooms_above_it(path):
+    room = room_of(path)
+    if room is None:
+        return
+    assert room in ROOMS, f"{room} is no room of the house; add it to the list in docs/architecture.md and here"
+    allowed = {"files"} if room == "data" else set(ROOMS[: ROOMS.index(room)])
+    allowed |= {room, "__version__"}
+    wrong = [f"line {line}: {other}" for line, other in imported_rooms(path) if other not in allowed]
+    assert wrong == []
+
+
+def test_the_check_of_the_rooms_sees_every_way_to_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    path = folder / "example.py"
+    path.write_text(
+        "import torch\nimport torch_dcl.cli\nfrom torch_dcl.paper import tables\nfrom torch_dcl import training\n"
+        "from . import lenet\nfrom .. import data\nfrom ..convert.plan import Plan\ndef late():\n    from torch_dcl import cli\n"
+    )
+    assert sorted(imported_rooms(path)) == [
+        (2, "cli"), (3, "paper"), (4, "training"), (5, "models"), (6, "data"), (7, "convert"), (9, "cli"),
+    ]  # fmt: skip

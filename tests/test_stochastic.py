@@ -1,0 +1,732 @@
+"""The stochastic strategy: which pair is drawn, who moves the step on, and what idle branches do meanwhile."""
+
+import copy
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.reference import plain_fusion, starts_of
+from torch_dcl import (
+    DCLConv1d,
+    DCLConv2d,
+    DCLConv3d,
+    DCLLinear,
+    advance_branches_,
+    follow_optimizer,
+    fuse_branches,
+    seed_branches_,
+)
+from torch_dcl.functional import draw_pair
+from torch_dcl.layers import ConceptFusion
+
+KINDS = {
+    "gathering": {},
+    "gathering, with activation": {"branch_activation": nn.ReLU},
+    "unequal widths": {"width": (2, 3, 4, 5)},
+    "with norm": {"norm_layer": nn.BatchNorm2d},
+    "with norm, no bias": {"norm_layer": nn.BatchNorm2d, "bias": False},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def stochastic_conv(kind="gathering", **arguments):
+    return DCLConv2d(3, 8, 3, branches=4, strategy="stochastic", **{"width": 4, **KINDS[kind], **arguments})
+
+
+def network(branches=4):
+    """Three stochastic layers among others."""
+    return nn.Sequential(
+        DCLConv2d(3, 8, 3, branches=branches, width=4, strategy="stochastic"),
+        nn.MaxPool2d(2),
+        DCLConv2d(8, 8, 3, branches=branches, width=(2, 3, 4, 5)[:branches], strategy="stochastic"),
+        nn.Flatten(),
+        DCLLinear(8, 6, branches=branches, width=3, strategy="stochastic"),
+        nn.Linear(6, 5),
+    )
+
+
+def images(n=4, dtype=None):
+    return torch.randn(n, 3, 8, 8, dtype=dtype)
+
+
+def fusions(model):
+    return [module for module in model.modules() if isinstance(module, ConceptFusion)]
+
+
+def drawn(model):
+    return [tuple(fusion.active.tolist()) for fusion in fusions(model)]
+
+
+def trajectory(model, steps):
+    """The pairs of all layers over the steps."""
+    pairs = []
+    for step in steps:
+        advance_branches_(model, step)
+        pairs.append(drawn(model))
+    return pairs
+
+
+def gradients(model, x):
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# What is drawn
+
+
+def test_the_draw_is_a_function_of_seed_layer_and_step():
+    """Two modules with different weights and a different past, as two ranks or a resumed run, draw the same."""
+    one, other = network(), network()
+    other(images())
+    trajectory(other, range(20))
+    seed_branches_(one, 11)
+    seed_branches_(other, 11)
+    assert trajectory(one, range(50)) == trajectory(other, range(50))
+    assert trajectory(one, [7]) == trajectory(other, [3, 9, 7])[-1:]
+    for name, layer in one.named_children():
+        if hasattr(layer, "fusion"):
+            key = layer.fusion.key
+            assert tuple(layer.fusion.active.tolist()) == tuple(draw_pair(key, 4).tolist())
+            assert key[0] == 11
+            assert key[2] == 7
+            assert torch.equal(key, other.get_submodule(name).fusion.key)
+
+
+def test_layers_and_seeds_draw_differently():
+    model = network()
+    by_seed = {}
+    for seed in (0, 1, 2):
+        seed_branches_(model, seed)
+        by_seed[seed] = trajectory(model, range(60))
+    for first, second in itertools.combinations(range(3), 2):
+        same = sum(pairs[first] == pairs[second] for pairs in by_seed[0])
+        assert same < 25, "two layers should meet in one of six draws"
+        same = sum(a == b for a, b in zip(by_seed[first], by_seed[second], strict=True))
+        assert same < 5, "three layers at once should meet in one of 216 draws"
+
+
+def test_all_pairs_are_drawn_equally_often_in_every_layer():
+    model = network()
+    seed_branches_(model, 5)
+    steps = 3000
+    pairs = trajectory(model, range(steps))
+    for layer in range(3):
+        counts = [sum(p[layer] == pair for p in pairs) for pair in itertools.combinations(range(4), 2)]
+        assert sum(counts) == steps
+        statistic = sum((count - steps / 6) ** 2 / (steps / 6) for count in counts)
+        assert statistic < 20.52, "the 99.9 % point of chi-square with 5 degrees of freedom"
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63 - 1, 2**63, 2**80 + 3])
+def test_any_whole_number_is_a_seed(seed):
+    model = network()
+    seed_branches_(model, seed)
+    pairs = trajectory(model, range(30))
+    assert len(set(pairs[i][0] for i in range(30))) == 6
+    assert all(0 <= a < b < 4 for step in pairs for a, b in step)
+
+
+@pytest.mark.parametrize("seed", [1.5, "1", None, True])
+def test_a_wrong_seed_is_named(seed):
+    with pytest.raises(TypeError, match=f"seed must be a whole number, got {seed!r}"):
+        seed_branches_(network(), seed)
+
+
+def test_counting_on_is_the_same_as_naming_the_step():
+    one, other = network(), network()
+    for model in (one, other):
+        seed_branches_(model, 2)
+    named = trajectory(one, range(1, 20))
+    counted = trajectory(other, [None] * 19)
+    assert named == counted
+    assert trajectory(one, [torch.tensor(5)]) == named[4:5]
+
+
+def test_the_draw_goes_through_a_state_dict():
+    model, resumed = network(), network()
+    seed_branches_(model, 9)
+    trajectory(model, range(7))
+    resumed.load_state_dict(model.state_dict())
+    assert drawn(resumed) == drawn(model)
+    x = images()
+    assert torch.equal(resumed(x), model(x))
+    assert trajectory(resumed, [None] * 10) == trajectory(model, [None] * 10)
+
+
+def test_a_new_layer_starts_at_step_zero_of_seed_zero():
+    layer = stochastic_conv()
+    assert layer.fusion.key.tolist() == [0, 0, 0]
+    assert drawn(layer) == [tuple(draw_pair(torch.tensor([0, 0, 0]), 4).tolist())]
+
+
+def test_a_network_without_stochastic_layers_is_left_alone():
+    model = nn.Sequential(DCLConv2d(3, 8, 3, branches=3), nn.Linear(4, 4))
+    before = copy.deepcopy(model.state_dict())
+    advance_branches_(model, 4)
+    seed_branches_(model, 4)
+    handle = follow_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle.remove()
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+# What is computed
+
+
+@every_kind
+def test_training_is_the_formula_for_two_on_the_drawn_pair(kind):
+    layer = stochastic_conv(kind, dtype=torch.float64)
+    nn.init.normal_(layer.branch.bias) if layer.branch.bias is not None else None
+    nn.init.normal_(layer.fusion.bias) if layer.fusion.bias is not None else None
+    x = images(dtype=torch.float64)
+    seen = set()
+    for step in range(12):
+        advance_branches_(layer, step)
+        z = layer(x)
+        pair = drawn(layer)[0]
+        v = copy.deepcopy(layer).responses(x).v
+        torch.testing.assert_close(z, plain_fusion([v[t] for t in pair], 1e-2), rtol=1e-11, atol=1e-12)
+        seen.add(pair)
+    assert len(seen) >= 4
+
+
+@every_kind
+def test_eval_is_the_mean_over_all_pairs_and_ignores_the_step(kind):
+    layer = stochastic_conv(kind, dtype=torch.float64).eval()
+    x = images(dtype=torch.float64)
+    pre = layer.fusion.respond(layer._activate(layer.branch(x)))
+    expected = sum(plain_fusion(pair, 1e-2) for pair in itertools.combinations(pre, 2)) / 6
+    for step in range(3):
+        advance_branches_(layer, step)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_eval_is_the_expectation_of_training():
+    """The mean of the training output over all pairs, each once, is the output in eval."""
+    layer = stochastic_conv(dtype=torch.float64)
+    x = images(dtype=torch.float64)
+    outputs = []
+    for pair in itertools.combinations(range(4), 2):
+        layer.fusion.active.copy_(torch.tensor(pair))
+        layer.fusion.advanced = True
+        outputs.append(layer(x))
+    torch.testing.assert_close(torch.stack(outputs).mean(0), layer.eval()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_the_path_that_computes_the_pair_alone_agrees_with_the_one_that_computes_all():
+    gathering = stochastic_conv(dtype=torch.float64)
+    all_branches = stochastic_conv("with norm", norm_layer=lambda _: nn.Identity(), dtype=torch.float64)
+    all_branches.load_state_dict(gathering.state_dict())
+    assert gathering.fusion.gathers
+    assert not all_branches.fusion.gathers
+    x = images(dtype=torch.float64)
+    for step in range(8):
+        for layer in (gathering, all_branches):
+            advance_branches_(layer, step)
+        torch.testing.assert_close(gathering(x), all_branches(x), rtol=1e-12, atol=1e-13)
+        mine, other = gradients(gathering, x), gradients(all_branches, x)
+        for name in mine:
+            torch.testing.assert_close(mine[name], other[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer_type", [DCLConv1d, DCLConv2d, DCLConv3d])
+def test_every_geometry_is_kept_where_the_pair_is_computed_alone(layer_type):
+    spatial = layer_type._spatial
+    geometry = {"stride": 2, "padding": 2, "dilation": 2, "padding_mode": "circular"}
+    layer = layer_type(3, 8, 3, branches=3, width=4, strategy="stochastic", dtype=torch.float64, **geometry)
+    advance_branches_(layer, 1)
+    x = torch.randn(2, 3, *(7,) * spatial, dtype=torch.float64)
+    v = layer.responses(x).v
+    torch.testing.assert_close(layer(x), fuse_branches([v[t] for t in drawn(layer)[0]], 1e-2), rtol=1e-12, atol=1e-12)
+
+
+@every_kind
+def test_idle_branches_get_an_exactly_zero_gradient(kind):
+    layer = stochastic_conv(kind)
+    x = images()
+    for step in range(6):
+        advance_branches_(layer, step)
+        found = gradients(layer, x)
+        for t, (start, end) in enumerate(starts_of(layer.widths)):
+            own = [found["branch.weight"][start:end], found["fusion.weight"][start:end]]
+            if layer.branch.bias is not None:
+                own.append(found["branch.bias"][start:end])
+            if layer.fusion.bias is not None and layer.fusion.norm is None:
+                own.append(found["fusion.bias"][t])
+            if layer.fusion.norm is not None:
+                own += [found[f"fusion.norm.{t}.weight"], found[f"fusion.norm.{t}.bias"]]
+            active = t in drawn(layer)[0]
+            for gradient in own:
+                assert gradient.any().item() == active
+
+
+def test_an_idle_branch_that_diverged_does_not_reach_the_output():
+    for kind in ("gathering", "unequal widths"):
+        layer = stochastic_conv(kind)
+        advance_branches_(layer, 0)
+        idle = next(t for t in range(4) if t not in drawn(layer)[0])
+        start, end = starts_of(layer.widths)[idle]
+        with torch.no_grad():
+            layer.fusion.weight[start:end] = torch.nan
+        assert layer(images()).isfinite().all()
+        assert layer.eval()(images()).isnan().any()
+
+
+# A forward changes nothing
+
+
+@every_kind
+def test_forward_and_backward_do_not_move_the_draw(kind):
+    layer = stochastic_conv(kind)
+    advance_branches_(layer, 3)
+    before = copy.deepcopy(layer.state_dict())
+    random_state = torch.get_rng_state()
+    for _ in range(3):
+        gradients(layer, images())
+        layer.eval()(images())
+        layer.train()
+    for name in ("fusion.key", "fusion.active"):
+        assert torch.equal(layer.state_dict()[name], before[name])
+    torch.set_rng_state(random_state)
+    expected = torch.rand(3)
+    torch.set_rng_state(random_state)
+    layer(images(0) if kind == "none" else torch.ones(2, 3, 8, 8))
+    advance_branches_(layer, 9)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradient(reentrant):
+    model = network()
+    seed_branches_(model, 1)
+    for step in range(4):
+        advance_branches_(model, step)
+        x = images().requires_grad_()
+        plain = gradients(model, x)
+        plain_input = x.grad.clone()
+        model.zero_grad()
+        x.grad = None
+        checkpoint_sequential(model, 3, x, use_reentrant=reentrant).square().sum().backward()
+        assert torch.equal(x.grad, plain_input)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.grad, plain[name]), name
+        x.grad = None
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+        assert torch.equal(x.grad, plain_input)
+
+
+def test_gradient_accumulation_uses_one_pair_for_the_whole_step():
+    model = network().double()
+    seed_branches_(model, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follow_optimizer(model, optimizer)
+    x = images(8, dtype=torch.float64)
+    for _ in range(4):
+        whole = gradients(model, x)
+        pairs = drawn(model)
+        model.zero_grad()
+        for part in x.split(2):
+            model(part).square().sum().backward()
+            assert drawn(model) == pairs
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-10, atol=1e-12)
+        optimizer.step()
+
+
+def test_functional_call_and_func_grad():
+    layer = stochastic_conv(dtype=torch.float64)
+    advance_branches_(layer, 2)
+    x = images(dtype=torch.float64)
+    parameters, buffers = dict(layer.named_parameters()), dict(layer.named_buffers())
+    expected = gradients(layer, x)
+    found = torch.func.grad(lambda p: functional_call(layer, (p, buffers), (x,)).square().sum())(parameters)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-13)
+    other_pair = next(p for p in itertools.combinations(range(4), 2) if p != drawn(layer)[0])
+    elsewhere = {**buffers, "fusion.active": torch.tensor(other_pair)}
+    v = layer.responses(x).v
+    torch.testing.assert_close(
+        functional_call(layer, (parameters, elsewhere), (x,)), plain_fusion([v[t] for t in other_pair], 1e-2),
+        rtol=1e-12, atol=1e-12,
+    )  # fmt: skip
+
+
+# torch.compile and CUDA graphs
+
+
+@pytest.mark.parametrize("who", ["named before the step", "counted after the step", "optimizer"])
+def test_compiled_training_does_not_recompile_from_step_to_step(who):
+    torch._dynamo.reset()
+    model = network()
+    seed_branches_(model, 3)
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, eager)]
+    if who == "optimizer":
+        for m, optimizer in zip((model, eager), optimizers, strict=True):
+            follow_optimizer(m, optimizer)
+    else:
+        for fusion in fusions(eager):
+            fusion.advanced = True
+    pairs = []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(6):
+            x = images()
+            for run, m, optimizer in zip((compiled, eager), (model, eager), optimizers, strict=True):
+                if who == "named before the step":
+                    advance_branches_(m, step)
+                optimizer.zero_grad()
+                run(x).square().sum().backward()
+                optimizer.step()
+                if who == "counted after the step":
+                    advance_branches_(m)
+            pairs.append(drawn(model)[0])
+            for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    assert len(set(pairs)) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_captured_cuda_graph_follows_the_step():
+    model = network().cuda()
+    seed_branches_(model, 3)
+    eager = copy.deepcopy(model)
+    x = images().cuda()
+
+    def train(m):
+        loss = m(x).square().sum()
+        loss.backward()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    advance_branches_(model, 0)
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            train(model)
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = train(model)
+    pairs = []
+    for step in range(6):
+        x.copy_(images())
+        advance_branches_(model, step)
+        advance_branches_(eager, step)
+        model.zero_grad(set_to_none=False)
+        eager.zero_grad()
+        graph.replay()
+        torch.testing.assert_close(loss, train(eager), rtol=1e-4, atol=1e-5)
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-4)
+        pairs.append(drawn(model)[0])
+    assert len(set(pairs)) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_advancing_inside_a_captured_cuda_graph():
+    model = network().cuda()
+    eager = network().cuda()
+    for m in (model, eager):
+        seed_branches_(m, 3)
+    advance_branches_(model, 0)
+    advance_branches_(eager, 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        advance_branches_(model)
+    for _ in range(5):
+        graph.replay()
+        advance_branches_(eager)
+        assert drawn(model) == drawn(eager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_draw_is_the_same_on_a_gpu():
+    cpu, gpu = network(), network().cuda()
+    for model in (cpu, gpu):
+        seed_branches_(model, 2**40 + 1)
+    assert trajectory(cpu, range(40)) == trajectory(gpu, range(40))
+
+
+# Several processes
+
+
+def train_on_one_rank(rank, world_size, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
+    )
+    torch.manual_seed(0)
+    model = network()
+    seed_branches_(model, 4)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    follow_optimizer(model, optimizer)
+    torch.manual_seed(100 + rank)
+    pairs = []
+    for _ in range(4):
+        x = images()
+        pairs.append(drawn(model))
+        optimizer.zero_grad()
+        parallel(x).square().sum().backward()
+        optimizer.step()
+    torch.save({"pairs": pairs, "state": model.state_dict()}, f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_two_ranks_draw_the_same_pairs_and_keep_equal_weights(tmp_path):
+    torch.multiprocessing.spawn(train_on_one_rank, args=(2, str(tmp_path)), nprocs=2)
+    one, other = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert one["pairs"] == other["pairs"]
+    assert len({tuple(pairs) for pairs in one["pairs"]}) > 1
+    torch.manual_seed(0)
+    untrained = network().state_dict()
+    for name, tensor in one["state"].items():
+        assert torch.equal(tensor, other["state"][name]), name
+        assert not torch.equal(tensor, untrained[name]) or name.endswith("active"), name
+
+
+# Following an optimiser
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "SGD nesterov, foreach": lambda p: torch.optim.SGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True, foreach=True
+    ),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
+    "Adam amsgrad, foreach": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01, amsgrad=True, foreach=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, weight_decay=0.1, momentum=0.9),
+}
+
+
+def idle_part(layer, name, tensor):
+    """The part of a parameter, or of a moment of it, that belongs to branches that are not drawn."""
+    idle = [t for t in range(layer.branches) if t not in drawn(layer)[0]]
+    if name == "fusion.bias":
+        return tensor[idle]
+    if name.startswith("fusion.norm."):
+        return tensor if int(name.split(".")[2]) in idle else tensor[:0]
+    starts = starts_of(layer.widths)
+    return torch.cat([tensor[slice(*starts[t])] for t in idle])
+
+
+def active_part(layer, name, tensor):
+    twin = copy.deepcopy(layer)
+    pair = drawn(layer)[0]
+    del twin
+    if name == "fusion.bias":
+        return tensor[list(pair)]
+    if name.startswith("fusion.norm."):
+        return tensor if int(name.split(".")[2]) in pair else tensor[:0]
+    starts = starts_of(layer.widths)
+    return torch.cat([tensor[slice(*starts[t])] for t in pair])
+
+
+def parameters_and_moments(layer, optimizer):
+    found = {}
+    for name, parameter in layer.named_parameters():
+        found[name, "value"] = parameter.detach().clone()
+        for moment, tensor in optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(tensor) and tensor.shape == parameter.shape:
+                found[name, moment] = tensor.clone()
+    return found
+
+
+@every_kind
+@pytest.mark.parametrize("kind_of_optimizer", OPTIMIZERS)
+def test_held_branches_and_their_moments_do_not_move(kind_of_optimizer, kind):
+    layer = stochastic_conv(kind)
+    optimizer = OPTIMIZERS[kind_of_optimizer](layer.parameters())
+    follow_optimizer(layer, optimizer)
+    advance_branches_(layer, 0)
+    pairs = []
+    for step in range(8):
+        gradients(layer, images())
+        before = parameters_and_moments(layer, optimizer)
+        at_this_step = copy.deepcopy(layer)
+        optimizer.step()
+        after = parameters_and_moments(layer, optimizer)
+        pairs.append(drawn(at_this_step)[0])
+        assert drawn(layer) != [] and layer.fusion.key[2] == step + 1
+        for (name, what), old in before.items():
+            new = after[name, what]
+            assert torch.equal(idle_part(at_this_step, name, old), idle_part(at_this_step, name, new)), (name, what)
+            active = active_part(at_this_step, name, new)
+            if what == "value" and active.numel() and at_this_step.get_parameter(name).grad is not None:
+                moved = not torch.equal(active_part(at_this_step, name, old), active)
+                assert moved or (name == "fusion.bias" and layer.fusion.norm is not None), name
+        for key in after.keys() - before.keys():
+            assert not idle_part(at_this_step, key[0], after[key]).any(), "a branch that never trained has no moment"
+    assert len(set(pairs)) > 2
+
+
+@pytest.mark.parametrize("kind_of_optimizer", ["SGD", "Adam", "AdamW"])
+def test_without_holding_decay_and_momentum_move_idle_branches(kind_of_optimizer):
+    layer = stochastic_conv()
+    optimizer = OPTIMIZERS[kind_of_optimizer](layer.parameters())
+    twin = copy.deepcopy(layer)
+    plain_optimizer = OPTIMIZERS[kind_of_optimizer](twin.parameters())
+    follow_optimizer(layer, optimizer, hold_idle=False)
+    for step in range(4):
+        x = images()
+        advance_branches_(twin, step)
+        assert drawn(layer) == drawn(twin)
+        for m, o in ((layer, optimizer), (twin, plain_optimizer)):
+            gradients(m, x)
+            before = m.fusion.weight.detach().clone()
+            at_this_step = copy.deepcopy(m)
+            o.step()
+            moved = idle_part(at_this_step, "fusion.weight", before) != idle_part(at_this_step, "fusion.weight", m.fusion.weight)
+            assert moved.float().mean() > 0.9
+    for mine, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_holding_is_training_each_branch_with_an_optimiser_of_its_own():
+    """The paper's wording: only the active branches train. T small layers, each with its own momentum, say the same."""
+    layer = DCLLinear(5, 6, branches=3, width=2, strategy="stochastic", dtype=torch.float64)
+    seed_branches_(layer, 8)
+    names = ["branch.weight", "fusion.weight", "fusion.bias"]
+    branches = []
+    for t, (start, end) in enumerate(starts_of(layer.widths)):
+        rows = {"branch.weight": slice(start, end), "fusion.weight": slice(start, end), "fusion.bias": t}
+        branches.append([layer.get_parameter(name).detach()[rows[name]].clone().requires_grad_() for name in names])
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.02)
+
+    own = [make(branch) for branch in branches]
+    optimizer = make(layer.parameters())
+    follow_optimizer(layer, optimizer)
+    for _ in range(12):
+        x = torch.randn(7, 5, dtype=torch.float64)
+        pair = drawn(layer)[0]
+        gradients(layer, x)
+        optimizer.step()
+        theta_and_W = [branches[t] for t in pair]
+        z = plain_fusion([x @ theta.t() @ W + bias for theta, W, bias in theta_and_W], 1e-2)
+        for t in pair:
+            own[t].zero_grad()
+        z.square().sum().backward()
+        for t in pair:
+            own[t].step()
+    for position, name in enumerate(names):
+        expected = [branch[position] for branch in branches]
+        joined = torch.stack(expected) if name == "fusion.bias" else torch.cat(expected)
+        torch.testing.assert_close(layer.get_parameter(name), joined, rtol=1e-9, atol=1e-11)
+
+
+def test_parameters_of_other_optimisers_and_layers_are_left_alone():
+    model = network()
+    follow_optimizer(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    other = torch.optim.SGD(model[5].parameters(), lr=0.1, weight_decay=0.1)
+    gradients(model, images())
+    before = copy.deepcopy(model.state_dict())
+    other.step()
+    assert not torch.equal(model[5].weight, before["5.weight"])
+    assert torch.equal(model[0].branch.weight, before["0.branch.weight"])
+    assert torch.equal(model[0].fusion.key, before["0.fusion.key"])
+
+
+def test_frozen_layers_stay_frozen():
+    model = network()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    follow_optimizer(model, optimizer)
+    before = copy.deepcopy(model[0].state_dict())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(images()).sum().backward()
+        optimizer.step()
+    for name, parameter in model[0].named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("hold_idle", [True, False])
+def test_a_removed_handle_follows_no_more(hold_idle):
+    layer = stochastic_conv()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    handle = follow_optimizer(layer, optimizer, hold_idle=hold_idle)
+    gradients(layer, images())
+    optimizer.step()
+    assert layer.fusion.key[2] == 1
+    handle.remove()
+    handle.remove()
+    gradients(layer, images())
+    at_this_step = copy.deepcopy(layer)
+    optimizer.step()
+    assert layer.fusion.key[2] == 1
+    new, old = (idle_part(at_this_step, "fusion.weight", m.fusion.weight) for m in (layer, at_this_step))
+    assert not torch.equal(new, old)
+
+
+def test_following_goes_on_after_a_resume():
+    """Weights, moments and draws after 3 + 3 steps with a save and load between are those after 6."""
+    def start():
+        torch.manual_seed(0)
+        model = network().double()
+        seed_branches_(model, 6)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        follow_optimizer(model, optimizer)
+        return model, optimizer
+
+    batches = [images(dtype=torch.float64) for _ in range(6)]
+
+    def train(model, optimizer, part):
+        for x in part:
+            gradients(model, x)
+            optimizer.step()
+
+    model, optimizer = start()
+    train(model, optimizer, batches)
+    first, first_optimizer = start()
+    train(first, first_optimizer, batches[:3])
+    second, second_optimizer = start()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second_optimizer.load_state_dict(copy.deepcopy(first_optimizer.state_dict()))
+    train(second, second_optimizer, batches[3:])
+    for (name, tensor), expected in zip(second.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
+
+
+# The warning
+
+
+def test_training_without_anybody_advancing_warns_once():
+    model = network()
+    with pytest.warns(UserWarning, match="advance_branches_.*follow_optimizer") as record:
+        model(images())
+    assert len(record) == 3, "one for each of the three layers"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(images())
+
+
+@pytest.mark.parametrize("how", ["advance", "named step", "optimizer", "eval", "deterministic"])
+def test_no_warning_where_none_is_due(how):
+    model = network() if how != "deterministic" else nn.Sequential(DCLConv2d(3, 8, 3, branches=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if how == "advance":
+            advance_branches_(model)
+        elif how == "named step":
+            advance_branches_(model, 0)
+        elif how == "optimizer":
+            follow_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        elif how == "eval":
+            model.eval()
+        model(images())
