@@ -26,7 +26,7 @@ BATCH = 100
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the 6,000 digits (default 8)")
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the 6,000 digits (default 4)")
     parser.add_argument("--seeds", type=int, default=3, help="networks of each kind (default 3)")
     arguments = parser.parse_args()
     if arguments.epochs < 1 or arguments.seeds < 1:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
-
 from tests.reference import exact_over, plain_fusion, plain_pair_fusion, starts_of, worst_error
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
 from torch_dcl import DCLLinear, fuse_branches, fuse_pairs
 from torch_dcl.functional import default_eps, draw_pair
 
@@ -74,7 +75,7 @@ def test_another_eps(T, eps):
         assert_exact(pre, eps, pairs=True)
 
 
-def test_the_eps_of_the_paper_is_ten_to_the_minus_T():
+def test_the_eps_of_the_paper_is_ten_to_the_minus_t():
     for T in range(1, 9):
         assert default_eps(T) == pytest.approx(10.0**-T, rel=1e-15)
         dead = fuse_branches(torch.zeros(T, 1, dtype=torch.float64))
@@ -132,7 +133,9 @@ def test_second_derivatives_are_finite_at_exact_zeros(T):
     assert second.isfinite().all()
 
 
-@pytest.mark.parametrize(("T", "widths"), [(1, (5,)), (2, (3, 4)), (3, (2, 3, 4)), (4, (2, 2, 2, 2)), (5, (2, 1, 2, 3, 2))])
+@pytest.mark.parametrize(
+    ("T", "widths"), [(1, (5,)), (2, (3, 4)), (3, (2, 3, 4)), (4, (2, 2, 2, 2)), (5, (2, 1, 2, 3, 2))]
+)
 def test_the_expansion_over_all_compositions(T, widths):
     """Section 3.2: z^T - ε = Σ_{m1} … Σ_{mT} Π_t W_{k,mt} Π_t y_{mt}, where all responses are positive."""
     layer = DCLLinear(6, 10, branches=T, width=widths, bias=False, dtype=torch.float64)
@@ -316,7 +319,7 @@ def test_any_shape_as_tensor_and_as_sequence(T, shape, dtype, as_list):
         mean = fuse_pairs(pre)
         assert torch.equal(mean, fuse_pairs(rows))
         torch.testing.assert_close(
-            mean.double(), plain_pair_fusion(pre.double(), 1e-2), rtol=4 * torch.finfo(dtype).eps + 1e-14, atol=0
+            mean.double(), plain_pair_fusion(pre.double(), 1e-2), rtol=10 * torch.finfo(dtype).eps + 1e-14, atol=0
         )
 
 
@@ -343,7 +346,24 @@ def test_strided_and_expanded_inputs():
     torch.testing.assert_close(fuse_branches(one.expand(3, 7), eps=1e-30), one.relu(), rtol=1e-6, atol=1.1e-10)
 
 
+@pytest.mark.parametrize("fuse", [fuse_branches, fuse_pairs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_follows_may_work_in_place(dtype, fuse):
+    pre = (torch.randn(3, 50) + 0.5).to(dtype).requires_grad_()
+    (expected,) = torch.autograd.grad(fuse(pre).mul(2).relu().sum(), pre)
+    (gradient,) = torch.autograd.grad(fuse(pre).mul_(2).relu_().sum(), pre)
+    assert torch.equal(gradient, expected)
+
+
 # torch's transforms
+
+
+@pytest.mark.parametrize("fuse", [fuse_branches, fuse_pairs])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(fuse, reentrant):
+    pre = torch.randn(3, 20).requires_grad_()
+    checkpoint(fuse, pre, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(pre.grad, fused_with_gradient(fuse, pre)[1])
 
 
 @pytest.mark.parametrize("fuse", [fuse_branches, fuse_pairs])
@@ -371,24 +391,28 @@ def test_func_hessian_agrees_with_the_plain_formula():
     torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-12)
 
 
-def compiled_equals_eager(fuse, pre, backend):
+def assert_compiled_equals_eager(fuse, pre, backend):
     torch._dynamo.reset()
     compiled = torch.compile(fuse, fullgraph=True, backend=backend)
     for a, b in zip(fused_with_gradient(compiled, pre), fused_with_gradient(fuse, pre), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("fuse", [fuse_branches, fuse_pairs])
-@pytest.mark.parametrize("T", [2, 3])
-def test_compile_without_a_graph_break(T, fuse):
-    compiled_equals_eager(fuse, torch.randn(T, 8, 5), "aot_eager")
+@pytest.mark.parametrize(("fuse", "T"), [(fuse_branches, 1), (fuse_branches, 2), (fuse_branches, 3), (fuse_pairs, 3)])
+def test_compile_without_a_graph_break(fuse, T):
+    assert_compiled_equals_eager(fuse, torch.randn(T, 8, 5), "aot_eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_compile_of_other_types_without_a_graph_break(dtype):
+    assert_compiled_equals_eager(fuse_branches, torch.randn(2, 8, 5).to(dtype), "aot_eager")
 
 
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compile_to_machine_code():
     pre = torch.randn(3, 64)
     pre[0, :8], pre[:, 8:12], pre[1, 12:16], pre[:, 16] = 0.0, -1.0, 1e38, 1e30
-    compiled_equals_eager(fuse_branches, pre, "inductor")
+    assert_compiled_equals_eager(fuse_branches, pre, "inductor")
 
 
 @pytest.mark.gpu
@@ -452,7 +476,7 @@ def test_wrong_branches_are_named(pre, error, named, fuse):
 
 
 def test_one_branch_forms_no_pair():
-    with pytest.raises(ValueError, match="at least two branches.*fuse_branches"):
+    with pytest.raises(ValueError, match=r"at least two branches.*fuse_branches"):
         fuse_pairs(torch.ones(1, 3))
 
 
@@ -464,7 +488,9 @@ CHI_SQUARE_999 = {3: 13.82, 4: 20.52, 5: 27.88, 6: 36.12, 7: 45.31, 8: 55.48}
 
 def draw_keys(n, **fixed):
     """n keys that count up in the one of seed, layer, step that is not fixed."""
-    columns = [torch.full((n,), fixed[name]) if name in fixed else torch.arange(n) for name in ("seed", "layer", "step")]
+    columns = [
+        torch.full((n,), fixed[name]) if name in fixed else torch.arange(n) for name in ("seed", "layer", "step")
+    ]
     return torch.stack(columns, -1)
 
 
@@ -501,7 +527,7 @@ def test_every_pair_is_equally_likely(T, fixed):
     ],
 )
 def test_layers_and_seeds_draw_independently(one, other):
-    """The joint counts of two layers' pairs against n/9 in each of the 9 cells; 26.12 is the 99.9 % point of chi²(8)."""
+    """The joint counts of two layers' pairs against n/9 in each of 9 cells; 26.12 is the 99.9 % point of chi²(8)."""
     n = 30_000
     cells = pair_numbers(draw_keys(n, **one), 3) * 9 + pair_numbers(draw_keys(n, **other), 3)
     counts = torch.unique(cells, return_counts=True)[1].double()
@@ -525,9 +551,7 @@ def mix(x):
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**63 - 1), layer=st.integers(0, 2**32 - 1), step=st.integers(0, 2**40), T=st.integers(2, 8)
-)
+@given(seed=st.integers(0, 2**63 - 1), layer=st.integers(0, 2**32 - 1), step=st.integers(0, 2**40), T=st.integers(2, 8))
 def test_the_draw_is_whole_number_arithmetic_that_never_leaves_64_bits(seed, layer, step, T):
     h = mix(mix(mix(seed ^ (seed >> 32)) ^ layer) ^ step)
     first = h % T

@@ -15,13 +15,13 @@ ROOMS = [
     "files", "functional", "kernels", "layers", "stochastic", "convert", "models", "data", "training", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
-    "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy", "PIL",
+    "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
+    "PIL",
 ]  # fmt: skip
 
 
 def in_a_new_interpreter(program):
-    environment_free = [sys.executable, "-c", program]
-    done = subprocess.run(environment_free, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -103,7 +103,8 @@ def test_the_check_of_the_rooms_sees_every_way_to_import(tmp_path, monkeypatch):
     path = folder / "example.py"
     path.write_text(
         "import torch\nimport torch_dcl.cli\nfrom torch_dcl.paper import tables\nfrom torch_dcl import training\n"
-        "from . import lenet\nfrom .. import data\nfrom ..convert.plan import Plan\ndef late():\n    from torch_dcl import cli\n"
+        "from . import lenet\nfrom .. import data\nfrom ..convert.plan import Plan\n"
+        "def late():\n    from torch_dcl import cli\n"
     )
     assert sorted(imported_rooms(path)) == [
         (2, "cli"), (3, "paper"), (4, "training"), (5, "models"), (6, "data"), (7, "convert"), (9, "cli"),

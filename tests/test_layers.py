@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.reference import plain_fusion, plain_pair_fusion, starts_of
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
-from tests.reference import plain_fusion, plain_pair_fusion, starts_of
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, fuse_branches, seed_branches_
 from torch_dcl import layers as layers_module
 from torch_dcl.layers import branch_widths
@@ -173,9 +173,7 @@ def test_conv_equals_plain_convolutions_multiplied(spatial, examples):
         batch = data.draw(st.sampled_from([(), (1,), (2,)]))
         if batch == (2,):
             options["norm_layer"] = data.draw(st.sampled_from([None, NORM[spatial]]))
-        layer = with_random_biases(
-            DCL[spatial](in_channels, out_channels, dtype=torch.float64, **geometry, **options)
-        )
+        layer = with_random_biases(DCL[spatial](in_channels, out_channels, dtype=torch.float64, **geometry, **options))
         size = data.draw(st.tuples(*[st.integers(6, 7)] * spatial))
         x = torch.randn(*batch, in_channels, *size, dtype=torch.float64)
         assert_layer_equals(layer, composition_of_conv(layer, spatial, **geometry), x)
@@ -312,7 +310,7 @@ def test_a_ratio_gives_a_multiple_close_to_it_and_never_more_than_the_output(out
     (M,) = set(widths)
     assert len(widths) == branches
     assert 1 <= M <= out_channels
-    assert M % round_to == 0 or M == out_channels
+    assert M % round_to == 0 or out_channels == M
     if M not in (round_to, out_channels):
         assert abs(M - ratio * out_channels) <= round_to / 2 + 1e-6
 
@@ -376,7 +374,7 @@ def test_wrong_channels_are_named(value):
 
 @pytest.mark.parametrize("layer", [DCLConv1d, DCLConv2d, DCLConv3d])
 def test_groups_are_refused_with_the_reason(layer):
-    with pytest.raises(ValueError, match="groups = 4: a branch sees every input channel.*groups=1"):
+    with pytest.raises(ValueError, match=r"groups = 4: a branch sees every input channel.*groups=1"):
         layer(8, 16, 3, groups=4)
     layer(8, 16, 3, groups=1)
     with pytest.raises(ValueError, match="groups = 8"):
@@ -544,7 +542,9 @@ def test_a_deep_copy_is_equal_and_independent(strategy):
 
 def test_construction_on_the_meta_device_allocates_nothing_and_can_be_filled_later():
     with torch.device("meta"):
-        within = DCLConv2d(4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU)
+        within = DCLConv2d(
+            4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU
+        )
     named = DCLConv2d(
         4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU, device="meta"
     )
@@ -555,7 +555,9 @@ def test_construction_on_the_meta_device_allocates_nothing_and_can_be_filled_lat
             tensor.fill_(77)
         layer.reset_parameters()
         advance_branches_(layer, 0)
-        fresh = DCLConv2d(4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU)
+        fresh = DCLConv2d(
+            4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU
+        )
         advance_branches_(fresh, 0)
         for (name, mine), expected in zip(layer.state_dict().items(), fresh.state_dict().values(), strict=True):
             if name in ("branch.weight", "fusion.weight"):
@@ -649,7 +651,9 @@ ACTIVATIONS = [None, nn.ReLU, nn.Tanh]
 
 def linear_ratio(**arguments):
     return variance_ratio(
-        lambda: DCLLinear(256, 256, **arguments), lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU()), torch.randn(400, 256)
+        lambda: DCLLinear(256, 256, **arguments),
+        lambda: nn.Sequential(nn.Linear(256, 256), nn.ReLU()),
+        torch.randn(400, 256),
     )
 
 
@@ -686,7 +690,9 @@ def test_the_variance_is_matched_with_an_activation_in_stage_one(arguments, acti
     assert linear_ratio(**arguments, branch_activation=activation) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("arguments", [{"eps": 1e-4}, {"eps": 0.5}, {"eps": 1e-4, "branches": 3}, {"width": (40, 90)}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{"eps": 1e-4}, {"eps": 0.5}, {"eps": 1e-4, "branches": 3}, {"width": (40, 90)}], ids=str
+)
 def test_the_variance_is_matched_for_another_eps_and_width(arguments):
     assert linear_ratio(**arguments) == pytest.approx(1, abs=0.1)
 

@@ -45,7 +45,8 @@ def fuse_branches(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> T
     """
     branches = _as_branches(pre)
     T = len(branches)
-    return _fuse((tuple(range(T)),), check_eps(eps, T), branches)
+    z: Tensor = _Fuse.apply((tuple(range(T)),), check_eps(eps, T), *branches)
+    return z
 
 
 def fuse_pairs(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tensor:
@@ -67,7 +68,8 @@ def fuse_pairs(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tens
     branches = _as_branches(pre)
     if len(branches) < 2:
         raise ValueError("fuse_pairs needs at least two branches to form a pair, got 1; use fuse_branches")
-    return _fuse(tuple(combinations(range(len(branches)), 2)), check_eps(eps, 2), branches)
+    z: Tensor = _Fuse.apply(tuple(combinations(range(len(branches)), 2)), check_eps(eps, 2), *branches)
+    return z
 
 
 def draw_pair(key: Tensor, T: int) -> Tensor:
@@ -142,11 +144,6 @@ Groups = tuple[tuple[int, ...], ...]
 """Which branches are fused with each other; the result is the mean over the groups."""
 
 
-def _fuse(groups: Groups, eps: float, pre: Sequence[Tensor]) -> Tensor:
-    z: Tensor = _Fuse.apply(groups, eps, *pre)
-    return z
-
-
 class _Fuse(torch.autograd.Function):
     """The mean over groups of branches of the rooted product, with the gradient from the other branches."""
 
@@ -167,14 +164,15 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = ctx.saved_tensors[0].dtype
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
+        dtype = saved[0].dtype
         wide = _compute_dtype(dtype)
-        pre = [p.to(wide) for p in ctx.saved_tensors]
-        grad_z = grad_outputs[0].to(wide) / len(ctx.groups)
+        pre = [_cast(p, wide) for p in saved]
+        grad_z = _cast(grad_outputs[0], wide) / len(ctx.groups)
         grads: list[Tensor | None] = [None] * len(pre)
         for group in ctx.groups:
             members = [pre[t] for t in group]
-            z = _fuse((tuple(range(len(group))),), ctx.eps, members)
+            z = _rooted_product_again(members, ctx.eps)
             for t, slope in zip(group, _slopes(members, z), strict=True):
                 grad, before = torch.where(pre[t] > 0, grad_z * slope, 0.0), grads[t]
                 grads[t] = grad if before is None else before + grad
@@ -184,7 +182,7 @@ class _Fuse(torch.autograd.Function):
 def _respond(pre: Tensor) -> Tensor:
     """v = relu(pre) in the type to compute in; an infinite response counts as the largest number."""
     wide = _compute_dtype(pre.dtype)
-    return F.relu(pre.to(wide)).clamp(max=torch.finfo(wide).max)
+    return F.relu(_cast(pre, wide)).clamp(max=torch.finfo(wide).max)
 
 
 def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
@@ -192,11 +190,25 @@ def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
     T = len(v)
     if T == 1:
         return v[0] + eps
-    info = torch.finfo(v[0].dtype)
-    floor = max(eps ** (1 / T), info.tiny)
-    mean = reduce(mul, (_root(v_t, T) for v_t in v)).clamp(max=info.max)  # the roots are rounded, perhaps upwards
+    floor, largest = _floor(T, eps, v[0].dtype), torch.finfo(v[0].dtype).max
+    mean = reduce(mul, (_root(v_t, T) for v_t in v)).clamp(max=largest)  # the roots are rounded, perhaps upwards
     scale = mean.clamp(min=floor)
     return scale * _root((mean / scale) ** T + (floor / scale) ** T, T)
+
+
+def _rooted_product_again(pre: Sequence[Tensor], eps: float) -> Tensor:
+    """The same z from the pre-activations, in operations that can be differentiated where a branch is dead.
+
+    A second ``_Fuse`` would do, but torch.compile of torch 2.11 follows its backward into itself without end.
+    """
+    dead = reduce(torch.logical_or, (p <= 0 for p in pre))
+    z = _rooted_product([torch.where(dead, 1.0, _respond(p)) for p in pre], eps)
+    return torch.where(dead, _floor(len(pre), eps, z.dtype), z)
+
+
+def _floor(T: int, eps: float, dtype: torch.dtype) -> float:
+    """z where a branch is dead; a normal number of the type whatever ε is."""
+    return max(math.pow(eps, 1 / T), torch.finfo(dtype).tiny)
 
 
 def _slopes(pre: Sequence[Tensor], z: Tensor) -> list[Tensor]:
@@ -230,4 +242,9 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+    return _cast(x.clamp(-largest, largest), dtype)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)`` but no call where it is of that type: compiled by torch 2.11, such a call loses the gradient."""
+    return x if x.dtype == dtype else x.to(dtype)

@@ -48,10 +48,10 @@ def convert_(
     """Replace the selected units of ``plan`` in ``model``, in place.
 
     Either all of them are replaced or, after an error, none. A layer takes over geometry, dtype, device, memory
-    format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch, and an
-    :class:`AbsorbedNorm` stays in its place. A ReLU behind it stays where it is: z is positive, so it does nothing.
-    A module with several names is replaced once and stays shared. An optimiser made before holds the old
-    parameters: make it after.
+    format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch (a frozen
+    one into the weights), and an :class:`AbsorbedNorm` stays in its place. A ReLU behind it stays where it is: z is
+    positive, so it does nothing. A module with several names is replaced once and stays shared. An optimiser made
+    before holds the old parameters: make it after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -125,4 +125,4 @@ def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
             old = getattr(norm, name.rpartition(".")[2])
         else:
             old = module.bias if name.endswith("bias") else weight
-        parameter.requires_grad_(old.requires_grad)
+        parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)

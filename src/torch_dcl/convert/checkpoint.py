@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, norm_settings, obstacle, swap
+from torch_dcl.convert.units import (
+    AbsorbedNorm,
+    build,
+    is_frozen_norm,
+    names_of,
+    norm_obstacle,
+    norm_settings,
+    obstacle,
+    swap,
+)
 from torch_dcl.files import replacing
 from torch_dcl.layers import _DCL
 
@@ -32,6 +41,7 @@ _LAYER_FORM: dict[str, Any] = {
     "widths": list,
     "strategy": str,
     "eps": int | float,
+    "bias": bool,
     "stage1": dict,
     "activation": dict | None,
     "norm": dict | None,
@@ -109,10 +119,12 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     _check_fit(model, changes, tensors, path)
     for names, new in changes:
         swap(model, names, new)
-    for name, own in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, own in state.items():
         if own.dtype != tensors[name].dtype:
             own.data = own.data.to(tensors[name].dtype)
-    model.load_state_dict(tensors)
+    state.update(tensors)  # which keeps the versions of its modules, that some want to see
+    model.load_state_dict(state)
     return model
 
 
@@ -133,6 +145,7 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
         "widths": list(layer.widths),
         "strategy": layer.strategy,
         "eps": layer.eps,
+        "bias": layer.fusion.bias is not None,
         "stage1": {name: _as_json(getattr(layer.branch, name)) for name in _GEOMETRY if hasattr(layer.branch, name)},
         "activation": None if layer.branch_activation is None else _describe_part(layer.branch_activation),
         "norm": None if layer.fusion.norm is None else _describe_part(layer.fusion.norm[0]),
@@ -262,6 +275,10 @@ def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool
     for entry in layers:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), form) for k, form in _LAYER_FORM.items()):
             return False
+        if not all(
+            isinstance(part.get("type"), str) for part in (entry["activation"], entry["norm"]) if part is not None
+        ):
+            return False
     places = [entry["names"] for entry in layers] + absorbed
     return all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in places)
 
@@ -282,7 +299,11 @@ def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> 
     for names, norm in zip(content["absorbed"], absorbed, strict=True):
         if isinstance(norm, AbsorbedNorm):
             continue
-        trouble = norm_obstacle(norm) if isinstance(norm, _BatchNorm) else f"it is a {type(norm).__name__}"
+        trouble = (
+            norm_obstacle(norm)
+            if isinstance(norm, _BatchNorm) or is_frozen_norm(norm)
+            else f"it is a {type(norm).__name__}"
+        )
         if trouble:
             raise _misfit(path, f"the batch norm {names[0]!r} cannot go into a DCL layer there: {trouble}")
         changes.append((names, AbsorbedNorm().train(norm.training)))
@@ -304,7 +325,9 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     try:
         like = None if norm is None else _NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
-        layer = build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like)
+        layer = build(
+            module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"]
+        )
     except (TypeError, ValueError) as error:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {error}") from error
     weight: Tensor = module.weight  # type: ignore[assignment]

@@ -1,18 +1,18 @@
 """Start a DCL layer from the trained layer that it replaces.
 
-The trained unit computes ``relu(a)`` with ``a = A·x + b``, perhaps through a batch norm. What a branch can know of
-it is a linear map of rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the kernel is:
+The trained unit computes ``relu(a)`` with ``a = A·x + b``, perhaps through a batch norm. A branch sees a linear map of
+rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the kernel is:
 
-- **features**: ``u``, the principal components of a at unit variance;
-- **branches**: ``pre_t = (u·Q_t)·W_t + c_t``, fused as in section 3 of the paper;
-- **start**: to first order the fused z is the mean of the branches. They agree on the leading components; each of the
-  others belongs to one branch, T times as strong;
-- **polish**: Adam on ``(z − relu(a))²``. The error is that of the exact formula. Its way back is smooth: v counts as
-  ``p/2 + √(p²/4 + δ²)``, because the exact gradient is steep near zero and stops where a branch is dead.
+- features: the principal components u of a, at unit variance;
+- branches: ``pre_t = u·Q_t·W_t + c_t``, fused as in section 3 of the paper;
+- start: to first order z is the mean of the branches. They agree on the leading components, and each of the others
+  belongs to one branch, with T times the strength;
+- polish: Adam on ``(z - relu(a))²``. The residual is exact. Its way back takes relu(p) for ``p/2 + √(p²/4 + δ²)``,
+  because the exact slope is steep near zero and vanishes where a branch is dead.
 
-a comes from calibration data, or is taken as normal: what white inputs would give. Few rows say little about K2
-directions, so they are shrunk towards the assumption (Ledoit and Wolf, "A well-conditioned estimator for
-large-dimensional covariance matrices", 2004).
+a comes from calibration data, or is taken as normal: what white inputs would make it. A few hundred rows say little
+about hundreds of directions, so data are mixed with the assumption, the more of it the fewer they are (the share is
+that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004).
 """
 
 import math
@@ -23,25 +23,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torch_dcl.functional import fuse_branches, fuse_pairs
+from torch_dcl.functional import fuse_branches
 from torch_dcl.layers import _DCL
 
 __all__ = ["FitReport", "collect_samples", "fit_"]
 
-FLOOR = 0.05  # the smallest z, ε^(1/T), as a fraction of the root mean square of relu(a)
-SMOOTH = 0.1  # δ of the way back, as a fraction of the same
-SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch all branches may agree on at the start
-BATCH, STEPS, RATE = 256, 200, 0.15
-TEST_ROWS = 4096
-RIDGE = 1e-3
+FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
+SMOOTH = 0.1  # δ, in the same unit
+SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may agree on at the start
+NUDGE = 0.01  # how far branches that start alike are pushed apart
+STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
+MIN_STEPS, WORK = 64, 2**28  # fewer steps where all of them together would touch more than so many weights
+MIN_SAMPLES = 8
+TINY = 1e-30
 
 
 class FitReport(NamedTuple):
     """How close a fitted layer is to the trained one, on data that the fit has not seen."""
 
     error: float
-    """``‖z − relu(a)‖² / ‖relu(a)‖²`` of the fused output."""
+    """``‖z - relu(a)‖² / ‖relu(a)‖²`` of the fused output."""
     low_rank_error: float
     """The same for the low-rank layer of equal weights (T = 1, width ΣM), fitted in the same way."""
     eps: float
@@ -54,317 +57,401 @@ def fit_(
 ) -> FitReport:
     """Fill ``layer``, in place, so that it computes nearly what ``plain``, ``norm`` and a ReLU compute in eval.
 
-    ε is set as well: the floor ``ε^(1/T)`` becomes 0.05 of the root mean square of relu(a), and 0 for T = 1. The two
-    factors of each branch get rows of equal length. With a norm in each branch, its statistics become those of the
-    branch under the samples, and its scale and shift undo them. Without scale or shift the running statistics have to
-    stand in, and without running statistics the result is exact only for batches like the samples.
+    ε is set too: the floor ``ε^(1/T)`` becomes 0.05 of the root mean square of relu(a), and ε = 0 for T = 1. Both
+    factors of a branch get rows of equal length. A norm in a branch gets the statistics of the branch, and a scale and
+    shift that undo them, so that it changes nothing in eval and little in training. Where it has no scale or shift the
+    running statistics make up for them. Where it has no running statistics it is exact for batches like the samples.
 
     Args:
         layer: The DCL layer, of the geometry of ``plain``.
         plain: The trained linear or convolutional layer.
         norm: The batch norm between it and its ReLU. If ``layer`` has no norms, it is folded into the weights.
-        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``; a quarter of them is kept out of the
-            fit for the report. None takes a as normal, as white inputs make it, with the norm's running statistics.
-        seed: Of the draws; the global random state is left alone.
+        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``. A quarter of them is kept for the
+            report. None takes a as normal, as white inputs make it, with the running statistics of ``norm``.
+        seed: Of the draws. The global random state is left alone.
 
     Returns:
         The errors on held-out samples, or on fresh draws. If relu(a) is zero throughout, they are relative to a.
 
     Raises:
-        ValueError: layers that do not belong together, or samples that do not belong to them.
+        TypeError: a layer or a norm of a kind that cannot be fitted.
+        ValueError: layers or samples that do not belong together, or values that are not finite.
     """
-    _check(layer, plain, norm, samples)
-    weight: Tensor = plain.weight.detach()  # type: ignore[union-attr, operator]
-    with torch.autocast(weight.device.type, enabled=False):
-        generator = torch.Generator(weight.device).manual_seed(seed)
+    plain, norm = _check(layer, plain, norm, samples)
+    fusion, device = layer.fusion, plain.weight.device
+    with torch.autocast(device.type, enabled=False):
+        generator = torch.Generator(device).manual_seed(seed)
         unit = _Unit.of(plain, norm, samples)
-        task, test = _pose(unit, samples, layer.fusion.norm is not None or layer.fusion.bias is not None, generator)
-        widths, pairs = layer.fusion.widths, layer.fusion.strategy == "stochastic"
-        branches = _solve(task, widths, pairs, generator)
+        task, probe, held = _pose(unit, samples, fusion.norm is not None or fusion.bias is not None, generator)
+        branches = _solve(task, probe, fusion.widths, fusion.strategy == "stochastic", generator)
         _write(layer, branches, task, unit)
-        error = _error(branches, test)
-        if len(widths) == 1:
-            return FitReport(error, error, layer.fusion.eps)
-        low_rank = _solve(task, (min(sum(widths), len(unit.weight)),), False, generator)
-        return FitReport(error, _error(low_rank, test), layer.fusion.eps)
+        error = low_rank_error = _error(branches, held)
+        if fusion.branches > 1:
+            width = min(sum(fusion.widths), fusion.out_channels)
+            low_rank_error = _error(_solve(task, probe, (width,), False, generator), held)
+    return FitReport(error, low_rank_error, fusion.eps)
 
 
 class _Unit(NamedTuple):
-    """The trained unit before its ReLU: ``a = weight·x + constant``, with the batch norm in both."""
+    """The trained unit before its ReLU, with the norm in it: ``a = weight·x + constant``, in units of ``scale``."""
 
     weight: Tensor  # [K2, K1·kernel]
     constant: Tensor  # [K2]
-    gain: Tensor  # [K2] what the norm multiplies the raw output by
-    offset: Tensor  # [K2] and what it adds then
-    spread: Tensor  # [K2] the factor from white inputs to the variance that the norm has seen
-    mean: Tensor  # [K2] of a
+    gain: Tensor  # [K2]: a = gain · (output of the plain layer) + offset
+    offset: Tensor  # [K2]
+    mean: Tensor  # [K2]: of a, where no sample tells
+    stretch: Tensor  # [K2]: its deviation there, in units of what white inputs give
+    scale: float  # the root mean square of relu(a)
 
     @staticmethod
-    def of(plain: nn.Module, norm: nn.Module | None, samples: Tensor | None) -> "_Unit":
-        A = plain.weight.detach().flatten(1).float()  # type: ignore[union-attr, operator]
-        b = torch.zeros_like(A[:, 0]) if plain.bias is None else plain.bias.detach().float()  # type: ignore[union-attr, operator]
-        one, zero = torch.ones_like(b), torch.zeros_like(b)
-        if norm is None:
-            return _Unit(A, b, one, zero, one, b)
-        variance = A.square().sum(1)
-        if norm.running_mean is not None and norm.running_var is not None:
-            mean, seen = norm.running_mean.float(), norm.running_var.float()  # type: ignore[operator]
-        elif samples is not None:
-            raw = samples.to(A)
-            mean, seen = raw.mean(0), raw.var(0, correction=0)
+    def of(plain: nn.Linear | _ConvNd, norm: _BatchNorm | None, samples: Tensor | None) -> "_Unit":
+        A = plain.weight.flatten(1).float()
+        length = torch.linalg.vector_norm(A, dim=1, dtype=torch.float64)
+        zero, one = torch.zeros_like(length), torch.ones_like(length)
+        b = zero if plain.bias is None else plain.bias.double()
+        mean, deviation, gain, offset = b, length, one, zero
+        if norm is not None:
+            if norm.running_mean is not None and norm.running_var is not None:
+                mean, deviation = norm.running_mean.double(), norm.running_var.double().sqrt()
+            elif samples is not None:
+                mean, deviation = samples.to(b).mean(0), samples.to(b).std(0, correction=0)
+            gain = (one if norm.weight is None else norm.weight.double()) / (deviation.square() + norm.eps).sqrt()
+            offset = (zero if norm.bias is None else norm.bias.double()) - gain * mean
+        if samples is None:
+            second, alive = _normal_moments(gain * mean + offset, (gain * deviation).abs())
         else:
-            mean, seen = b, variance
-        gain = (seen + norm.eps).rsqrt() * (one if norm.weight is None else norm.weight.detach().float())  # type: ignore[operator, union-attr]
-        shift = zero if norm.bias is None else norm.bias.detach().float()  # type: ignore[union-attr, operator]
-        spread = torch.where(variance > 0, (seen / variance.clamp(min=1e-30)).sqrt(), one)
-        return _Unit(gain[:, None] * A, gain * b + shift - gain * mean, gain, shift - gain * mean, spread, shift)
+            a = samples.to(b) * gain + offset
+            second, alive = a.square(), a.relu().square()
+        scale = float(alive.mean().sqrt()) or float(second.mean().sqrt()) or 1.0
+        stretch = torch.where(length > 0, deviation / length.clamp(min=TINY), one).float()
+        constant, mean = gain * b + offset, gain * mean + offset
+        constant, gain, offset, mean = ((x / scale).float() for x in (constant, gain, offset, mean))
+        return _Unit(gain[:, None] * A, constant, gain, offset, mean, stretch, scale)
+
+
+def _normal_moments(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean squares of n and of relu(n) for normal n."""
+    ratio, second = mean / deviation.clamp(min=TINY), mean.square() + deviation.square()
+    density = torch.exp(-ratio.square() / 2) / math.sqrt(2 * math.pi)
+    return second, second * torch.special.ndtr(ratio) + mean * deviation * density
+
+
+Rows = tuple[Tensor, Tensor]
+"""Features u and the pre-activations a that belong to them, row by row."""
 
 
 class _Task(NamedTuple):
-    """What to imitate: rows of a, and the features u with ``a ≈ centre + u·basis``."""
+    """What to imitate: rows of a, and their features u with ``a = centre + u·basis``."""
 
     basis: Tensor  # [R, K2]
-    whiten: Tensor  # [K2, R]
+    whiten: Tensor  # [K2, R], back to u
     centre: Tensor  # [K2]
-    variance: Tensor  # [R] of u
-    mean: Tensor  # [K2] of a
-    free: bool  # whether there is a constant to fit
-    u: Tensor | None  # [N, R] calibration rows
-    a: Tensor | None
-    share: float  # how many rows of a batch are drawn from the assumption
-    shift: Tensor  # [R] of the assumption
-    factor: Tensor | None  # [R, R] of the assumption
-    scale: float  # root mean square of relu(a)
-    eps: float
+    free: bool  # whether a branch can have a constant
+    data: Rows | None = None  # samples to fit
+    assumed: float = 1.0  # the part of a batch that is drawn from the assumption
+    factor: Tensor | None = None  # white noise times this is a - centre under the assumption; with data only
 
-    def rows(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """A batch of u and a."""
-        drawn = n if self.u is None or self.a is None else round(self.share * n)
-        parts_u, parts_a = [], []
-        if drawn:
-            g = torch.randn(drawn, len(self.basis), generator=generator, device=self.basis.device)
-            u = self.shift + (g if self.factor is None else g @ self.factor)
-            parts_u.append(u)
-            parts_a.append(torch.addmm(self.centre, u, self.basis))
-        if self.u is not None and self.a is not None and drawn < n:
-            pick = torch.randint(len(self.u), (n - drawn,), generator=generator, device=self.u.device)
-            parts_u.append(self.u[pick])
-            parts_a.append(self.a[pick])
-        return torch.cat(parts_u), torch.cat(parts_a)
+    def rows(self, n: int, generator: torch.Generator) -> Rows:
+        """A batch to fit."""
+        drawn, device = round(self.assumed * n), self.basis.device
+        noise = torch.randn(
+            drawn, len(self.basis if self.factor is None else self.factor), generator=generator, device=device
+        )
+        if self.data is None or self.factor is None:
+            return noise, torch.addmm(self.centre, noise, self.basis)
+        deviation = noise @ self.factor
+        pick = torch.randint(len(self.data[0]), (n - drawn,), generator=generator, device=device)
+        u = torch.cat((deviation @ self.whiten, self.data[0][pick]))
+        return u, torch.cat((self.centre + deviation, self.data[1][pick]))
 
 
-class _Test(NamedTuple):
-    u: Tensor
-    a: Tensor
-
-
-def _pose(unit: _Unit, samples: Tensor | None, free: bool, generator: torch.Generator) -> tuple[_Task, _Test]:
-    F = unit.spread[:, None] * unit.weight
-    K2 = len(F)
+def _pose(unit: _Unit, samples: Tensor | None, free: bool, generator: torch.Generator) -> tuple[_Task, Rows, Rows]:
+    """The task, rows to choose by, and rows for the report; the fit sees neither of the two."""
+    F = unit.stretch[:, None] * unit.weight
     prior = (F @ F.t()).double()
     if samples is None:
-        mean = unit.mean
-        centre = mean if free else unit.constant
-        moment = prior + torch.outer(mean - centre, mean - centre).double()
-        share = 1.0
-        fit = held = None
-    else:
-        a = samples.to(F) * unit.gain + unit.offset
-        order = torch.randperm(len(a), generator=generator, device=a.device)
-        cut = max(1, len(a) // 4)
-        held, fit = a[order[:cut]], a[order[cut:]]
-        mean = fit.mean(0)
-        centre = mean if free else unit.constant
-        C = _moment(fit - centre)
-        trace = prior.trace()
-        prior = prior * (C.trace() / trace if trace > 0 else 0.0)
-        share = _shrinkage(fit - centre, C, prior)
-        moment = (1 - share) * C + share * prior
+        task = _Task(*_features(prior), unit.mean, free)
+        return task, task.rows(1024, generator), task.rows(2048, generator)
+    a = samples.to(F) * unit.gain + unit.offset
+    a = a[torch.randperm(len(a), generator=generator, device=a.device)]
+    probe, held = min(len(a) // 8, 1024), min(len(a) // 4, 4096)
+    fit = a[probe + held :]
+    centre = fit.mean(0) if free else unit.constant
+    x = (fit - centre).double()
+    found = x.t() @ x / len(x)
+    strength = found.trace() / prior.trace().clamp(min=TINY)
+    prior *= strength
+    noise = (x.square().sum(1).square().mean() - found.square().sum()) / len(x)
+    assumed = float((noise / (found - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
+    basis, whiten = _features((1 - assumed) * found + assumed * prior)
+    choose, report, data = (((part - centre) @ whiten, part) for part in (a[:probe], a[probe : probe + held], fit))
+    return _Task(basis, whiten, centre, free, data, assumed, strength.sqrt().float() * F.t()), choose, report
+
+
+def _features(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """The maps from principal components of unit variance to a, and back."""
     values, vectors = torch.linalg.eigh(moment)
-    values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
-    rank = max(1, int((values > 1e-7 * values[0]).sum())) if values[0] > 0 else 1
-    values, vectors = values[:rank], vectors[:, :rank]
-    ridge = 0.0 if samples is None else RIDGE * float(values.mean())
-    length = (values + ridge).sqrt().clamp(min=1e-30)
-    whiten = (vectors / length).float()
-    basis = (vectors * length).t().float()
-    factor, shift = None, torch.zeros_like(basis[:, 0])
-    variance = (values / length**2).float()
-    if samples is None:
-        shift = (mean - centre) @ whiten
-    elif share > 0:
-        H = (vectors / length).t() @ prior @ (vectors / length)
-        lam, V = torch.linalg.eigh(H)
-        factor = (V * lam.clamp(min=0).sqrt()).t().float()
-    u = None if fit is None else (fit - centre) @ whiten
-    task = _Task(basis, whiten, centre, variance, mean, free, u, fit, share, shift, factor, 1.0, 0.0)
-    if held is None:
-        test = _Test(*task.rows(TEST_ROWS, generator))
-    else:
-        test = _Test((held - centre) @ whiten, held)
-    look = task.rows(1024, generator)[1] if fit is None else fit
-    return task._replace(scale=_rms(look.relu()) or _rms(look) or 1.0), test
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
-
-
-def _moment(x: Tensor) -> Tensor:
-    return (x.t() @ x).double() / len(x)
-
-
-def _shrinkage(x: Tensor, C: Tensor, prior: Tensor) -> float:
-    """Ledoit and Wolf's share of the assumption in the covariance."""
-    noise = (x.double().square().sum(1).square().mean() - C.square().sum()) / len(x)
-    apart = (C - prior).square().sum()
-    return float((noise / apart).clamp(0, 1)) if apart > 0 else 0.0
+    values, vectors = values.flip(0), vectors.flip(1)
+    rank = max(1, int((values > max(1e-7 * float(values[0]), 1e-12)).sum()))
+    length = values[:rank].clamp(min=0).sqrt()
+    back = torch.where(length > 1e-6, 1 / length, 0.0)
+    return (vectors[:, :rank] * length).t().float(), (vectors[:, :rank] * back).float()
 
 
 class _Branches(NamedTuple):
-    Q: list[Tensor]
-    W: list[Tensor]
-    c: list[Tensor]
-    pairs: bool
-    eps: float
+    """T branches that look at the features u."""
 
-    def respond(self, u: Tensor) -> list[Tensor]:
-        return [torch.addmm(c, u @ Q, W) for Q, W, c in zip(self.Q, self.W, self.c, strict=True)]
+    Q: list[Tensor]  # [R, M]
+    W: list[Tensor]  # [M, K2]
+    c: list[Tensor]  # [K2]
+    groups: Sequence[tuple[int, ...]]  # which branches are fused with each other: all, or all pairs
 
-    def fuse(self, u: Tensor) -> Tensor:
-        pre = self.respond(u)
-        return fuse_pairs(pre, self.eps) if self.pairs else fuse_branches(pre, self.eps)
+    @property
+    def floor(self) -> float:
+        """ε, for responses in units of their scale."""
+        T = len(self.groups[0])
+        return 0.0 if T == 1 else FLOOR**T
+
+    def fuse(self, u: Tensor) -> list[Tensor]:
+        """The z of each group."""
+        pre = [torch.addmm(c, u @ Q, W) for Q, W, c in zip(*self[:3], strict=True)]
+        return [fuse_branches([pre[t] for t in group], self.floor) for group in self.groups]
 
 
-def _error(branches: _Branches, test: _Test) -> float:
-    target = test.a.relu()
-    rest = _rms(branches.fuse(test.u) - target) ** 2
-    return rest / (_rms(target) ** 2 or _rms(test.a) ** 2 or 1.0)
+def _error(branches: _Branches, rows: Rows, *, each: bool = False) -> float:
+    """The relative error of the mean over the groups, or with ``each`` the mean of the errors of the groups."""
+    u, a = rows
+    target, z = a.relu(), branches.fuse(u)
+    outputs = z if each else [torch.stack(z).mean(0)]
+    rest = sum(_mean_square(output - target) for output in outputs) / len(outputs)
+    return rest / (_mean_square(target) or _mean_square(a) or 1.0)
 
 
-def _solve(task: _Task, widths: Sequence[int], pairs: bool, generator: torch.Generator) -> _Branches:
-    T = 2 if pairs else len(widths)
-    eps = 0.0 if T == 1 else (FLOOR * task.scale) ** T
-    look = task.rows(1024, generator)
-    starts = [_start(task, widths, s, pairs, eps, generator) for s in (SHARES if len(widths) > 1 else (1.0,))]
-    best = min(starts, key=lambda b: _error(b, _Test(*look)))
-    before = _error(best, _Test(*look))
-    done = _polish(best, task, generator)
-    return done if _error(done, _Test(*look)) <= before else best
+def _mean_square(x: Tensor) -> float:
+    return float(x.double().square().mean())
+
+
+def _solve(task: _Task, probe: Rows, widths: Sequence[int], pairs: bool, generator: torch.Generator) -> _Branches:
+    """The best start, polished, unless that made it worse on rows that took no part."""
+
+    def loss(branches: _Branches) -> float:
+        return _error(branches, probe, each=True)
+
+    T = len(widths)
+    groups = list(combinations(range(T), 2 if pairs else T))
+    shared = sorted({min(round(share * min(widths)), len(task.basis)) for share in (SHARES if T > 1 else SHARES[-1:])})
+    start = min((_start(task, widths, s, groups, generator) for s in shared), key=loss)
+    return min(start, _polish(start, math.sqrt(loss(start)), task, generator), key=loss)
 
 
 def _start(
-    task: _Task, widths: Sequence[int], share: float, pairs: bool, eps: float, generator: torch.Generator
+    task: _Task, widths: Sequence[int], shared: int, groups: Sequence[tuple[int, ...]], generator: torch.Generator
 ) -> _Branches:
-    T, rank = len(widths), len(task.basis)
-    shared = min(round(share * min(widths)), rank)
-    owned: list[list[int]] = [[] for _ in widths]
-    following = shared
-    while following < rank and any(len(o) + shared < w for o, w in zip(owned, widths, strict=True)):
-        for o, w in zip(owned, widths, strict=True):
-            if len(o) + shared < w and following < rank:
-                o.append(following)
-                following += 1
-    out = _Branches([], [], [], pairs, eps)
-    for o, w in zip(owned, widths, strict=True):
-        index = torch.tensor([*range(shared), *o], device=task.basis.device)
-        Q = torch.randn(rank, w, generator=generator, device=task.basis.device) / math.sqrt(rank)
-        W = torch.zeros(w, task.basis.shape[1], device=task.basis.device)
-        used = len(index)
-        Q[:, :used] *= 0.03 if T > 1 and shared == min(widths) < rank else 0.0
-        Q[index, torch.arange(used, device=Q.device)] += 1
-        W[:used] = task.basis[index]
-        W[shared:used] *= T
-        out.Q.append(Q)
-        out.W.append(W)
-        out.c.append(task.centre.clone() if task.free else torch.zeros_like(task.centre))
+    """The first ``shared`` features in every branch, the others dealt out one by one to those with room."""
+    rank, device = len(task.basis), task.basis.device
+    owned: list[list[int]] = [list(range(shared)) for _ in widths]
+    rest = iter(range(shared, rank))
+    while dealt := [*zip((own for own, M in zip(owned, widths, strict=True) if len(own) < M), rest, strict=False)]:
+        for own, feature in dealt:
+            own.append(feature)
+    start = _Branches([], [], [], groups)
+    for own, M in zip(owned, widths, strict=True):
+        # A column without a feature looks somewhere and says nothing. Branches that are alike need a nudge to part.
+        Q = torch.randn(rank, M, generator=generator, device=device) / math.sqrt(rank)
+        Q[:, : len(own)] *= NUDGE if len(own) == shared < rank and len(widths) > 1 else 0.0
+        Q[own, range(len(own))] += 1
+        W = torch.zeros(M, task.basis.shape[1], device=device)
+        W[: len(own)] = task.basis[own]
+        W[shared : len(own)] *= len(groups[0])
+        start.Q.append(Q)
+        start.W.append(W)
+        start.c.append(task.centre.clone() if task.free else torch.zeros_like(task.centre))
+    return start
+
+
+def _polish(start: _Branches, error: float, task: _Task, generator: torch.Generator) -> _Branches:
+    """Adam with a cosine schedule and steps in proportion to the ``error`` of the start, so that none undoes it."""
+    Q, W, c = ([p.clone() for p in part] for part in start[:3])
+    out = start._replace(Q=Q, W=W, c=c)
+    strength = task.basis.square().sum(1)
+    sizes = [strength.new_tensor(error / math.sqrt(len(W_t))) for W_t in W]
+    rates = []
+    for W_t, size in zip(W, sizes, strict=True):
+        # A step of Q moves the output in proportion to W. A weak feature cannot explain more than it holds.
+        weigh = (strength / strength[: len(W_t)][-1].clamp(min=TINY)).clamp(max=1.0)
+        lever = W_t.square().mean(1).sqrt().maximum(size).clamp(min=TINY)
+        rates.append(size * (weigh / weigh.norm().clamp(min=TINY))[:, None] / lever)
+    rates += sizes + [strength.new_tensor(0.2 * error)] * len(c)
+    state = [(p, rate, torch.zeros_like(p), torch.zeros_like(p)) for p, rate in zip([*Q, *W, *c], rates, strict=True)]
+    steps = max(MIN_STEPS, min(STEPS, WORK // sum(W_t.numel() for W_t in W)))
+    for step in range(1, steps + 1):
+        pace = RATE * (1 + math.cos(math.pi * (step - 1) / steps)) / 2 / (1 - BETAS[0] ** step)
+        gradients = _gradients(out, *task.rows(BATCH, generator))
+        for (p, rate, first, second), gradient in zip(
+            state if task.free else state[: -len(c)], gradients, strict=False
+        ):
+            first.lerp_(gradient, 1 - BETAS[0])
+            second.lerp_(gradient.square(), 1 - BETAS[1])
+            p.sub_(first / (second / (1 - BETAS[1] ** step)).sqrt_().add_(1e-20) * rate, alpha=pace)
     return out
 
 
-def _polish(start: _Branches, task: _Task, generator: torch.Generator) -> _Branches:
-    """Adam."""
-    out = start._replace(Q=[q.clone() for q in start.Q], W=[w.clone() for w in start.W], c=[c.clone() for c in start.c])
-    T = len(out.Q)
-    groups = list(combinations(range(T), 2)) if out.pairs else [tuple(range(T))]
-    delta = SMOOTH * task.scale
-    norm_w = math.sqrt(sum(float(W.square().sum()) for W in out.W) / sum(W.numel() for W in out.W))
-    params = [*out.Q, *out.W, *(out.c if task.free else ())]
-    rates = [1 / math.sqrt(Q.shape[1]) for Q in out.Q] + [norm_w] * T + [0.1 * task.scale] * T
-    first, second = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
-    b1, b2 = 0.9, 0.99
-    for step in range(STEPS):
-        rate = RATE * 0.5 * (1 + math.cos(math.pi * step / STEPS))
-        u, a = task.rows(BATCH, generator)
-        target = a.relu()
-        y = [u @ Q for Q in out.Q]
-        pre = [torch.addmm(c, y_t, W) for c, y_t, W in zip(out.c, y, out.W, strict=True)]
-        q = [(p.square() / 4 + delta**2).sqrt() for p in pre]
-        logs = [(q_t + p / 2).clamp(min=1e-3 * delta).log() for q_t, p in zip(q, pre, strict=True)]
-        pull = [torch.zeros_like(p) for p in pre]
-        for group in groups:
-            z = fuse_branches([pre[t] for t in group], out.eps)
-            r = (z - target) * torch.stack([logs[t] for t in group]).mean(0).exp()
-            for t in group:
-                pull[t] += r
-        G = [p / q_t for p, q_t in zip(pull, q, strict=True)]
-        grads = [u.t() @ (g @ W.t()) for g, W in zip(G, out.W, strict=True)]
-        grads += [y_t.t() @ g for y_t, g in zip(y, G, strict=True)]
-        if task.free:
-            grads += [g.sum(0) for g in G]
-        for p, g, m, v, r in zip(params, grads, first, second, rates, strict=False):
-            m.lerp_(g, 1 - b1)
-            v.mul_(b2).addcmul_(g, g, value=1 - b2)
-            p.addcdiv_(m, (v / (1 - b2 ** (step + 1))).sqrt_().add_(1e-20), value=-rate * r / (1 - b1 ** (step + 1)))
-    return out
+def _gradients(branches: _Branches, u: Tensor, a: Tensor) -> list[Tensor]:
+    """Of the squared error by all Q, all W and all c, up to a constant factor, which Adam does not see.
+
+    With ``h = √(p²/4 + δ²)`` the smooth response is ``s = p/2 + h`` and its slope ``s / 2h``. So the slope of the
+    geometric mean of T of them is that mean over ``2·T·h``.
+    """
+    y = [u @ Q for Q in branches.Q]
+    pre = [torch.addmm(c, y_t, W) for c, y_t, W in zip(branches.c, y, branches.W, strict=True)]
+    h = [(p.square() / 4 + SMOOTH**2).sqrt_() for p in pre]
+    log = [(p / 2 + h_t).clamp_(min=1e-3 * SMOOTH).log_() for p, h_t in zip(pre, h, strict=True)]
+    pull = [torch.zeros_like(p) for p in pre]
+    target = a.relu()
+    for group in branches.groups:
+        residual = fuse_branches([pre[t] for t in group], branches.floor).sub_(target)
+        mean = torch.stack([log[t] for t in group]).mean(0).exp_()
+        for t in group:
+            pull[t].addcmul_(residual, mean)
+    pull = [p / h_t for p, h_t in zip(pull, h, strict=True)]
+    by_Q = [u.t() @ (p @ W.t()) for p, W in zip(pull, branches.W, strict=True)]
+    by_W = [y_t.t() @ p for y_t, p in zip(y, pull, strict=True)]
+    return [*by_Q, *by_W, *(p.sum(0) for p in pull)]
 
 
 def _write(layer: _DCL, branches: _Branches, task: _Task, unit: _Unit) -> None:
+    """Put the branches into the layer: ``θ_t = (whiten·Q_t)ᵀ·A``, and what is constant into biases or norms."""
     fusion = layer.fusion
-    theta: Tensor = layer.branch.weight  # type: ignore[assignment]
-    fusion.eps = branches.eps
-    at = 0
-    for t, (Q, W, c) in enumerate(zip(branches.Q, branches.W, branches.c, strict=True)):
+    fusion.eps = branches.floor and max(branches.floor * unit.scale ** len(branches.groups[0]), 1e-300)
+    for t in range(fusion.branches):
+        rows = slice(sum(fusion.widths[:t]), sum(fusion.widths[: t + 1]))
+        theta, weight = layer.branch.weight[rows], fusion.weight[rows]
+        Q, W = branches.Q[t], unit.scale * branches.W[t]
         P = task.whiten @ Q
-        new = P.t() @ unit.weight
-        long_t, long_w = new.norm(dim=1), W.norm(dim=1)
-        s = torch.where((long_t > 0) & (long_w > 0), (long_w / long_t.clamp(min=1e-30)).sqrt(), 1.0)
-        rows = slice(at, at + len(W))
-        at += len(W)
-        keep = (long_t > 0)[:, None]
-        old = theta[rows].flatten(1)
-        theta[rows] = torch.where(keep, (new * s[:, None]).to(old.dtype), old).view_as(theta[rows])
-        fusion.weight[rows] = torch.where(keep, W / s[:, None], 0.0).to(fusion.weight.dtype)
-        constant = c - (task.centre - unit.constant) @ P @ W if task.free else torch.zeros_like(c)
+        filters = P.t() @ unit.weight
+        # Rows of equal length. A filter of zeros could not learn: it stays as it was drawn, without a say.
+        long, wide = filters.norm(dim=1, keepdim=True), W.norm(dim=1, keepdim=True)
+        ratio = torch.where((long > 0) & (wide > 0), (wide / long.clamp(min=TINY)).sqrt(), 1.0)
+        theta.copy_(torch.where(long > 0, filters * ratio, theta.flatten(1)).view(theta.shape))
+        weight.copy_(torch.where(long > 0, W / ratio, 0.0))
+        mean = (task.centre - unit.constant) @ P @ W
+        constant = unit.scale * branches.c[t] - mean if task.free else torch.zeros_like(mean)
         if fusion.norm is not None:
-            mean = (task.mean - unit.constant) @ P @ W
-            variance = (task.variance[:, None] * (Q @ W).square()).sum(0)
-            _set_norm(fusion.norm[t], mean, variance, constant)
+            seen = Q if task.data is None else task.data[0] @ Q / math.sqrt(len(task.data[0]))
+            _settle(fusion.norm[t], mean, (seen @ W).square().sum(0), constant)  # type: ignore[arg-type]
             constant = torch.zeros_like(constant)
         if fusion.bias is not None:
             fusion.bias[t] = constant.to(fusion.bias.dtype)
 
 
-def _set_norm(norm: nn.Module, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
-    """Make a batch norm add ``constant`` in eval and keep its input otherwise."""
-    if norm.weight is None:
-        variance = torch.full_like(variance, 1 - norm.eps)  # type: ignore[operator]
+def _settle(norm: _BatchNorm, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
+    """Let the batch norm of a response with these statistics add ``constant`` in eval, and do nothing else."""
+    if norm.affine:
+        norm.weight.copy_((variance + norm.eps).sqrt())
     else:
-        norm.weight.copy_((variance + norm.eps).sqrt())  # type: ignore[operator]
+        variance = torch.full_like(variance, 1 - norm.eps)
     if norm.bias is None:
         mean = -constant
     else:
-        norm.bias.copy_(constant + mean)  # type: ignore[operator]
-    if norm.running_mean is not None:
-        norm.running_mean.copy_(mean)  # type: ignore[operator]
-        norm.running_var.copy_(variance)  # type: ignore[operator, union-attr]
+        norm.bias.copy_(constant + mean)
+    if norm.running_mean is not None and norm.running_var is not None:
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
 
 
-def _check(layer: _DCL, plain: nn.Module, norm: nn.Module | None, samples: Tensor | None) -> None:
-    pass
+def _check(
+    layer: _DCL, plain: nn.Module, norm: nn.Module | None, samples: Tensor | None
+) -> tuple[nn.Linear | _ConvNd, _BatchNorm | None]:
+    """Refuse what cannot be fitted, with the remedy."""
+    if not isinstance(plain, nn.Linear | _ConvNd) or isinstance(plain, _ConvTransposeNd):
+        raise TypeError(f"a {type(plain).__name__} has no DCL layer to start; use Linear, Conv1d, Conv2d or Conv3d")
+    for each in (norm, *(layer.fusion.norm or ())):
+        if each is not None and not isinstance(each, _BatchNorm):
+            raise TypeError(f"a {type(each).__name__} cannot be fitted; use a batch norm or none")
+    if layer.branch_activation is not None:
+        raise ValueError("an activation after stage 1 leaves nothing linear to fit; build without branch_activation")
+    K2, theta = layer.fusion.out_channels, layer.branch.weight
+    have, want = tuple(plain.weight.shape), (K2, *theta.shape[1:])
+    if have != want:
+        raise ValueError(f"the weight is {have}, the DCL layer stands for one of {want}; build it with like(plain)")
+    if isinstance(norm, _BatchNorm) and norm.num_features != K2:
+        raise ValueError(f"the batch norm has {norm.num_features} channels, the layer {K2}; pass the one behind it")
+    if norm is not None and layer.fusion.norm is None and layer.fusion.bias is None:
+        raise ValueError("a batch norm that is folded in needs a bias for its constant; build with bias=True")
+    if samples is not None and (samples.dim() != 2 or samples.shape[1] != K2 or len(samples) < MIN_SAMPLES):
+        need = f"[N, {K2}] with N of at least {MIN_SAMPLES}"
+        raise ValueError(f"samples must be {need}, got {list(samples.shape)}; use more calibration data of this layer")
+    for what, tensor in (("weight", plain.weight), ("bias", plain.bias), ("samples", samples)):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{what}: not all values are finite, so there is nothing to fit; check the network")
+    return plain, norm  # type: ignore[return-value]
 
 
+@torch.no_grad()
 def collect_samples(
     model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iterable[Any], *, limit: int = 4096, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Stub to be."""
-    return {}
+    """What the ``layers`` put out on calibration data, at positions drawn evenly from all of it.
+
+    The model runs in eval and is left as it was, with its training flags and without our hooks.
+
+    Args:
+        model: The network.
+        layers: The linear and convolutional layers to listen to, by name.
+        calibration: Batches: tensors, tuples or lists that begin with the input, or dictionaries of keyword arguments.
+            They are moved to the device of the model. One tensor or dictionary is one batch.
+        limit: The most rows to keep of a layer, over all batches.
+        seed: Of the draw. The global random state is left alone.
+
+    Returns:
+        For each name a float32 tensor ``[rows, K2]``.
+
+    Raises:
+        ValueError: there is no batch, or a layer is never called.
+    """
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+    generator = torch.Generator().manual_seed(seed)
+
+    def listen(name: str, layer: nn.Module) -> Any:
+        def hook(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            spatial = module.weight.dim() - 2  # type: ignore[operator]
+            rows = output.movedim(-1 - spatial, -1).flatten(0, -2)
+            # Every row draws a number. The rows with the largest stay, so that each is as likely as any other.
+            number, pick = torch.rand(len(rows), generator=generator).topk(min(limit, len(rows)))
+            rows = rows[pick.to(rows.device)].float()
+            if name in kept:
+                number, rows = torch.cat((kept[name][0], number)), torch.cat((kept[name][1], rows))
+                number, pick = number.topk(min(limit, len(rows)))
+                rows = rows[pick.to(rows.device)]
+            kept[name] = number, rows
+
+        return layer.register_forward_hook(hook)
+
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    training = [(module, module.training) for module in model.modules()]
+    handles = [listen(name, layer) for name, layer in layers.items()]
+    batches = 0
+    try:
+        model.eval()
+        for batch in [calibration] if isinstance(calibration, Tensor | dict) else calibration:
+            batches += 1
+            inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
+            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, flag in training:
+            module.training = flag
+    if not batches:
+        raise ValueError("calibration holds no batch; pass a list of batches, or a loader that is not used up")
+    if silent := ", ".join(repr(name) for name in layers if name not in kept):
+        raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
+    return {name: rows for name, (_, rows) in kept.items()}
+
+
+def _move(inputs: Any, device: torch.device) -> Any:
+    if isinstance(inputs, dict):
+        return {name: _move(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return [_move(value, device) for value in inputs]
+    return inputs.to(device) if isinstance(inputs, Tensor) else inputs

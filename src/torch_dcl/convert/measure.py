@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.benchmark import Timer
 
 from torch_dcl.convert.rows import Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
@@ -24,6 +23,8 @@ SECONDS = 0.02
 
 def race(contenders: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS) -> dict[str, float]:
     """Median milliseconds of each contender, taken in turns so that a slow spell of the machine meets them all."""
+    from torch.utils.benchmark import Timer  # noqa: PLC0415  (it looks for a compiler when it is imported)
+
     timers = {
         name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
         for name, run in contenders.items()

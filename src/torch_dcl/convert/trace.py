@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_dcl.convert.units import is_channels_last
+from torch_dcl.convert.units import is_channels_last, is_frozen_norm, is_plain_norm
 
 __all__ = ["Call", "Trace", "trace"]
 
@@ -115,7 +115,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [m for m in model.modules() if isinstance(m, LAYERS)]
-        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) or is_frozen_norm(m)]
         self.owner = {id(p): m for m in self.layers for p in m.parameters(recurse=False)}
         self.events: list[_Event] = []
         self.calls: list[tuple[_Event, Call]] = []
@@ -150,7 +150,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.inside.pop()
-        atomic = isinstance(module, LAYERS) or _is_plain_norm(module)
+        atomic = isinstance(module, LAYERS) or is_plain_norm(module)
         given = args[0] if args else kwargs.get("input")
         if not atomic or self._hidden() or not isinstance(given, Tensor) or not isinstance(output, Tensor):
             return
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls.append((event, Call(*shapes, given.dtype, is_channels_last(given))))
 
     def _hidden(self) -> bool:
-        return any(isinstance(m, LAYERS) or _is_plain_norm(m) for m in self.inside)
+        return any(isinstance(m, LAYERS) or is_plain_norm(m) for m in self.inside)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -251,10 +251,6 @@ def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> 
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
     bounds = args[1:] if op.removesuffix("_") in ("clamp", "clamp_min") else (None,)
     return not isinstance(bounds[0], Tensor) and bounds[0] == 0 and bounds[1:] in ((), (None,))
-
-
-def _is_plain_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _plain(outputs: Any) -> Any:

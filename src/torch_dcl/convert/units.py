@@ -58,11 +58,22 @@ def obstacle(module: nn.Module) -> str:
     return _hooked(module)
 
 
+def is_frozen_norm(module: nn.Module) -> bool:
+    """Whether this is torchvision's batch norm of detection networks, which is fixed to its statistics."""
+    return type(module).__name__ == "FrozenBatchNorm2d" and "running_var" in dict(module.named_buffers(recurse=False))
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """Whether this is a batch norm and nothing more."""
+    forward = type(module).forward
+    usual = isinstance(module, _BatchNorm) and forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return usual or is_frozen_norm(module)
+
+
 def norm_obstacle(norm: nn.Module) -> str:
     """Why a batch norm cannot be taken into a DCL layer; empty if it can."""
-    own_forward = type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     fused = hasattr(norm, "act") and isinstance(getattr(norm, "drop", None), nn.Identity)
-    if own_forward and not fused:
+    if not is_plain_norm(norm) and not fused:
         return f"its batch norm is a {type(norm).__name__} with a forward of its own"
     hooked = _hooked(norm)
     return f"its batch norm {hooked}" if hooked else ""
@@ -79,13 +90,20 @@ def build(
     strategy: Strategy = "deterministic",
     eps: float | None = None,
     norm: nn.Module | None = None,
+    bias: bool | None = None,
     device: str | None = None,
 ) -> _DCL:
-    """The DCL layer that takes the place of ``module`` and, with ``norm``, of the batch norm behind it."""
+    """The DCL layer that takes the place of ``module`` and, with ``norm``, of the batch norm behind it.
+
+    A frozen batch norm has nothing to train: it becomes part of the weights and of the bias.
+    """
     plain = plain_type(module)
     if plain is None:
         raise TypeError(f"a {type(module).__name__} cannot be replaced by a DCL layer: {obstacle(module)}")
-    elsewhere: dict[str, Any] = {} if device is None else {"device": device}
+    given = {"device": device, "bias": bias}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if norm is not None and is_frozen_norm(norm):
+        norm, changed = None, {**changed, "bias": True}
     layer = REPLACEMENTS[plain].like(
         module,  # type: ignore[arg-type]
         branches=len(widths),
@@ -93,7 +111,7 @@ def build(
         strategy=strategy,
         eps=eps,
         norm_layer=None if norm is None else norm_factory(plain, norm),
-        **elsewhere,
+        **changed,
     )
     return layer.to(memory_format=torch.channels_last) if is_channels_last(layer_weight(module)) else layer
 
