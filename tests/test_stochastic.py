@@ -22,7 +22,7 @@ from torch_dcl import (
     seed_branches_,
 )
 from torch_dcl.functional import draw_pair
-from torch_dcl.layers import ConceptFusion
+from torch_dcl.fusion import ConceptFusion
 
 KINDS = {
     "gathering": {},

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torch_dcl.functional import draw_pair
-from torch_dcl.layers import _DCL, ConceptFusion
+from torch_dcl.fusion import ConceptFusion
+from torch_dcl.layers import _DCL
 
 __all__ = ["advance_branches_", "follow_optimizer", "seed_branches_"]
 
@@ -157,6 +158,11 @@ def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     return rows
 
 
+def _own_name(name: str) -> str:
+    """The name that a layer has without the wrappers of data parallelism and ``torch.compile``."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
 def _stochastic(model: nn.Module) -> list[tuple[str, ConceptFusion]]:
-    layers = ((name, module.fusion) for name, module in model.named_modules() if isinstance(module, _DCL))
+    layers = ((_own_name(name), module.fusion) for name, module in model.named_modules() if isinstance(module, _DCL))
     return [(name, fusion) for name, fusion in layers if fusion.strategy == "stochastic"]

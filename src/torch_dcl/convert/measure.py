@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch_dcl.convert.rows import Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
 from torch_dcl.convert.units import build
-from torch_dcl.layers import ConceptFusion
+from torch_dcl.fusion import ConceptFusion
 
 __all__ = ["measure_network", "measure_unit", "race"]
 

@@ -15,7 +15,8 @@ from torch_dcl.convert.rows import Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, names_of, norm_obstacle, obstacle
 from torch_dcl.functional import check_eps
-from torch_dcl.layers import _DCL, Strategy, branch_widths
+from torch_dcl.fusion import Strategy, branch_widths
+from torch_dcl.layers import _DCL
 
 __all__ = ["plan"]
 

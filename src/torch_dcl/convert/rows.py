@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from torch_dcl.convert.table import render
-from torch_dcl.layers import Strategy
+from torch_dcl.fusion import Strategy
 
 __all__ = ["Plan", "Row", "Timing"]
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, Strategy
+from torch_dcl.fusion import Strategy
+from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
 __all__ = ["AbsorbedNorm", "build", "names_of", "norm_obstacle", "norm_settings", "obstacle", "swap"]
 

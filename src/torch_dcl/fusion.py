@@ -1,0 +1,277 @@
+"""The second stage of a DCL module, concept fusion, and how it is sized and started."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_dcl.functional import check_eps, draw_pair, fuse_branches, fuse_pairs
+
+__all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
+
+MAX_BRANCHES = 8
+Strategy = Literal["deterministic", "stochastic"]
+
+
+def branch_widths(
+    out_channels: int,
+    *,
+    branches: int = 2,
+    ratio: float = 0.25,
+    width: int | Sequence[int] | None = None,
+    round_to: int = 8,
+) -> tuple[int, ...]:
+    """The number of filters M(t) of each branch.
+
+    Args:
+        out_channels: K2 of the layer.
+        branches: T, from 1 to 8.
+        ratio: Filters of one branch as a fraction of ``out_channels``, used when ``width`` is None.
+        width: The exact number of filters: one for all branches, or one for each.
+        round_to: ``ratio`` is rounded to a multiple of this, at least one multiple, never above ``out_channels``.
+
+    Raises:
+        TypeError: a number of the wrong kind.
+        ValueError: a number out of its range.
+    """
+    if isinstance(branches, bool) or not isinstance(branches, int):
+        raise TypeError(f"branches must be a whole number, got {branches!r}")
+    if not 1 <= branches <= MAX_BRANCHES:
+        raise ValueError(f"branches must be from 1 to {MAX_BRANCHES}, got {branches}")
+    if width is not None:
+        if isinstance(width, str) or not isinstance(width, (int, Sequence)):
+            raise TypeError(f"width must be a whole number, or one for each branch, got {width!r}")
+        widths = (width,) * branches if isinstance(width, int) else tuple(width)
+        if len(widths) != branches:
+            raise ValueError(
+                f"width names {len(widths)} branches, but branches = {branches}; give one number or {branches}"
+            )
+        for w in widths:
+            if isinstance(w, bool) or not isinstance(w, int):
+                raise TypeError(f"width must be whole numbers, got {w!r}")
+            if not 1 <= w <= out_channels:
+                raise ValueError(
+                    f"width {w} does not fit a layer of {out_channels} output channels; choose from 1 to {out_channels}"
+                )
+        return widths
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)):
+        raise TypeError(f"ratio must be a number above 0 and at most 1, got {ratio!r}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio must be above 0 and at most 1, got {ratio!r}; the paper uses 1/5 and 1/4")
+    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
+        raise ValueError(f"round_to must be a whole number of at least 1, got {round_to!r}")
+    rounded = max(1, math.floor(ratio * out_channels / round_to + 0.5)) * round_to
+    return (min(rounded, out_channels),) * branches
+
+
+class ConceptFusion(nn.Module):
+    """The second stage: every branch is projected to K2 channels, rectified, and the branches are fused.
+
+    Args:
+        widths: M(t), the channels of each branch.
+        out_channels: K2.
+        spatial: How many spatial dimensions follow the channels; 0 puts the channels last, as in ``nn.Linear``.
+        strategy: "deterministic" fuses all branches; "stochastic" one drawn pair in training, all pairs in eval.
+        eps: ε of the fusion; None takes the paper's.
+        norm_layer: Called with K2, makes the normalisation of one branch's response before its ReLU. Its scale carries
+            the variance of the start; a norm without one starts at unit variance.
+        bias: Whether each branch has a bias.
+        device: Where the parameters live.
+        dtype: Of which type they are.
+    """
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        out_channels: int,
+        *,
+        spatial: int,
+        strategy: Strategy = "deterministic",
+        eps: float | None = None,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        T = len(widths)
+        if strategy not in get_args(Strategy):
+            raise ValueError(f'strategy must be "deterministic" or "stochastic", got {strategy!r}')
+        if strategy == "stochastic" and T < 3:
+            raise ValueError(f"the stochastic strategy draws a pair from three or more branches, got branches = {T}")
+        self.widths, self.out_channels, self.spatial, self.strategy = widths, out_channels, spatial, strategy
+        self.eps = check_eps(eps, 2 if strategy == "stochastic" else T)
+        self.weight = nn.Parameter(torch.empty(sum(widths), out_channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(T, out_channels, device=device, dtype=dtype)) if bias else None
+        self.norm = None
+        check_factory("norm_layer", norm_layer, "nn.BatchNorm2d")
+        if norm_layer is not None:
+            norms = [norm_layer(out_channels) for _ in widths]
+            self.norm = nn.ModuleList(norm.to(device=device, dtype=dtype) for norm in norms)
+        self.advanced = False  # whether somebody has taken charge of the step, see torch_dcl.stochastic
+        if strategy == "stochastic":
+            self.register_buffer("key", torch.zeros(3, dtype=torch.int64, device=device))
+            self.register_buffer("active", torch.zeros(2, dtype=torch.int64, device=device))
+        self.reset_parameters()
+
+    key: Tensor
+    active: Tensor
+
+    @property
+    def branches(self) -> int:
+        """T."""
+        return len(self.widths)
+
+    def reset_parameters(self, incoming: float = 1.0) -> None:
+        """Initialise so that z has the variance of the ReLU layer that the module replaces, for unit inputs.
+
+        Args:
+            incoming: The mean square of a branch's output y, 1 unless an activation changed it.
+        """
+        fused = 2 if self.strategy == "stochastic" else self.branches
+        # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
+        spread = response_spread(fused, self.eps, 1.0 if self.norm else 1 / 3)
+        for W, M in zip(torch.split(self.weight, list(self.widths)), self.widths, strict=True):
+            bound = math.sqrt(3 / (M * incoming)) * (1.0 if self.norm else spread)
+            nn.init.uniform_(W.detach(), -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        for norm in self.norm or ():
+            reset(norm)
+            gamma = getattr(norm, "weight", None)
+            if isinstance(gamma, Tensor):
+                nn.init.constant_(gamma, spread)
+        if self.strategy == "stochastic":
+            self.key.zero_()
+            self.active.copy_(draw_pair(self.key, self.branches))
+
+    def split(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The branches of stage 1, one by one."""
+        return torch.split(y, list(self.widths), dim=-1 - self.spatial)
+
+    def project(self, t: int, y: Tensor) -> Tensor:
+        """The response of branch t before its ReLU."""
+        start = sum(self.widths[:t])
+        W = self.weight[start : start + self.widths[t]]
+        pre = _project(y, W, None if self.bias is None else self.bias[t], self.spatial)
+        return pre if self.norm is None else self.norm[t](pre)
+
+    def respond(self, y: Tensor) -> list[Tensor]:
+        """All T responses before their ReLU, from the output of stage 1."""
+        return [self.project(t, y_t) for t, y_t in enumerate(self.split(y))]
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Fuse the output of stage 1, all branches in it."""
+        pre = self.respond(y)
+        if self.strategy == "deterministic":
+            return fuse_branches(pre, self.eps)
+        if self.training:
+            return fuse_branches([_pick(pre, index) for index in self.active.unbind(0)], self.eps)
+        return fuse_pairs(pre, self.eps)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the drawn pair can be computed alone: equal branches, and no statistics that want all of them."""
+        return len(set(self.widths)) == 1 and self.norm is None
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        """The rows of a stage 1 or stage 2 parameter that belong to the two active branches."""
+        by_branch = parameter.view(self.branches, -1, *parameter.shape[1:])
+        return by_branch.index_select(0, self.active).flatten(0, 1)
+
+    def forward_pair(self, y: Tensor) -> Tensor:
+        """Fuse the output of a stage 1 that computed the two active branches alone."""
+        M = self.widths[0]
+        W = self.gather(self.weight)
+        bias = (None, None) if self.bias is None else self.bias.index_select(0, self.active).unbind(0)
+        halves = zip(torch.split(y, M, dim=-1 - self.spatial), torch.split(W, M), bias, strict=True)
+        return fuse_branches([_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in halves], self.eps)
+
+    def extra_repr(self) -> str:
+        """The arguments, for printing."""
+        widths = str(self.widths[0]) if len(set(self.widths)) == 1 else str(self.widths)
+        parts = [f"{self.branches} x {widths} -> {self.out_channels}", f"eps={self.eps:.3g}"]
+        if self.strategy != "deterministic":
+            parts.append(f"strategy={self.strategy}")
+        if self.bias is None:
+            parts.append("bias=False")
+        return ", ".join(parts)
+
+
+def _project(y: Tensor, W: Tensor, bias: Tensor | None, spatial: int) -> Tensor:
+    """W^T·y at every position: a linear map of the channels."""
+    weight = W.t()
+    if spatial == 0:
+        return F.linear(y, weight, bias)
+    if spatial == 3:  # the same map over [D·H, W]: a 1×1×1 convolution on the CPU would lose channels_last_3d
+        flat = _project(y.flatten(-3, -2), W, bias, 2)
+        return flat.view(*flat.shape[:-2], *y.shape[-3:])
+    conv: Callable[..., Tensor] = F.conv1d if spatial == 1 else F.conv2d
+    return conv(y, weight.reshape(*weight.shape, *(1,) * spatial), bias)
+
+
+def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
+    """``responses[index]`` for an index on the device, without a copy that would lose channels_last."""
+    picked = responses[0]
+    for t, response in enumerate(responses[1:], 1):
+        picked = torch.where(index == t, response, picked)
+    return picked
+
+
+def check_factory(name: str, factory: object, example: str) -> None:
+    """Refuse a module where what makes modules is wanted: every branch needs one of its own."""
+    if factory is not None and (isinstance(factory, nn.Module) or not callable(factory)):
+        kind = type(factory).__name__
+        raise TypeError(f"{name} must make a module when it is called, for example {example}; got a {kind}")
+
+
+def reset(module: nn.Module | None) -> None:
+    """Start a norm or an activation anew, if it has anything to start."""
+    restart = getattr(module, "reset_parameters", None)
+    if callable(restart):
+        restart()
+
+
+@lru_cache(maxsize=64)
+def response_spread(T: int, eps: float, variance: float) -> float:
+    """The standard deviation of the T pre-activations for which z has the variance of a ReLU layer's output.
+
+    The pre-activations are taken as independent and normal. Three branches are the most that are matched: beyond,
+    all T fire so rarely (once in 2^T) that the variance could be met by rare large responses only, so the spread
+    of three is kept and z varies less (0.45, 0.21 and 0.1 of it for T = 4, 5 and 6).
+
+    Args:
+        T: How many branches are fused at once.
+        eps: ε of the fusion.
+        variance: Of the pre-activations of the ReLU layer that is replaced.
+    """
+    if T == 1:
+        return math.sqrt(variance)
+    if T > 3:
+        return response_spread(3, eps ** (3 / T), variance)
+    target = variance * (1 - 1 / math.pi) / 2  # the variance of relu(n), n ~ N(0, variance)
+    t = np.linspace(-9.0, 1.9, 48)  # log of a half-normal response: smooth, so that few points are exact
+    one = np.exp(t - np.exp(2 * t) / 2)
+    density, product = one / one.sum(), np.exp(t)
+    joint = density
+    for _ in range(T - 1):
+        joint, product = np.multiply.outer(joint, density), np.multiply.outer(product, np.exp(t))
+    alive = 0.5**T
+    dead: float = eps ** (1 / T)
+
+    def excess(spread: float) -> float:
+        z = (product * spread**T + eps) ** (1 / T)
+        mean = alive * float((joint * z).sum()) + (1 - alive) * dead
+        square = alive * float((joint * z * z).sum()) + (1 - alive) * dead**2
+        return square - mean**2 - target
+
+    low, high = 0.0, 64.0 * math.sqrt(variance)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) < 0 else (low, middle)
+    return (low + high) / 2

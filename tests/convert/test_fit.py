@@ -1,0 +1,409 @@
+"""What a person expects of a fit: close to the trained layer, honest about how close, and never in the way."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl.convert.fit import collect_samples, fit_
+
+
+def matrix(rows, columns, power=0.5, seed=0, rank=None):
+    """A random matrix with the singular values ``i^-power``."""
+    generator = torch.Generator().manual_seed(seed)
+    size = rank or min(rows, columns)
+    U = torch.linalg.qr(torch.randn(rows, size, generator=generator))[0]
+    V = torch.linalg.qr(torch.randn(columns, size, generator=generator))[0]
+    return (U * torch.arange(1, size + 1) ** -power) @ V.t()
+
+
+def linear(weight, bias=0.0, seed=1):
+    layer = nn.Linear(weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias * torch.randn(len(weight), generator=torch.Generator().manual_seed(seed)))
+    return layer
+
+
+def inputs(*size, seed=2):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def distance(layer, plain, x, norm=None):
+    """The relative squared error against the trained unit, measured from outside."""
+    a = plain(x)
+    target = torch.relu(a if norm is None else norm(a)).double()
+    return float((layer(x).double() - target).square().sum() / target.square().sum())
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_a_layer_that_a_branch_can_hold_is_reproduced(branches):
+    plain = linear(matrix(64, 96, rank=14), bias=0.1)
+    layer = DCLLinear.like(plain, branches=branches, width=16)
+    fit_(layer, plain)
+    # What is left is the floor: 0.05² of the mean square where the trained output is zero.
+    assert distance(layer, plain, inputs(4096, 96)) < (1e-6 if branches == 1 else 0.003)
+
+
+@pytest.mark.parametrize(("branches", "width", "bound"), [(2, 32, 0.17), (3, 26, 0.19)])
+def test_a_fit_beats_a_random_start_by_far(branches, width, bound):
+    plain = linear(matrix(128, 128), bias=0.05)
+    layer = DCLLinear.like(plain, branches=branches, width=width)
+    x = inputs(4096, 128)
+    at_random = distance(layer, plain, x)
+    report = fit_(layer, plain)
+    fitted = distance(layer, plain, x)
+    assert fitted < bound
+    assert fitted < at_random / 4
+    assert report.error == pytest.approx(fitted, rel=0.05)
+    assert report.low_rank_error < fitted
+
+
+def test_more_branches_of_a_steeper_layer():
+    plain = linear(matrix(64, 64, power=1.0))
+    for branches in (4, 8):
+        layer = DCLLinear.like(plain, branches=branches, width=16)
+        assert fit_(layer, plain).error == pytest.approx(distance(layer, plain, inputs(4096, 64)), rel=0.1)
+        assert distance(layer, plain, inputs(4096, 64)) < 0.05
+
+
+def test_one_branch_is_at_least_as_good_as_principal_components():
+    plain = linear(matrix(128, 128), bias=0.05)
+    layer = DCLLinear.like(plain, branches=1, width=40)
+    report = fit_(layer, plain)
+    x = inputs(8192, 128)
+    with torch.no_grad():
+        U = torch.linalg.svd(plain.weight.double())[0][:, :40].float()
+        low_rank = torch.relu((plain(x) - plain.bias) @ U @ U.t() + plain.bias)
+        target = torch.relu(plain(x))
+        closed_form = float((low_rank - target).square().sum() / target.square().sum())
+    assert distance(layer, plain, x) <= closed_form
+    assert layer.eps == report.eps == 0
+    assert report.error == report.low_rank_error == pytest.approx(closed_form, rel=0.05)
+
+
+def test_the_low_rank_layer_beside_it_has_equal_weights():
+    plain = linear(matrix(96, 64), bias=0.05)
+    beside = fit_(DCLLinear.like(plain, branches=3, width=(8, 12, 10)), plain).low_rank_error
+    assert beside == pytest.approx(fit_(DCLLinear.like(plain, branches=1, width=30), plain).error, rel=0.03)
+
+
+def correlated(rows, seed=3):
+    """Inputs whose variance falls off, with a mean, as a layer in a network sees them."""
+    return torch.relu(inputs(rows, 96, seed=seed) @ matrix(96, 96, power=1.0, seed=7) * 6 + 0.2)
+
+
+@pytest.mark.parametrize("rows", [48, 2048])
+@pytest.mark.parametrize("branches", [1, 2])
+def test_calibration_helps_on_data_that_are_not_white(rows, branches):
+    plain = linear(matrix(128, 96, power=0.2), bias=0.1)
+    blind, told = (DCLLinear.like(plain, branches=branches, width=24) for _ in range(2))
+    fit_(blind, plain)
+    report = fit_(told, plain, None, plain(correlated(rows)).detach())
+    x = correlated(4096, seed=4)
+    assert distance(told, plain, x) < 0.6 * distance(blind, plain, x)
+    if rows == 2048:
+        assert report.error == pytest.approx(distance(told, plain, x), rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        (DCLConv1d, nn.Conv1d(12, 32, 5, stride=2, padding=2, dilation=2)),
+        (DCLConv2d, nn.Conv2d(6, 32, 3, stride=(2, 1), padding=(2, 1), dilation=(1, 2), padding_mode="reflect")),
+        (DCLConv2d, nn.Conv2d(6, 32, (1, 3), padding="same", bias=False)),
+        (DCLConv3d, nn.Conv3d(4, 24, (1, 2, 3))),
+    ],
+)
+def test_convolutions_of_every_geometry(kind, plain):
+    with torch.no_grad():
+        plain.weight.copy_(matrix(len(plain.weight), plain.weight[0].numel(), power=1.0).view_as(plain.weight))
+    size = (plain.in_channels, *(14, 12, 10)[: plain.weight.dim() - 2])
+    samples = collect_samples(plain, {"it": plain}, [inputs(64, *size)])["it"]
+    layer = kind.like(plain, width=8)
+    report = fit_(layer, plain, None, samples)
+    assert report.error == pytest.approx(distance(layer, plain, inputs(64, *size, seed=5)), rel=0.15)
+    assert report.error < 0.15
+    assert (layer.fusion.bias is None) == (plain.bias is None)
+
+
+def batch_norm(channels=48, **arguments):
+    norm = nn.BatchNorm2d(channels, **arguments)
+    with torch.no_grad():
+        for name, low, high in (("weight", -1, 2), ("bias", -1, 1), ("running_mean", -1, 1), ("running_var", 0.1, 3)):
+            if getattr(norm, name) is not None:
+                random = torch.rand(channels, generator=torch.Generator().manual_seed(ord(name[-1])))
+                getattr(norm, name).copy_(low + (high - low) * random)
+    return norm.eval()
+
+
+def conv(bias=False):
+    plain = nn.Conv2d(16, 48, 3, bias=bias)
+    with torch.no_grad():
+        plain.weight.copy_(matrix(48, 144, power=1.0).view_as(plain.weight))
+    return plain
+
+
+@pytest.mark.parametrize("arguments", [{}, {"affine": False}])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_a_batch_norm_is_exact_in_eval_inside_the_branches_and_folded(arguments, calibrated):
+    plain, norm, x = conv(), batch_norm(**arguments), inputs(32, 16, 8, 8)
+    samples = collect_samples(plain, {"it": plain}, [x])["it"] if calibrated else None
+    inside = DCLConv2d.like(plain, width=12, norm_layer=lambda n: nn.BatchNorm2d(n, **arguments)).eval()
+    folded = DCLConv2d.like(plain, width=12, bias=True).eval()
+    report = fit_(inside, plain, norm, samples)
+    assert fit_(folded, plain, norm, samples) == report
+    with torch.no_grad():
+        torch.testing.assert_close(inside(x), folded(x), atol=1e-3, rtol=1e-3)
+    if calibrated:
+        assert report.error < 0.1
+        assert distance(inside, plain, inputs(32, 16, 8, 8, seed=9), norm) == pytest.approx(report.error, rel=0.15)
+
+
+def test_a_norm_in_the_branches_does_in_training_what_it_does_in_eval():
+    plain, x = conv(), inputs(64, 16, 8, 8)
+    norm = nn.BatchNorm2d(48, momentum=1.0)
+    norm(plain(x))
+    layer = DCLConv2d.like(plain, width=12, norm_layer=nn.BatchNorm2d)
+    report = fit_(layer, plain, norm.eval(), collect_samples(plain, {"it": plain}, [x])["it"])
+    assert distance(layer.train(), plain, x, norm) == pytest.approx(report.error, rel=0.2)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_without_running_statistics(affine):
+    plain, x = conv(bias=True), inputs(64, 16, 8, 8)
+    norm = batch_norm(affine=affine, track_running_stats=False)
+    layer = DCLConv2d.like(
+        plain, width=12, norm_layer=lambda n: nn.BatchNorm2d(n, affine=affine, track_running_stats=False)
+    )
+    fit_(layer, plain, norm)
+    assert distance(layer, plain, x, norm) < 0.15
+    report = fit_(layer, plain, norm, collect_samples(plain, {"it": plain}, [x])["it"])
+    assert distance(layer, plain, x, norm) < 0.15
+    assert report.error < 0.15
+
+
+def test_a_norm_without_a_shift():
+    plain, norm = conv(), batch_norm()
+    norm.bias = None
+    layer = DCLConv2d.like(plain, width=12, norm_layer=nn.BatchNorm2d).eval()
+    for inner in layer.fusion.norm:
+        inner.bias = None
+    folded = DCLConv2d.like(plain, width=12, bias=True).eval()
+    assert fit_(layer, plain, norm) == fit_(folded, plain, norm)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(inputs(4, 16, 8, 8)), folded(inputs(4, 16, 8, 8)), atol=1e-3, rtol=1e-3)
+
+
+def test_every_pair_of_a_stochastic_layer_is_a_fair_stand_in():
+    plain = linear(matrix(96, 96, power=0.8))
+    layer = DCLLinear.like(plain, branches=4, width=24, strategy="stochastic").eval()
+    report = fit_(layer, plain)
+    x = inputs(4096, 96)
+    assert report.error == pytest.approx(distance(layer, plain, x), rel=0.05)
+    assert report.error < 0.06
+    layer.fusion.advanced = True
+    for pair in ((0, 1), (1, 3), (2, 3)):
+        layer.fusion.active.copy_(torch.tensor(pair))
+        assert distance(layer.train(), plain, x) < 1.5 * report.error
+
+
+def test_unequal_widths():
+    plain = linear(matrix(96, 96, power=0.8))
+    layer = DCLLinear.like(plain, branches=3, width=(4, 40, 20))
+    report = fit_(layer, plain)
+    assert report.error == pytest.approx(distance(layer, plain, inputs(4096, 96)), rel=0.05)
+    assert report.error < 0.2
+
+
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float64, 0.05), (torch.bfloat16, 0.1), (torch.float16, 0.05)])
+def test_other_types(dtype, slack):
+    plain = linear(matrix(64, 64), bias=0.1).to(dtype)
+    layer = DCLLinear.like(plain, width=16)
+    report = fit_(layer, plain)
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert report.error == pytest.approx(distance(layer, plain, inputs(2048, 64).to(dtype)), rel=slack)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e9])
+@pytest.mark.parametrize("branches", [2, 3])
+def test_the_floor_follows_the_scale_of_the_layer(scale, branches):
+    plain = linear(matrix(64, 64), bias=0.1)
+    layer = DCLLinear.like(plain, branches=branches, width=16)
+    report = fit_(layer, plain)
+    rms = float(torch.relu(plain(inputs(8192, 64))).square().mean().sqrt())
+    assert report.eps == layer.eps == pytest.approx((0.05 * rms) ** branches, rel=0.1)
+    with torch.no_grad():
+        plain.weight.mul_(scale)
+        plain.bias.mul_(scale)
+    scaled = fit_(layer, plain)
+    assert scaled.error == pytest.approx(report.error, rel=0.02)
+    assert scaled.eps == pytest.approx(report.eps * scale**branches, rel=0.01)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-3])
+@pytest.mark.parametrize("bias", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("branches", [1, 2])
+def test_a_dead_or_constant_layer_stays_what_it_is(weight, bias, calibrated, branches):
+    plain = nn.Linear(24, 16)
+    nn.init.constant_(plain.weight, weight)
+    nn.init.constant_(plain.bias, bias)
+    layer = DCLLinear.like(plain, branches=branches, width=4)
+    report = fit_(layer, plain, None, plain(inputs(64, 24)).detach() if calibrated else None)
+    assert all(map(math.isfinite, report))
+    assert report.error < 0.01
+    assert all(p.isfinite().all() for p in layer.parameters())
+    assert layer.branch.weight.square().sum(1).min() > 0  # a filter of zeros would never learn
+    with torch.no_grad():
+        x = inputs(256, 24)
+        assert (layer(x) - torch.relu(plain(x))).abs().max() < max(0.06 * abs(bias), 0.06 * 24 * weight, 0.06)
+
+
+def test_a_norm_that_switches_channels_off():
+    plain, norm = conv(), batch_norm()
+    nn.init.zeros_(norm.weight)
+    layer = DCLConv2d.like(plain, width=12, norm_layer=nn.BatchNorm2d).eval()
+    assert fit_(layer, plain, norm).error < 0.01
+    assert distance(layer, plain, inputs(4, 16, 8, 8), norm) < 0.01
+
+
+def test_no_filter_is_left_without_a_direction_to_learn():
+    plain = linear(matrix(32, 32, rank=3))
+    layer = DCLLinear.like(plain, width=8)
+    fit_(layer, plain)
+    assert layer.branch.weight.norm(dim=1).min() > 0
+    both = (layer.branch.weight.norm(dim=1), layer.fusion.weight.norm(dim=1))
+    used = both[1] > 1e-3
+    torch.testing.assert_close(both[0][used], both[1][used])
+
+
+def test_the_seed_decides_and_the_global_random_state_is_left_alone():
+    plain = linear(matrix(48, 48), bias=0.1)
+    layers = [DCLLinear.like(plain, width=12) for _ in range(3)]
+    samples = plain(inputs(256, 48)).detach()
+    before = torch.get_rng_state()
+    reports = [fit_(layer, plain, None, samples, seed=seed) for layer, seed in zip(layers, (0, 0, 1), strict=True)]
+    assert torch.equal(before, torch.get_rng_state())
+    assert reports[0] == reports[1] != reports[2]
+    assert torch.equal(layers[0].branch.weight, layers[1].branch.weight)
+    assert torch.equal(layers[0].fusion.weight, layers[1].fusion.weight)
+    assert not torch.equal(layers[0].branch.weight, layers[2].branch.weight)
+
+
+def test_the_trained_layer_and_autocast_are_left_alone():
+    plain = linear(matrix(48, 48), bias=0.1)
+    weight = plain.weight.detach().clone()
+    layer, other = DCLLinear.like(plain, width=12), DCLLinear.like(plain, width=12)
+    report = fit_(layer, plain)
+    with torch.autocast("cpu"):
+        assert fit_(other, plain) == report
+    assert torch.equal(plain.weight, weight)
+    assert all(p.requires_grad and p.grad is None for p in (*plain.parameters(), *layer.parameters()))
+
+
+PLAIN = linear(matrix(32, 16))
+LAYER = {"layer": DCLLinear.like(PLAIN, width=4), "plain": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"plain": nn.ReLU()}, TypeError, "a ReLU has no DCL layer to start"),
+        ({"plain": nn.ConvTranspose1d(16, 32, 1)}, TypeError, "a ConvTranspose1d has no DCL layer"),
+        ({"plain": nn.Linear(16, 30)}, ValueError, r"weight is \(30, 16\), .* one of \(32, 16\); build it with like"),
+        ({"norm": nn.LayerNorm(32)}, TypeError, "a LayerNorm cannot be fitted; use a batch norm"),
+        ({"norm": nn.BatchNorm1d(16)}, ValueError, "has 16 channels, the layer 32"),
+        ({"layer": DCLLinear(16, 32, norm_layer=nn.LayerNorm)}, TypeError, "a LayerNorm cannot be fitted"),
+        ({"layer": DCLLinear(16, 32, branch_activation=nn.ReLU)}, ValueError, "build without branch_activation"),
+        (
+            {"layer": DCLLinear(16, 32, bias=False), "norm": nn.BatchNorm1d(32)},
+            ValueError,
+            "needs a bias for its constant; build with bias=True",
+        ),
+        ({"samples": torch.randn(64, 16)}, ValueError, r"samples must be \[N, 32\] .*, got \[64, 16\]"),
+        ({"samples": torch.randn(7, 32)}, ValueError, r"N of at least 8, got \[7, 32\]; use more calibration data"),
+        ({"samples": torch.full((64, 32), math.nan)}, ValueError, "samples: not all values are finite"),
+        ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "weight: not all values are finite"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        fit_(**{**LAYER, **arguments})
+
+
+class Branching(nn.Module):
+    """A convolution, a linear layer over tokens, one that is never called, and a dropout that shows the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.drop = nn.Dropout(0.5)
+        self.fc = nn.Linear(8, 4)
+        self.idle = nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        y = self.conv(x).flatten(2).transpose(1, 2)
+        return self.fc(self.drop(y) * scale)
+
+
+def test_samples_are_rows_of_what_the_layers_put_out():
+    model = Branching().double().train()
+    model.fc.eval()
+    x = inputs(4, 3, 6, 6).double()
+    found = collect_samples(model, {"conv": model.conv, "fc": model.fc}, [x])
+    rows = model.conv(x).movedim(1, -1).reshape(-1, 8)
+    assert found["conv"].shape == (64, 8)
+    assert found["conv"].dtype == torch.float32
+    assert torch.equal(found["conv"].sort(0).values, rows.detach().float().sort(0).values)
+    assert torch.equal(found["fc"].sort(0).values, model.fc(rows).detach().float().sort(0).values)
+    assert model.training
+    assert model.drop.training
+    assert not model.fc.training
+    assert not model.conv._forward_hooks
+
+
+def test_batches_may_be_tensors_tuples_or_keywords():
+    model = Branching()
+    x, layers = inputs(2, 3, 6, 6), {"fc": model.fc}
+    expected = collect_samples(model, layers, [x])["fc"]
+    for calibration in ([(x, torch.zeros(2))], [[x]], [{"x": x, "scale": 1.0}], x, {"x": x}, iter([x])):
+        assert torch.equal(collect_samples(model, layers, calibration)["fc"], expected)
+
+
+def test_positions_are_drawn_evenly_from_all_batches():
+    layer = nn.Linear(1, 1)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    batches = [torch.full((size, 1), float(i)) for i, size in enumerate((1000, 3000, 5, 6000))]
+    before = torch.get_rng_state()
+    found = collect_samples(layer, {"": layer}, batches, limit=500)[""]
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(found, collect_samples(layer, {"": layer}, batches, limit=500)[""])
+    assert not torch.equal(found, collect_samples(layer, {"": layer}, batches, limit=500, seed=1)[""])
+    assert len(found) == 500
+    shares = [(found == i).float().mean().item() for i in range(4)]
+    assert shares == pytest.approx([0.1, 0.3, 0.0005, 0.6], abs=0.07)
+    spread = collect_samples(layer, {"": layer}, [torch.arange(1000.0)[:, None]], limit=100)[""]
+    assert len(spread.unique()) == 100
+
+
+def test_no_data_is_an_error_that_says_so():
+    model = Branching()
+    with pytest.raises(ValueError, match="calibration holds no batch"):
+        collect_samples(model, {"fc": model.fc}, [])
+    with pytest.raises(ValueError, match="'idle' took no part in the 1 calibration batches"):
+        collect_samples(model, {"fc": model.fc, "idle": model.idle}, [inputs(1, 3, 6, 6)])
+
+
+def test_an_error_on_the_way_leaves_the_model_as_it_was():
+    model = Branching().train()
+    model.drop.eval()
+    with pytest.raises(RuntimeError):
+        collect_samples(model, {"fc": model.fc}, [inputs(1, 3, 6, 6), inputs(1, 5, 6, 6)])
+    assert model.training
+    assert not model.drop.training
+    assert not model.fc._forward_hooks
