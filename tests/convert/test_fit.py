@@ -27,6 +27,15 @@ def linear(weight, bias=0.0, seed=1):
     return layer
 
 
+def fill(conv):
+    """A convolution with a steep spectrum and small biases."""
+    with torch.no_grad():
+        conv.weight.copy_(matrix(len(conv.weight), conv.weight[0].numel(), power=1.0).view_as(conv.weight))
+        if conv.bias is not None:
+            conv.bias.copy_(0.1 * inputs(len(conv.bias)))
+    return conv
+
+
 def inputs(*size, seed=2):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
@@ -82,7 +91,7 @@ def test_one_branch_is_at_least_as_good_as_principal_components():
         closed_form = float((low_rank - target).square().sum() / target.square().sum())
     assert distance(layer, plain, x) <= closed_form
     assert layer.eps == report.eps == 0
-    assert report.error == report.low_rank_error == pytest.approx(closed_form, rel=0.05)
+    assert report.error == report.low_rank_error == pytest.approx(closed_form, rel=0.1)
 
 
 def test_the_low_rank_layer_beside_it_has_equal_weights():
@@ -119,10 +128,9 @@ def test_calibration_helps_on_data_that_are_not_white(rows, branches):
     ],
 )
 def test_convolutions_of_every_geometry(kind, plain):
-    with torch.no_grad():
-        plain.weight.copy_(matrix(len(plain.weight), plain.weight[0].numel(), power=1.0).view_as(plain.weight))
+    fill(plain)
     size = (plain.in_channels, *(14, 12, 10)[: plain.weight.dim() - 2])
-    samples = collect_samples(plain, {"it": plain}, [inputs(64, *size)])["it"]
+    samples = collect_samples(plain, {"it": plain}, [inputs(512, *size)])["it"]
     layer = kind.like(plain, width=8)
     report = fit_(layer, plain, None, samples)
     assert report.error == pytest.approx(distance(layer, plain, inputs(64, *size, seed=5)), rel=0.15)
@@ -141,10 +149,7 @@ def batch_norm(channels=48, **arguments):
 
 
 def conv(bias=False):
-    plain = nn.Conv2d(16, 48, 3, bias=bias)
-    with torch.no_grad():
-        plain.weight.copy_(matrix(48, 144, power=1.0).view_as(plain.weight))
-    return plain
+    return fill(nn.Conv2d(16, 48, 3, bias=bias))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"affine": False}])
@@ -234,7 +239,7 @@ def test_the_floor_follows_the_scale_of_the_layer(scale, branches):
     plain = linear(matrix(64, 64), bias=0.1)
     layer = DCLLinear.like(plain, branches=branches, width=16)
     report = fit_(layer, plain)
-    rms = float(torch.relu(plain(inputs(8192, 64))).square().mean().sqrt())
+    rms = torch.relu(plain(inputs(8192, 64))).square().mean().sqrt().item()
     assert report.eps == layer.eps == pytest.approx((0.05 * rms) ** branches, rel=0.1)
     with torch.no_grad():
         plain.weight.mul_(scale)
@@ -260,7 +265,9 @@ def test_a_dead_or_constant_layer_stays_what_it_is(weight, bias, calibrated, bra
     assert layer.branch.weight.square().sum(1).min() > 0  # a filter of zeros would never learn
     with torch.no_grad():
         x = inputs(256, 24)
-        assert (layer(x) - torch.relu(plain(x))).abs().max() < max(0.06 * abs(bias), 0.06 * 24 * weight, 0.06)
+        a = plain(x)
+        scale = a.relu().square().mean().sqrt().item() or a.square().mean().sqrt().item() or 1.0
+        assert (layer(x) - a.relu()).abs().max() < 0.06 * scale
 
 
 def test_a_norm_that_switches_channels_off():

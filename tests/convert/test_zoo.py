@@ -380,3 +380,25 @@ class Unused(nn.Module):
 def test_a_layer_that_meets_no_relu_is_no_unit():
     plan = dcl.plan(Unused(), (16,), width=2)
     assert [row.name for row in plan.selected] == ["used"]
+    reason = next(row.reason for row in plan.rows if row.name == "seen")
+    assert reason in ("its output is not used", "head of the network")
+
+
+class Scaled(nn.Module):
+    """What attention is made of, written out, and a ReLU behind a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.scaled, self.last = (nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, x):
+        weights = (self.query(x) * 0.25 @ self.key(x).mT).softmax(-1)
+        return self.last(weights @ self.value(x) + torch.relu(self.scaled(x) / -2))
+
+
+def test_a_layer_behind_a_number_is_followed_to_its_reason():
+    plan = dcl.plan(Scaled(), (5, 16), width=2)
+    reasons = {row.name: row.reason for row in plan.rows}
+    assert {reasons[name] for name in ("query", "key", "value")} == {"feeds attention"}
+    assert reasons["scaled"] == "is multiplied with a number"
+    assert plan.selected == ()

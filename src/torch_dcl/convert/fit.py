@@ -78,10 +78,12 @@ def fit_(
         ValueError: layers or samples that do not belong together, or values that are not finite.
     """
     plain, norm = _check(layer, plain, norm, samples)
-    fusion, device = layer.fusion, plain.weight.device
+    fusion = layer.fusion
+    # Eigenvectors want float64, which not every device has.
+    device = plain.weight.device if plain.weight.is_cuda else torch.device("cpu")
     with torch.autocast(device.type, enabled=False):
         generator = torch.Generator(device).manual_seed(seed)
-        unit = _Unit.of(plain, norm, samples)
+        unit = _Unit.of(plain, norm, samples, device)
         task, probe, held = _pose(unit, samples, fusion.norm is not None or fusion.bias is not None, generator)
         branches = _solve(task, probe, fusion.widths, fusion.strategy == "stochastic", generator)
         _write(layer, branches, task, unit)
@@ -104,23 +106,25 @@ class _Unit(NamedTuple):
     scale: float  # the root mean square of relu(a)
 
     @staticmethod
-    def of(plain: nn.Linear | _ConvNd, norm: _BatchNorm | None, samples: Tensor | None) -> "_Unit":
-        A = plain.weight.flatten(1).float()
+    def of(
+        plain: nn.Linear | _ConvNd, norm: _BatchNorm | None, samples: Tensor | None, device: torch.device
+    ) -> "_Unit":
+        A = plain.weight.flatten(1).to(device, torch.float32)
         length = torch.linalg.vector_norm(A, dim=1, dtype=torch.float64)
         zero, one = torch.zeros_like(length), torch.ones_like(length)
-        b = zero if plain.bias is None else plain.bias.double()
+        b = zero if plain.bias is None else plain.bias.to(zero)
         mean, deviation, gain, offset = b, length, one, zero
         if norm is not None:
             if norm.running_mean is not None and norm.running_var is not None:
-                mean, deviation = norm.running_mean.double(), norm.running_var.double().sqrt()
+                mean, deviation = norm.running_mean.to(zero), norm.running_var.to(zero).sqrt()
             elif samples is not None:
-                mean, deviation = samples.to(b).mean(0), samples.to(b).std(0, correction=0)
-            gain = (one if norm.weight is None else norm.weight.double()) / (deviation.square() + norm.eps).sqrt()
-            offset = (zero if norm.bias is None else norm.bias.double()) - gain * mean
+                mean, deviation = samples.to(zero).mean(0), samples.to(zero).std(0, correction=0)
+            gain = (one if norm.weight is None else norm.weight.to(zero)) / (deviation.square() + norm.eps).sqrt()
+            offset = (zero if norm.bias is None else norm.bias.to(zero)) - gain * mean
         if samples is None:
             second, alive = _normal_moments(gain * mean + offset, (gain * deviation).abs())
         else:
-            a = samples.to(b) * gain + offset
+            a = samples.to(zero) * gain + offset
             second, alive = a.square(), a.relu().square()
         scale = float(alive.mean().sqrt()) or float(second.mean().sqrt()) or 1.0
         stretch = torch.where(length > 0, deviation / length.clamp(min=TINY), one).float()
@@ -332,7 +336,7 @@ def _write(layer: _DCL, branches: _Branches, task: _Task, unit: _Unit) -> None:
         # Rows of equal length. A filter of zeros could not learn: it stays as it was drawn, without a say.
         long, wide = filters.norm(dim=1, keepdim=True), W.norm(dim=1, keepdim=True)
         ratio = torch.where((long > 0) & (wide > 0), (wide / long.clamp(min=TINY)).sqrt(), 1.0)
-        theta.copy_(torch.where(long > 0, filters * ratio, theta.flatten(1)).view(theta.shape))
+        theta.copy_(torch.where(long > 0, filters * ratio, theta.flatten(1).to(filters)).view(theta.shape))
         weight.copy_(torch.where(long > 0, W / ratio, 0.0))
         mean = (task.centre - unit.constant) @ P @ W
         constant = unit.scale * branches.c[t] - mean if task.free else torch.zeros_like(mean)
@@ -341,7 +345,7 @@ def _write(layer: _DCL, branches: _Branches, task: _Task, unit: _Unit) -> None:
             _settle(fusion.norm[t], mean, (seen @ W).square().sum(0), constant)  # type: ignore[arg-type]
             constant = torch.zeros_like(constant)
         if fusion.bias is not None:
-            fusion.bias[t] = constant.to(fusion.bias.dtype)
+            fusion.bias[t].copy_(constant)
 
 
 def _settle(norm: _BatchNorm, mean: Tensor, variance: Tensor, constant: Tensor) -> None:

@@ -32,6 +32,7 @@ _MOVES = re.compile(
     r"max_pool\dd_with_indices|max_pool\dd"
 )
 _FOLLOWERS = {
+    "layer": "another layer follows without ReLU",
     "add": "feeds a residual sum", "add_": "feeds a residual sum", "sub": "feeds a difference",
     "softmax": "feeds attention", "_softmax": "feeds attention", "bmm": "feeds attention", "baddbmm": "feeds attention",
     "mul": "is multiplied with another tensor", "mul_": "is multiplied with another tensor",
@@ -219,7 +220,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> tuple[nn.Module | None, str]:
     """The batch norm on the way from a value to its ReLU, and the reason if something else is met."""
     norm: nn.Module | None = None
-    todo, moved, rectified = [value], False, False
+    todo, moved, scaled, rectified = [value], False, False, False
     while todo:
         value = todo.pop()
         if value in outputs:
@@ -239,13 +240,16 @@ def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> 
             elif _MOVES.fullmatch(op):
                 moved = True
                 todo.extend(event.makes)
-            elif op == "layer":
-                return norm, "another layer follows without ReLU"
+            elif op in ("mul", "div") and len(event.reads) == 1:
+                moved = scaled = True
+                todo.extend(event.makes)
             elif op.startswith("_scaled_dot_product") or "attention" in op:
                 return norm, "feeds attention"
             else:
                 return norm, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
-    return norm, "" if rectified else "its output is not used"
+    if not rectified:
+        return norm, "its output is not used"
+    return norm, "is multiplied with a number" if scaled else ""
 
 
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:

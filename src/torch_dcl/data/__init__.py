@@ -1,5 +1,19 @@
-"""Data at hand: real digits shipped with the package."""
+"""Data: the embedded digits, the sources of the tables, prepared files, and batches on the device."""
 
+from torch_dcl.data.batches import Batches
+from torch_dcl.data.dataset import DataError, Dataset
 from torch_dcl.data.excerpt import mnist_excerpt
+from torch_dcl.data.imagenet import ImageNetBatches
+from torch_dcl.data.prepared import read_prepared, write_prepared
+from torch_dcl.data.sources import load
 
-__all__ = ["mnist_excerpt"]
+__all__ = [
+    "Batches",
+    "DataError",
+    "Dataset",
+    "ImageNetBatches",
+    "load",
+    "mnist_excerpt",
+    "read_prepared",
+    "write_prepared",
+]

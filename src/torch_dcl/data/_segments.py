@@ -1,0 +1,208 @@
+"""The digits that numbers are written with: read, checked, and cut out by their tight boxes."""
+
+import gzip
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_dcl.data.excerpt import mnist_excerpt
+
+__all__ = ["INK", "MnistLike", "Segments", "read_digits", "segment", "source"]
+
+INK = 32  # a pixel at least this dark counts for the tight box of a digit
+
+_FILES = {"train": "train", "test": "t10k"}
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The digits of one split, each cut out by its tight box and laid into the upper left corner.
+
+    Args:
+        split: The split they belong to.
+        pixels: uint8 `[n, S, S]`, ordered by class; S is the longest side of any box.
+        height: Rows of each box, int64 `[n]`.
+        width: Columns of each box, int64 `[n]`.
+        first: Where each class begins, int64 `[10]`.
+        count: How many digits each class has, int64 `[10]`.
+        original: The place of each digit in what was given, int64 `[n]`.
+        reach: Side of a square that holds every digit at every angle.
+    """
+
+    split: str
+    pixels: Tensor
+    height: Tensor
+    width: Tensor
+    first: Tensor
+    count: Tensor
+    original: Tensor
+    reach: int
+
+    def to(self, device: torch.device) -> "Segments":
+        """Give the same digits on a device."""
+        if self.pixels.device == device:
+            return self
+        tensors = (self.pixels, self.height, self.width, self.first, self.count, self.original)
+        return Segments(self.split, *(tensor.to(device) for tensor in tensors), self.reach)
+
+    def draw(self, value: Tensor, bits: Tensor) -> Tensor:
+        """Choose a digit of class `value` by 32 random bits."""
+        return self.first[value] + ((bits * self.count[value]) >> 32)
+
+
+MnistLike = str | os.PathLike[str] | tuple[Tensor, Tensor] | Segments | None
+
+
+def source(mnist: MnistLike = None) -> str:
+    """Say in words which digits `generate` and `segment` use for `mnist`.
+
+    Args:
+        mnist: As for `generate`.
+
+    Returns:
+        A phrase for a report.
+    """
+    if mnist is None:
+        return "the embedded excerpt of MNIST (6,000 training and 1,000 test digits)"
+    if isinstance(mnist, Segments):
+        return f"{len(mnist.pixels):,} {mnist.split} digits, cut out before"
+    if isinstance(mnist, str | os.PathLike):
+        return f"the idx files in the folder {Path(mnist).resolve().name!r}"
+    return f"{len(mnist[0]):,} digits given as tensors"
+
+
+def segment(mnist: MnistLike, split: str) -> Segments:
+    """Read the digits of a split and cut them out. Do this once and pass the result on to write many sets quickly.
+
+    Args:
+        mnist: As for `generate`.
+        split: `"train"` or `"test"`.
+
+    Returns:
+        The digits on the CPU, or `mnist` itself where it is `Segments`.
+
+    Raises:
+        ValueError: The digits are of a wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
+            an idx file is damaged or of another kind, or `mnist` holds the digits of the other split.
+        TypeError: The digits are not uint8 or the labels are not integers.
+        FileNotFoundError: An idx file is missing.
+    """
+    if split not in _FILES:
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+    if isinstance(mnist, Segments):
+        if mnist.split != split:
+            raise ValueError(f"the given digits were cut out for {mnist.split!r}, not for {split!r}; segment those")
+        return mnist
+    images, labels = read_digits(mnist, split)
+    original = labels.argsort(stable=True)
+    images, count = images[original], labels.bincount(minlength=10)
+    if int(count.min()) == 0:
+        raise ValueError(f"the {split} digits have none of class {int(count.argmin())}; every class needs at least one")
+    return _cut(images, count, original, split)
+
+
+def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, split: str) -> tuple[Tensor, Tensor]:
+    """Read the digits of a split and check them, without cutting them out.
+
+    Args:
+        mnist: As for `generate`, without `Segments`.
+        split: `"train"` or `"test"`.
+
+    Returns:
+        Images, uint8 `[n, 28, 28]`, and labels, int64 `[n]`.
+
+    Raises:
+        OSError, TypeError, ValueError: As for `segment`.
+    """
+    if mnist is None:
+        images, labels = mnist_excerpt(split)
+    elif isinstance(mnist, str | os.PathLike):
+        images, labels = _read_folder(Path(mnist), split)
+    elif isinstance(mnist, tuple) and len(mnist) == 2:
+        images, labels = mnist
+    else:
+        raise TypeError(f"mnist must be a folder, a pair (images, labels), Segments or None, not {type(mnist).__name__}")
+    return _checked(images, labels, split)
+
+
+def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segments:
+    """Move every digit's tight box into the upper left corner and drop what lies outside of it."""
+    side = images.shape[1]
+    place = torch.arange(side)
+    boxes = []
+    for axis in (2, 1):
+        inked = images.amax(axis) >= INK
+        low = torch.where(inked, place, side).amin(1)
+        boxes.append((low, torch.where(inked, place + 1, 0).amax(1) - low))
+    (top, height), (left, width) = boxes
+    if int(height.min()) < 0:
+        blank = int(original[height.argmin()])
+        raise ValueError(f"image {blank} of the {split} digits has no pixel of {INK} or more, so no tight box; remove it")
+    longest = int(torch.maximum(height, width).max())
+    at = torch.arange(longest)
+    rows, columns = (top[:, None] + at).clamp_(max=side - 1), (left[:, None] + at).clamp_(max=side - 1)
+    pixels = torch.empty(len(images), longest, longest, dtype=torch.uint8)
+    for part in torch.arange(len(images)).split(4096):
+        which = (rows[part] * side)[:, :, None] + columns[part][:, None, :]
+        inside = (at < height[part][:, None])[:, :, None] & (at < width[part][:, None])[:, None, :]
+        pixels[part] = images[part].flatten(1).gather(1, which.flatten(1)).view_as(inside) * inside
+    # The middle is a whole pixel. Bilinear sampling reaches one pixel farther than the centre of the corner pixel.
+    corner = ((height + 1) // 2 - 0.5).square() + ((width + 1) // 2 - 0.5).square()
+    reach = 2 * math.ceil(math.sqrt(float(corner.max())) + math.sqrt(2) - 0.5)
+    return Segments(split, pixels, height, width, count.cumsum(0) - count, count, original, reach)
+
+
+def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor]:
+    """Refuse digits that are not what `generate` promises to write with."""
+    if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
+        raise TypeError(f"the {split} digits must be two tensors, not {type(images).__name__}, {type(labels).__name__}")
+    images, labels = images.cpu(), labels.cpu()
+    if images.dtype != torch.uint8:
+        raise TypeError(f"the {split} digits must be uint8 images from 0 to 255, they are {images.dtype}")
+    if images.ndim != 3 or images.shape[1:] != (28, 28):
+        raise ValueError(f"the {split} digits must have shape [n, 28, 28], they have {list(images.shape)}")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"the labels of the {split} digits must be integers, they are {labels.dtype}")
+    if labels.shape != images.shape[:1]:
+        raise ValueError(f"{len(images)} {split} digits need as many labels, there are {list(labels.shape)}")
+    if len(labels) == 0:
+        raise ValueError(f"there are no {split} digits; every class needs at least one")
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high > 9:
+        raise ValueError(f"the labels of the {split} digits must be 0 to 9, they go from {low} to {high}")
+    return images, labels.long()
+
+
+def _read_folder(folder: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Read images and labels of a split from a folder of idx files."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give the folder with the idx files of MNIST")
+    images = _read_idx(folder, f"{_FILES[split]}-images-idx3-ubyte", 3)
+    labels = _read_idx(folder, f"{_FILES[split]}-labels-idx1-ubyte", 1)
+    return images, labels
+
+
+def _read_idx(folder: Path, name: str, axes: int) -> Tensor:
+    """Read one idx file of unsigned bytes: two zeros, type 8, the number of axes, their sizes, the data."""
+    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{folder} has neither {name} nor {name}.gz; put the MNIST file there")
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged or no gzip file ({error}); fetch it again") from None
+    if content[:4] != bytes([0, 0, 8, axes]) or len(content) < 4 + 4 * axes:
+        raise ValueError(f"{path} is not an idx file of unsigned bytes with {axes} axes; fetch it again")
+    shape = [int.from_bytes(content[4 + 4 * a : 8 + 4 * a], "big") for a in range(axes)]
+    size, held = int(np.prod(shape, dtype=object)), len(content) - 4 - 4 * axes
+    if size != held:
+        raise ValueError(f"{path} holds {held} values where its header says {shape}; fetch it again")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * axes).reshape(shape)

@@ -1,0 +1,226 @@
+"""Batches from images that lie on the device: no worker processes, nothing decoded, augmentation for a batch at once.
+
+The order of an epoch, and the flip and crop of every image in it, are hashes of (seed, epoch, index of the image). They
+do not depend on the batch size, on the device, or on what ran before; an epoch can be resumed in its middle.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data.draws import below, draw
+
+__all__ = ["Batches", "cut", "mean_image"]
+
+Normalise = tuple[Sequence[float], Sequence[float]] | Callable[[Tensor], Tensor]
+
+
+class Batches:
+    """Batches of one split, for training or for evaluation.
+
+    For training, images come in a new order every epoch, flipped and cropped at random. For evaluation they come in
+    their order, unflipped, cropped in the middle.
+
+    Args:
+        images: uint8 `[N, C, H, W]`. They are brought to the device once.
+        labels: int64 `[N]`.
+        batch: Images to a batch.
+        seed: What order, flips and crops are drawn from.
+        train: Whether to shuffle and augment.
+        flip: For training, mirror every other image left to right. For evaluation, give two views of each batch, plain
+            and mirrored, whose predictions the caller averages: images become `[2, B, C, H, W]`.
+        pad: For training, reflect this many pixels at every border before cropping.
+        crop: Height and width of the crop; without it, those of the image.
+        normalise: Mean and standard deviation of each channel in units of 255, as `Dataset.statistics` gives them; or a
+            function from a uint8 batch of whole images to floating ones, applied before the crop. Without it, images
+            are divided by 255.
+        device: Where images are kept and batches are made; without it, where `images` is.
+        drop_last: Leave out the last batch of an epoch when it is not full. Without a word, only for training.
+        dtype: The floating type of the batches.
+
+    Raises:
+        ValueError: Images, labels or settings do not fit together.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        batch: int,
+        seed: int = 0,
+        *,
+        train: bool = True,
+        flip: bool = False,
+        pad: int = 0,
+        crop: int | None = None,
+        normalise: Normalise | None = None,
+        device: torch.device | str | None = None,
+        drop_last: bool | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        _check(images, labels, batch, pad, crop)
+        device = images.device if device is None else torch.device(device)
+        self.images = images.to(device).contiguous()
+        self.labels = labels.to(device)
+        self.batch, self.seed, self.train, self.flip = batch, seed, train, flip
+        self.pad = pad if train else 0
+        height, width = images.shape[2:]
+        self.size = (height, width) if crop is None else (crop, crop)
+        self.drop_last = train if drop_last is None else drop_last
+        self.dtype = dtype
+        if train and self.drop_last and len(labels) < batch:
+            raise ValueError(
+                f"{len(labels)} images do not fill one batch of {batch}; take a smaller batch or drop_last=False"
+            )
+        self._function: Callable[[Tensor], Tensor] | None = None
+        scale, shift = torch.full((1,), 1 / 255), torch.zeros(1)
+        if callable(normalise):
+            self._function = normalise
+        elif normalise is not None:
+            scale, shift = _affine(normalise, images.shape[1])
+        self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
+        self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        count = len(self.labels)
+        return count // self.batch if self.drop_last else -(-count // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of epoch 0, which for evaluation is the only one."""
+        return self.epoch(0)
+
+    def order(self, epoch: int) -> Tensor:
+        """The order of an epoch.
+
+        Args:
+            epoch: Its number.
+
+        Returns:
+            The indices of all images, int64 on the device.
+        """
+        index = torch.arange(len(self.labels), device=self.labels.device)
+        return draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Its number.
+            start: The batch to begin with, to resume.
+
+        Yields:
+            Floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
+        """
+        order = self.order(epoch)
+        for number in range(start, len(self)):
+            index = order[number * self.batch : (number + 1) * self.batch]
+            yield self.take(index, epoch), self.labels[index]
+
+    def take(self, index: Tensor, epoch: int = 0) -> Tensor:
+        """Some images as they are in an epoch, whichever batch they would be in.
+
+        Args:
+            index: Which images, int64 `[B]` on the device.
+            epoch: The number of the epoch.
+
+        Returns:
+            Floating images, as in `epoch`.
+        """
+        images = self.images.index_select(0, index)
+        if self._function is not None:
+            images = self._function(images)
+        height, width = images.shape[2:]
+        whole = (height, width) == self.size
+        if not self.train:
+            if not whole:
+                top, left = (height - self.size[0]) // 2, (width - self.size[1]) // 2
+                images = images[:, :, top : top + self.size[0], left : left + self.size[1]]
+        elif self.flip or self.pad or not whole:
+            images = cut(images, index, self.seed, epoch, self.size, flip=self.flip, pad=self.pad)
+        if self._function is None:
+            # Scale, then shift, in float32 whatever the type asked for.
+            images = torch.addcmul(self._shift, images.float(), self._scale)
+        images = images.to(self.dtype)
+        return torch.stack([images, images.flip(-1)]) if self.flip and not self.train else images
+
+
+def cut(
+    images: Tensor, index: Tensor, seed: int, epoch: int, size: tuple[int, int], *, flip: bool, pad: int = 0
+) -> Tensor:
+    """Flip and crop every image of a batch at random, all at once.
+
+    Args:
+        images: `[B, C, H, W]` of any type.
+        index: Which images of the set these are: flip and crop are a hash of (seed, epoch, index).
+        seed: Of the run.
+        epoch: Of the run.
+        size: Height and width of the crops.
+        flip: Whether to mirror half of them.
+        pad: How many pixels to reflect at every border first.
+
+    Returns:
+        `[B, C, h, w]` of the same type.
+    """
+    count, channels, height, width = images.shape
+    rows = _positions(draw(seed, "crop row", epoch, index), height, size[0], pad)
+    columns = _positions(draw(seed, "crop column", epoch, index), width, size[1], pad)
+    if flip:
+        mirrored = draw(seed, "flip", epoch, index) < 0
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    places = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
+    flat = images.reshape(count, channels, height * width)
+    return flat.gather(2, places.expand(count, channels, -1)).view(count, channels, *size)
+
+
+def mean_image(images: Tensor) -> Tensor:
+    """The mean of the images, pixel by pixel, as some recipes subtract it.
+
+    Args:
+        images: uint8 `[N, C, H, W]`.
+
+    Returns:
+        float32 `[C, H, W]`, from 0 to 255. Exact sums, so the same on every device.
+    """
+    total = torch.zeros(images.shape[1:], dtype=torch.int64, device=images.device)
+    for start in range(0, len(images), 8192):
+        total += images[start : start + 8192].sum(0, dtype=torch.int64)
+    return (total.double() / len(images)).float()
+
+
+def _positions(drawn: Tensor, length: int, size: int, pad: int) -> Tensor:
+    """Which pixels along one side each crop takes, [B, size]; beyond the border they turn back."""
+    first = below(drawn, length + 2 * pad - size + 1) - pad
+    at = (first[:, None] + torch.arange(size, device=drawn.device)).abs()
+    return (length - 1) - ((length - 1) - at).abs()
+
+
+def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -> tuple[Tensor, Tensor]:
+    """Scale and shift that do /255, − mean, / std in one."""
+    try:
+        mean, std = (torch.tensor([float(value) for value in values], dtype=torch.float64) for values in normalise)
+    except (TypeError, ValueError):
+        raise ValueError(f"normalise must be (mean, std) or a function, not {normalise!r}") from None
+    if len(mean) != channels or len(std) != channels:
+        raise ValueError(f"normalise has {len(mean)} means and {len(std)} deviations for {channels} channels")
+    if not bool((std > 0).all()):
+        raise ValueError(f"normalise: every standard deviation must be positive, got {std.tolist()}")
+    return 1 / (255 * std), -mean / std
+
+
+def _check(images: Tensor, labels: Tensor, batch: int, pad: int, crop: int | None) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"images must be uint8 [N, C, H, W], not {images.dtype} {list(images.shape)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1] or not len(labels):
+        raise ValueError(
+            f"labels must be int64 [{len(images)}] like the images and not empty, not {labels.dtype} "
+            f"{list(labels.shape)}"
+        )
+    side = min(images.shape[2:])
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, not {batch}")
+    if not 0 <= pad < side:
+        raise ValueError(f"pad must be from 0 to {side - 1} for images of {list(images.shape[2:])}, not {pad}")
+    if crop is not None and not 1 <= crop <= side:
+        raise ValueError(f"crop must be from 1 to {side} for images of {list(images.shape[2:])}, not {crop}")

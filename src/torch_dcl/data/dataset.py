@@ -1,0 +1,121 @@
+"""What a source gives: checked images and labels to train on and to test with, and the word of where they are from."""
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+__all__ = ["DataError", "Dataset"]
+
+_CHUNK = 4096  # images at a time, so that memory-mapped data is not read at once
+
+
+class DataError(ValueError):
+    """A file that is not what its name says, or data that cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images and labels, split for training and for the test.
+
+    Images are uint8, channels first: `[N, C, H, W]`, in all splits of one C, H and W. They may be a view of a
+    memory-mapped file, in which case they need not be contiguous. Labels are int64 `[N]`, from 0.
+
+    Args:
+        name: What it is called, for example `"cifar10"`.
+        train_images: Images to train on.
+        train_labels: Their labels.
+        test_images: Images to report an error from.
+        test_labels: Their labels.
+        classes: The name of every class, in the order of the labels.
+        source: What was used, for people: name, counts, place, and whether the content is known.
+        validation_images: Images to choose settings with, where the source sets some aside.
+        validation_labels: Their labels.
+
+    Raises:
+        DataError: Types, shapes, counts or labels do not fit together.
+    """
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: tuple[str, ...]
+    source: str
+    validation_images: Tensor | None = None
+    validation_labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.validation_images is None) != (self.validation_labels is None):
+            raise DataError(f"{self.name}: validation images and labels come together, one of them is missing")
+        if not self.classes or len(set(self.classes)) != len(self.classes):
+            raise DataError(f"{self.name}: class names must differ and there must be one, got {self.classes!r}")
+        shape = self.train_images.shape[1:]
+        for split, (images, labels) in self.splits.items():
+            _check(f"{self.name}, {split} split", images, labels, len(self.classes))
+            if images.shape[1:] != shape:
+                raise DataError(
+                    f"{self.name}: images of the {split} split have shape {tuple(images.shape[1:])}, "
+                    f"those of the train split {tuple(shape)}; they must agree"
+                )
+
+    @property
+    def splits(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Images and labels by split: train, validation if there is one, test."""
+        found = {"train": (self.train_images, self.train_labels)}
+        if self.validation_images is not None and self.validation_labels is not None:
+            found["validation"] = (self.validation_images, self.validation_labels)
+        found["test"] = (self.test_images, self.test_labels)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
+
+    @functools.cached_property
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel over the training images, in units of 255.
+
+        They are counted, not summed in floating point, so they are the same on every machine.
+        """
+        means, deviations = [], []
+        levels = torch.arange(256, dtype=torch.float64)
+        for channel in range(self.train_images.shape[1]):
+            counts = torch.zeros(256, dtype=torch.int64)
+            for start in range(0, len(self.train_images), _CHUNK):
+                part = self.train_images[start : start + _CHUNK, channel]
+                counts += part.reshape(-1).bincount(minlength=256).cpu()
+            total = counts.sum().item()
+            mean = (counts * levels).sum().item() / total
+            variance = (counts * (levels - mean) ** 2).sum().item() / total
+            means.append(mean / 255)
+            deviations.append(variance**0.5 / 255)
+        return tuple(means), tuple(deviations)
+
+    def __str__(self) -> str:
+        channels, height, width = self.shape
+        return f"{self.source}; {len(self.classes)} classes, {channels} × {height} × {width}"
+
+
+def _check(what: str, images: Tensor, labels: Tensor, classes: int) -> None:
+    """Refuse a split whose images or labels cannot be used."""
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise DataError(
+            f"{what}: images must be uint8 [N, C, H, W], not {images.dtype} {list(images.shape)}; convert them first"
+        )
+    if labels.dtype != torch.int64 or labels.ndim != 1:
+        raise DataError(
+            f"{what}: labels must be int64 [N], not {labels.dtype} {list(labels.shape)}; convert them first"
+        )
+    if len(images) != len(labels):
+        raise DataError(f"{what}: {len(images):,} images but {len(labels):,} labels; the files do not belong together")
+    if images.numel() == 0:
+        raise DataError(f"{what} is empty, shape {list(images.shape)}; at least one image is needed")
+    low, high = (int(extreme) for extreme in torch.aminmax(labels))
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        raise DataError(f"{what}: label {wrong} is out of range, there are {classes} classes (0 to {classes - 1})")

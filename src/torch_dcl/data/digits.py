@@ -1,0 +1,303 @@
+"""Multi-digit numbers written with MNIST digits, as in section 4.1: the same bytes every time, on every device.
+
+An image is a function of (set, split, seed, index). Digits are drawn from those of the split, cut out by their tight
+box, mirrored and turned, and placed; numbers are composed by the maximum; the tight box of the whole number is then
+stretched to 28 × 28, each axis on its own, as the paper's "rescale it into 28 × 28" is read here. `layouts` declares
+the sets.
+
+Why every device gives the same bytes:
+
+* Random numbers are integer hashes of (set, split, seed, purpose, digit, index). There is no generator with a state.
+* Coordinates are integers: 1/256 of a pixel, and 1/256 of the size. Sines and cosines have 14 bits.
+* Pixels and filter weights are integers of 8 bits. Sampling and filtering multiply and add them in float32, where every
+  sum stays below 2^24. So the order of a sum, the size of a batch, TF32 and fused operations cannot change a result.
+* What is not an integer (one product a weight, before it is rounded to 8 bits) is a single IEEE operation.
+
+A digit goes through at most two resamplings. A turned digit is sampled bilinearly on its own grid. Then one separable
+tent filter, as wide as an output pixel or a source pixel, whichever is larger, takes the digit's pixels straight to the
+28 × 28 image: placing, scaling and the final rescaling are one step.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_dcl.data._segments import INK, MnistLike, Segments, segment, source
+from torch_dcl.data.layouts import Layout, find_layout
+from torch_dcl.files import sha256_bytes
+
+__all__ = ["SIZES", "Segments", "generate", "segment", "source"]
+
+SIZES = {"train": 60_000, "test": 10_000}
+SIDE = 28
+DIGIT = 20  # pixels: the side of the box that MNIST digits were fitted into, one unit of a layout's positions
+
+_GRID = 32  # the frame that turned digits are read from: a power of two, so that normalised coordinates are exact
+_TURN_STEPS = 720  # half degrees
+_FAR = -(1 << 23)  # farther than any filter reaches, and still exact in float32 after a subtraction
+_MASK = 0xFFFFFFFF
+
+
+def generate(
+    name: str | Layout,
+    split: str,
+    *,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    mnist: MnistLike = None,
+    indices: Tensor | list[int] | range | None = None,
+    batch: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write the images of a multi-digit set.
+
+    Every class has exactly its share of the set, in mixed order. The label is the number as read: with two digits, ten
+    times the first plus the second. The same arguments give the same bytes on every device and for any `batch`, and
+    `indices` gives the same images as the whole set has at those places.
+
+    Args:
+        name: A name from `layouts.LAYOUTS`, or a layout.
+        split: `"train"` for 60,000 images or `"test"` for 10,000.
+        seed: Another seed gives another set of the same kind.
+        device: Where to compute, and where the result lies. The CPU when it is not given.
+        mnist: The digits to write with. A folder with the idx files of MNIST, gzipped or not; or images, uint8
+            `[n, 28, 28]`, and labels of the digits of this split; or `Segments`, when many sets are written; or None
+            for the embedded excerpt. `source` says in words what that was.
+        indices: Which images of the set, in which order. All of them when it is not given.
+        batch: How many images are computed at a time. It changes memory and speed, never the result.
+
+    Returns:
+        Images, uint8 `[N, 28, 28]` with 0 for paper and 255 for full ink, and labels, int64 `[N]`.
+
+    Raises:
+        ValueError: There is no such set or split, an index is outside the set, or the digits cannot be used.
+        TypeError: The digits or the indices are of a wrong type.
+        FileNotFoundError: An idx file is missing.
+        RuntimeError: The device is not available.
+    """
+    layout = name if isinstance(name, Layout) else find_layout(name)
+    if split not in SIZES:
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+    place = _device(device)
+    chosen = _indices(indices, SIZES[split], layout, split).to(place)
+    if batch is None:
+        batch = 256 * torch.get_num_threads() if place.type == "cpu" else 4096
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, not {batch}")
+    digits = segment(mnist, split).to(place)
+    stream = _Stream(layout.name, split, seed)
+    numbers = _numbers(layout, stream, SIZES[split]).to(place)[chosen]
+    images = torch.empty(len(chosen), SIDE, SIDE, dtype=torch.uint8, device=place)
+    with torch.no_grad(), torch.autocast(place.type, enabled=False):
+        draw = _draw(layout, stream, digits, chosen, numbers)
+        for start in range(0, len(chosen), batch):
+            part = slice(start, start + batch)
+            image = _images(layout, digits, draw.part(part))
+            images[part] = _noisy(image, round(layout.effective("noise")), stream, chosen[part])
+    return images, numbers
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Check a device before any work goes into it."""
+    try:
+        place = torch.device("cpu" if device is None else device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise RuntimeError(f"device {str(device)!r} is not available ({first}); use device='cpu'") from None
+    return place
+
+
+def _indices(indices: Tensor | list[int] | range | None, size: int, layout: Layout, split: str) -> Tensor:
+    """Check which images are wanted, and give them as int64."""
+    if indices is None:
+        return torch.arange(size)
+    chosen = torch.as_tensor(indices if isinstance(indices, Tensor) else list(indices), device="cpu")
+    if chosen.ndim != 1:
+        raise TypeError(f"indices must have one axis, they have shape {tuple(chosen.shape)}")
+    if len(chosen) == 0:
+        return chosen.long()
+    if chosen.is_floating_point() or chosen.is_complex() or chosen.dtype == torch.bool:
+        raise TypeError(f"indices must be integers, they are {chosen.dtype}")
+    low, high = int(chosen.min()), int(chosen.max())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"index {wrong} is outside {layout.name} {split}, which has images 0 to {size - 1}")
+    return chosen.long()
+
+
+# Random numbers
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble 32 bits: a bijection in which every bit of the input reaches every bit of the output.
+
+    The constants are those of lowbias32 by Chris Wellons. The second is written as its negative complement, so that no
+    product leaves 64 bits.
+    """
+    x = ((x >> 16) ^ x) * 0x7FEB352D & _MASK
+    x = ((x >> 15) ^ x) * (0x846CA68B - (1 << 32)) & _MASK
+    return (x >> 16) ^ x
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The random numbers of one set, split and seed: a hash, so that any of them can be had at any time."""
+
+    name: str
+    split: str
+    seed: int
+
+    def bits(self, counter: Tensor, *purposes: str) -> Tensor:
+        """Hash counters `[N]` to 32 random bits for each purpose: int64 `[purposes, N]`."""
+        texts = [f"{self.name}/{self.split}/{self.seed}/{purpose}" for purpose in purposes]
+        keys = [int(sha256_bytes(text.encode())[:16], 16) for text in texts]
+        first = torch.tensor([key >> 32 for key in keys], device=counter.device)[:, None]
+        second = torch.tensor([key & _MASK for key in keys], device=counter.device)[:, None]
+        return _mix(_mix((counter + first) & _MASK) ^ second)
+
+
+def _within(bits: Tensor, reach: int) -> Tensor:
+    """Turn 32 random bits into an integer from -reach to reach."""
+    return ((bits * (2 * reach + 1)) >> 32) - reach
+
+
+def _numbers(layout: Layout, stream: _Stream, size: int) -> Tensor:
+    """Give the number that each image of the set shows: every class equally often, in mixed order."""
+    order = stream.bits(torch.arange(size, device="cpu"), "order")[0].argsort(stable=True)
+    return order % layout.classes
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """What chance decided about the digits of each image: int64, `[K, N]` for K digits."""
+
+    source: Tensor  # which digit of the split
+    centre: Tensor  # [2, K, N]: downwards and to the right, in 1/256 pixel
+    scale: Tensor  # in 1/256
+    turn: Tensor  # clockwise, in half degrees from 0 to 719
+    wave: Tensor  # [2, K, N]: cosine and sine of the turn, in 1/2^14
+
+    def part(self, which: slice) -> "_Draw":
+        """Give the draws of some of the images."""
+        return _Draw(*(getattr(self, field.name)[..., which] for field in fields(self)))
+
+
+def _draw(layout: Layout, stream: _Stream, digits: Segments, index: Tensor, number: Tensor) -> _Draw:
+    """Draw source and geometry of every digit of the images `index`, which show `number`."""
+    places = range(len(layout.digits))
+
+    def bits(purpose: str) -> Tensor:
+        return stream.bits(index, *(f"{purpose}/{k}" for k in places))
+
+    def declared(values: list[float], unit: int) -> Tensor:
+        return torch.tensor([round(value * unit) for value in values], device=index.device)[:, None]
+
+    shift, scale = round(layout.effective("shift") * DIGIT * 256), round(layout.effective("scale") * 256)
+    value = torch.stack([number // 10 ** (len(layout.digits) - 1 - k) % 10 for k in places])
+    y = declared([digit.y for digit in layout.digits], DIGIT * 256) + _within(bits("y"), shift)
+    x = declared([digit.x for digit in layout.digits], DIGIT * 256) + _within(bits("x"), shift)
+    size = declared([digit.scale for digit in layout.digits], 256) * (256 + _within(bits("scale"), scale))
+    turn = declared([digit.rotation for digit in layout.digits], 2)
+    turn = (turn + _within(bits("rotation"), round(layout.effective("rotation") * 2))) % _TURN_STEPS
+    return _Draw(digits.draw(value, bits("source")), torch.stack([y, x]), (size + 128) >> 8, turn, _wave(turn))
+
+
+def _wave(turn: Tensor) -> Tensor:
+    """Look up cosine and sine of half degrees, in 1/2^14: int64 `[2, ...]`."""
+    angles = [math.radians(step / 2) for step in range(_TURN_STEPS)]
+    table = [[round(wave(angle) * (1 << 14)) for angle in angles] for wave in (math.cos, math.sin)]
+    return torch.tensor(table, device=turn.device)[:, turn]
+
+
+# Images. K digits of B images are laid out one after the other as K·B digits.
+
+
+def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
+    """Write one batch of images: float32 `[B, 28, 28]`, integers from 0 to 255."""
+    shape = draw.source.shape
+    source = draw.source.flatten()
+    size = torch.stack([digits.height[source], digits.width[source]])
+    if layout.upright:
+        pixels, low = digits.pixels[source].float(), torch.zeros_like(size)
+    else:
+        mirror = torch.tensor([-1 if digit.mirror else 1 for digit in layout.digits], device=source.device)
+        sign = mirror[:, None].expand(shape).flatten()
+        pixels = _turned(digits.pixels[source], size, draw.wave.flatten(1), sign, digits.reach)
+        low, size = _tight_box(pixels)
+    # Edges of the digits and of the whole number, in 1/512 pixel.
+    extent = 2 * size.view(2, *shape) * draw.scale
+    edge = 2 * draw.centre - extent // 2
+    start = edge.amin(1, keepdim=True)
+    whole = ((edge + extent).amax(1, keepdim=True) - start).expand_as(edge)
+    scale = draw.scale.expand_as(edge)
+    weights = _weights(*(t.reshape(-1, 1).int() for t in (low, size, edge - start, scale, whole)), pixels.shape[1])
+    rows, columns = weights.view(2, len(source), SIDE, -1)
+    half = torch.bmm(rows, pixels).mul_(1 / 256).round_().clamp_(max=255)
+    drawn = torch.bmm(half, columns.transpose(1, 2))
+    return drawn.view(*shape, SIDE, SIDE).amax(0).mul_(1 / 256).round_().clamp_(max=255)
+
+
+def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int) -> Tensor:
+    """Mirror digits where `sign` is -1 and turn them, on a grid that holds every digit at every angle.
+
+    The middle stays in the middle. Places on the digit are rounded to 1/256 pixel, and the frame that is read has 32
+    pixels a side. So coordinates, weights and products are exact in float32.
+    """
+    device = pixels.device
+    frame = torch.zeros(len(pixels), 1, _GRID, _GRID, dtype=torch.float32, device=device)
+    frame[:, 0, : pixels.shape[1], : pixels.shape[2]] = pixels
+    cos, sin = wave
+    down, across = (size // 2 - _GRID // 2) << 15
+    # Two planes: how x, then y, on the digit follows from x and y on the grid, in 1/2^15 pixel from the frame's middle.
+    step = torch.arange(1 - reach, reach, 2, device=device)  # pixel centres, in half pixels
+    by_x = torch.stack([sign * cos, -sin], 1)[:, :, None] * step + torch.stack([across, down], 1)[:, :, None]
+    by_y = torch.stack([sign * sin, cos], 1)[:, :, None] * step
+    grid = (by_x.float().mul_(1 / 128)[:, :, None, :] + by_y.float().mul_(1 / 128)[..., None]).round_()
+    grid = grid.mul_(1 / (128 * _GRID)).permute(0, 2, 3, 1)
+    return F.grid_sample(frame, grid, mode="bilinear", padding_mode="zeros", align_corners=False)[:, 0].round_()
+
+
+def _tight_box(pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the first row and column with ink and the height and width of what has ink: two `[2, N]`."""
+    side = pixels.shape[-1]
+    ink = (pixels >= INK).float()
+    # Products with ones count the ink of rows faster than a maximum over so short an axis.
+    rows = torch.mv(ink.view(-1, side), ink.new_ones(side)).view(-1, side)
+    inked = torch.stack([rows, ink.sum(1)]) > 0
+    place = torch.arange(side, device=pixels.device)
+    low = torch.where(inked, place, side).amin(2)
+    return low, torch.where(inked, place + 1, 0).amax(2) - low
+
+
+def _weights(low: Tensor, size: Tensor, edge: Tensor, scale: Tensor, whole: Tensor, side: int) -> Tensor:
+    """Weigh the pixels of digits for each of the 28 output pixels along one axis: float32 `[N, 28, side]`, in 1/256.
+
+    A tent around the centre of the output pixel, reaching as far as the next output pixel or the next source pixel,
+    whichever is farther, on paper that goes on as blank pixels. The unit of length is 1/(512 · 56) pixel, in which the
+    centres of output pixels and of source pixels are integers. All arguments are int32 `[N, 1]`.
+    """
+    centre = torch.arange(1, 2 * SIDE, 2, device=low.device, dtype=torch.int32) * whole
+    step = torch.arange(side, device=low.device, dtype=torch.int32) - low
+    first, pitch = 56 * (edge + scale), 112 * scale
+    pixel = torch.where((step >= 0) & (step < size), first + pitch * step, _FAR)
+    radius = torch.maximum(2 * whole, pitch)
+    # The sum of the tent over all source pixels: two arithmetic series, to the right and to the left of the centre.
+    right = torch.remainder(first - centre, pitch)
+    n, m = (radius - right + pitch - 1) // pitch, (radius + right - 1) // pitch
+    total = n * (radius - right) + m * (radius + right - pitch) - pitch * ((n * (n - 1) + m * (m - 1)) // 2)
+    factor = ((1 << 40) // total.long()).float().mul_(1 / (1 << 32))  # 256 / total
+    weights = (centre.float()[:, :, None] - pixel.float()[:, None, :]).abs_()
+    return torch.sub(radius.float()[:, :, None], weights, out=weights).clamp_(min=0).mul_(factor[:, :, None]).round_()
+
+
+def _noisy(image: Tensor, noise: int, stream: _Stream, index: Tensor) -> Tensor:
+    """Add noise of up to `noise` grey values, from 8 random bits a pixel."""
+    if noise == 0:
+        return image
+    words = SIDE * SIDE // 4
+    counter = index[:, None] * words + torch.arange(words, device=index.device)
+    grey = stream.bits(counter.flatten(), "noise").to(torch.int32).view(torch.uint8).view(image.shape).float()
+    return image.add_(grey.mul_(noise / 128).sub_(noise * 255 / 256).round_()).clamp_(0, 255)

@@ -1,0 +1,122 @@
+"""Fetching the original files, and taking out of an archive what is expected and nothing else."""
+
+import http.client
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch_dcl.data.dataset import DataError
+from torch_dcl.files import replacing, write_bytes
+
+__all__ = ["fetch", "read_members", "write_members"]
+
+_MAX_MEMBERS = 1000
+_MAX_BYTES = 2**30  # announced by all members of an archive together
+
+
+def fetch(addresses: list[str], target: Path, md5: str) -> None:
+    """Bring one file with torchvision's downloader, which shows a progress bar. A file that is there already is kept.
+
+    Args:
+        addresses: Where it can be had, tried in turn.
+        target: Where to put it. Folders are made as needed.
+        md5: The MD5 that its publisher names.
+
+    Raises:
+        OSError: No address gave the file. Nothing is left behind.
+        DataError: There is a file at `target` which is not the right one.
+    """
+    from torchvision.datasets.utils import (  # noqa: PLC0415  (import torch_dcl.data loads no torchvision)
+        check_integrity,
+        download_url,
+    )
+
+    if target.exists():
+        if not check_integrity(target, md5):
+            raise DataError(f"{target} is there but is not the published file (MD5 {md5}); remove it and try again")
+        return
+    reasons = []
+    for address in addresses:
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(target) as aside:
+                download_url(address, aside.parent, aside.name, md5)
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            reasons.append(f"{address}: {error or type(error).__name__}")
+        else:
+            return
+    raise OSError(f"could not fetch {target.name} ({'; '.join(reasons)}); put the file at {target} by hand")
+
+
+def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]:
+    """Read the expected files of a gzipped tar archive into memory. Nothing is written.
+
+    Args:
+        archive: The file.
+        expected: Name in the archive to its size in bytes.
+
+    Returns:
+        The content of every expected file by its name.
+
+    Raises:
+        DataError: The archive is damaged or of another format, one of the files is missing, is there twice, is not a
+            regular file or has another size, or the archive is far larger than it may be.
+    """
+    found: dict[str, bytes] = {}
+    announced = 0
+    try:
+        with tarfile.open(archive, "r|gz") as tar:
+            for count, member in enumerate(tar):
+                announced += member.size
+                if count >= _MAX_MEMBERS or announced > _MAX_BYTES:
+                    raise DataError(f"{archive} is far larger than the published archive; remove it and fetch it again")
+                if member.name not in expected:
+                    continue
+                if member.name in found:
+                    raise DataError(f"{archive} holds {member.name} twice; remove it and fetch it again")
+                found[member.name] = _content(archive, tar, member, expected[member.name])
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise DataError(
+            f"{archive} is not a whole gzipped tar archive ({error}); remove it and fetch it again"
+        ) from error
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise DataError(f"{archive} lacks {', '.join(missing)}; remove it and fetch it again")
+    return found
+
+
+def write_members(archive: Path, expected: Mapping[str, int], folder: Path) -> None:
+    """Unpack the expected files of an archive, each whole or not at all.
+
+    Args:
+        archive: The file.
+        expected: As for `read_members`.
+        folder: Where to put them, by their names in the archive.
+
+    Raises:
+        DataError: As `read_members`.
+        OSError: The disk is full or read-only.
+    """
+    for name, content in read_members(archive, expected).items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(target, content)
+
+
+def _content(archive: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, size: int) -> bytes:
+    """The bytes of one expected member."""
+    if not member.isreg():
+        raise DataError(f"{archive}: {member.name} is not a regular file; remove the archive and fetch it again")
+    if member.size != size:
+        raise DataError(
+            f"{archive}: {member.name} has {member.size:,} bytes, expected {size:,}; remove the archive and fetch it "
+            "again"
+        )
+    file = tar.extractfile(member)
+    content = b"" if file is None else file.read()
+    if len(content) != member.size:
+        raise DataError(f"{archive} is truncated in {member.name}; remove it and fetch it again")
+    return content

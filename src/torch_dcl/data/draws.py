@@ -1,0 +1,56 @@
+"""Random numbers that depend on what they are for and on nothing else: a hash of (seed, purpose, epoch, index).
+
+The number of a sample does not change with the batch size, the order, the device or what ran before.
+"""
+
+import hashlib
+
+from torch import Tensor
+
+__all__ = ["below", "draw"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
+    """Draw one number for every index.
+
+    Args:
+        seed: Any whole number.
+        purpose: What the numbers are for, so that two purposes do not share them.
+        epoch: Any whole number.
+        index: int64, on any device.
+
+    Returns:
+        int64 of the same shape and device; all 64 bits are uniform, so half of the numbers are negative. The
+        splitmix64 generator's mixing of the index, started from the SHA-256 of the rest.
+    """
+    key = hashlib.sha256(f"{seed}|{epoch}|{purpose}".encode()).digest()[:8]
+    x = index * _signed(_GOLDEN) + _signed(int.from_bytes(key, "little"))
+    for shift, factor in _FACTORS:
+        x = (x ^ _right(x, shift)) * _signed(factor)
+    return x ^ _right(x, 31)
+
+
+def below(drawn: Tensor, bound: int) -> Tensor:
+    """Bring drawn numbers into a range.
+
+    Args:
+        drawn: From `draw`.
+        bound: From 1 to 2³¹.
+
+    Returns:
+        int64 from 0 to bound − 1, uniform to about bound / 2³².
+    """
+    return _right(drawn, 32) * bound >> 32
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same bits."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _right(x: Tensor, shift: int) -> Tensor:
+    """Shift to the right and fill with zeros; torch fills with the sign."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)

@@ -1,0 +1,138 @@
+"""Data of the size of ILSVRC2012: decoded by worker processes, cropped, mirrored and centred on the device.
+
+The layout is torchvision's: `train/CLASS/*` and `val/CLASS/*`. As in Caffe's AlexNet, every image is brought to
+256 × 256 without keeping the ratio of its sides. Training takes a random 227 × 227 crop and mirrors half of them; the
+test takes the centre crop. The order of an epoch, crops and mirroring are hashes of (seed, epoch, index), as in
+`Batches`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torch_dcl.data.batches import cut
+from torch_dcl.data.dataset import DataError
+from torch_dcl.data.draws import draw
+from torch_dcl.data.folder import class_folders, image_files
+
+__all__ = ["ImageNetBatches"]
+
+# The channel means of Caffe's mean image of ILSVRC2012, red, green, blue, from 0 to 255.
+CAFFE_MEAN = (122.67891434, 116.66876762, 104.00698793)
+
+
+class ImageNetBatches:
+    """Batches of one split of a folder of images, decoded as they are needed.
+
+    Args:
+        root: The folder above `train` and `val`.
+        split: `"train"` to shuffle and augment, `"val"` for evaluation in order.
+        batch: Images to a batch. The last one of a training epoch is left out when it is not full.
+        seed: What order, crops and mirroring are drawn from.
+        resize: Height and width that every image is brought to, by antialiased bilinear interpolation.
+        crop: Height and width of what the network sees.
+        mean: What is subtracted, from 0 to 255: one number a channel, or a mean image `[3, resize, resize]`, of which
+            each crop subtracts its own part.
+        device: Where crops are made and batches are given.
+        workers: Processes that decode; 0 decodes in this one.
+
+    Raises:
+        FileNotFoundError: The folder is missing.
+        DataError: A class folder is missing or empty.
+        ValueError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        split: str,
+        batch: int,
+        seed: int = 0,
+        *,
+        resize: int = 256,
+        crop: int = 227,
+        mean: Sequence[float] | Tensor = CAFFE_MEAN,
+        device: torch.device | str = "cpu",
+        workers: int = 4,
+    ):
+        if split not in ("train", "val"):
+            raise ValueError(f"split must be 'train' or 'val', not {split!r}")
+        if batch < 1 or workers < 0 or not 1 <= crop <= resize:
+            raise ValueError(
+                f"batch ≥ 1, workers ≥ 0 and 1 ≤ crop ≤ resize are needed, got batch {batch}, workers {workers}, "
+                f"crop {crop}, resize {resize}"
+            )
+        self.classes = tuple(class_folders(Path(root) / "train"))
+        self.files = image_files(Path(root) / split, list(self.classes))
+        self.train, self.batch, self.seed, self.crop, self.workers = split == "train", batch, seed, crop, workers
+        if self.train and len(self.files) < batch:
+            raise ValueError(f"{len(self.files)} images do not fill one batch of {batch}; take a smaller batch")
+        self.resize, self.device = resize, torch.device(device)
+        self.mean = torch.as_tensor(mean, dtype=torch.float32, device=self.device)
+        if tuple(self.mean.shape) not in ((3,), (3, resize, resize)):
+            raise ValueError(f"mean must have shape [3] or [3, {resize}, {resize}], not {list(self.mean.shape)}")
+        self.mean = self.mean.view(3, 1, 1) if self.mean.ndim == 1 else self.mean
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        count = len(self.files)
+        return count // self.batch if self.train else -(-count // self.batch)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Its number.
+            start: The batch to begin with, to resume.
+
+        Yields:
+            float32 images `[B, 3, crop, crop]` and int64 labels `[B]`, on the device.
+
+        Raises:
+            DataError: An image cannot be read.
+        """
+        index = torch.arange(len(self.files))
+        order = draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
+        wanted = [order[n * self.batch : (n + 1) * self.batch].tolist() for n in range(start, len(self))]
+        loader = DataLoader(
+            _Decoded(self.files, self.resize),
+            batch_sampler=wanted,
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        for images, labels, which in loader:
+            moved = images.to(self.device, non_blocking=True)
+            yield self._crop(moved, which.to(self.device), epoch), labels.to(self.device, non_blocking=True)
+
+    def _crop(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
+        """Subtract the mean, then crop: the order Caffe has, and the one a mean image needs."""
+        centred = images.float() - self.mean
+        if self.train:
+            return cut(centred, index, self.seed, epoch, (self.crop, self.crop), flip=True)
+        first = (self.resize - self.crop) // 2
+        return centred[:, :, first : first + self.crop, first : first + self.crop].contiguous()
+
+
+class _Decoded(Dataset[tuple[Tensor, int, int]]):
+    """The images of a list of files, decoded and resized: what a worker does."""
+
+    def __init__(self, files: list[tuple[Path, int]], resize: int):
+        self.files, self.resize = files, resize
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        from PIL import Image  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB").resize((self.resize, self.resize), Image.Resampling.BILINEAR)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"{path} cannot be read as an image ({error}); repair or remove it") from error
+        return torch.from_numpy(np.array(image).transpose(2, 0, 1).copy()), label, index
