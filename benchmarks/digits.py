@@ -62,8 +62,9 @@ def main() -> None:
         print(f"{set_name}: {seconds:.2f} s", flush=True)
     pil = _pil_speed(arguments.sets, given["test"], arguments.pil_sample)
     speed = images / total
-    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s, {speed:,.0f} images/s; PIL {pil:,.0f} images/s")
-    print(f"(from {arguments.pil_sample} images a set); ratio {speed / pil:.1f}; load {os.getloadavg()[0]:.1f}")
+    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s, {speed:,.0f} images/s")
+    print(f"PIL: {pil:,.0f} images/s (from {arguments.pil_sample} images a set), ratio {speed / pil:.1f}")
+    print(f"load {os.getloadavg()[0]:.1f} at the end")
     if arguments.out:
         threads = torch.get_num_threads()
         row = [name, torch.__version__, len(arguments.sets), images, f"{total:.2f}", f"{speed:.0f}", f"{pil:.0f}"]

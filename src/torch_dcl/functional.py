@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = ["default_eps", "draw_pair", "fuse_branches", "fuse_pairs"]
 
@@ -152,6 +151,8 @@ class _Fuse(torch.autograd.Function):
     @staticmethod
     def forward(groups: Groups, eps: float, *pre: Tensor) -> Tensor:
         v = [_respond(p) for p in pre]
+        if len(groups) == 1:
+            return _saturate(_rooted_product(v, eps), pre[0].dtype)
         z = reduce(torch.add, (_rooted_product([v[t] for t in group], eps) / len(groups) for group in groups))
         return _saturate(z, pre[0].dtype)
 
@@ -166,44 +167,64 @@ class _Fuse(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
         dtype = saved[0].dtype
-        wide = _compute_dtype(dtype)
-        pre = [_cast(p, wide) for p in saved]
-        grad_z = _cast(grad_outputs[0], wide) / len(ctx.groups)
-        grads: list[Tensor | None] = [None] * len(pre)
+        v = [_respond(p) for p in saved]
+        grad_z = _cast(grad_outputs[0], v[0].dtype)
+        grads: list[Tensor | None] = [None] * len(v)
         for group in ctx.groups:
-            members = [pre[t] for t in group]
-            z = _rooted_product_again(members, ctx.eps)
-            for t, slope in zip(group, _slopes(members, z), strict=True):
-                grad, before = torch.where(pre[t] > 0, grad_z * slope, 0.0), grads[t]
-                grads[t] = grad if before is None else before + grad
+            parts = _group_gradients(grad_z, [v[t] for t in group], ctx.eps, 1 / len(ctx.groups))
+            for t, part in zip(group, parts, strict=True):
+                before = grads[t]
+                grads[t] = part if before is None else before + part
         return None, None, *(None if g is None else _saturate(g, dtype) for g in grads)
 
 
 def _respond(pre: Tensor) -> Tensor:
     """v = relu(pre) in the type to compute in; an infinite response counts as the largest number."""
     wide = _compute_dtype(pre.dtype)
-    return F.relu(_cast(pre, wide)).clamp(max=torch.finfo(wide).max)
+    return _cast(pre, wide).clamp(0.0, torch.finfo(wide).max)
 
 
 def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
     """(Π v_t + ε)^(1/T), through the geometric mean, which never leaves the range of the v_t."""
     T = len(v)
     if T == 1:
-        return v[0] + eps
+        return v[0] if eps == 0 else v[0] + eps
     floor, largest = _floor(T, eps, v[0].dtype), torch.finfo(v[0].dtype).max
-    mean = reduce(mul, (_root(v_t, T) for v_t in v)).clamp(max=largest)  # the roots are rounded, perhaps upwards
+    mean = reduce(mul, (_root(v_t, T) for v_t in v))
+    if T == 2 and not torch.compiler.is_exporting():  # √(mean² + floor²) at once; other runtimes may not have it
+        return torch.hypot(mean, torch.full((), floor, dtype=mean.dtype, device=mean.device)).clamp(max=largest)
+    mean = mean.clamp(max=largest)  # the roots are rounded, perhaps upwards
     scale = mean.clamp(min=floor)
     return scale * _root((mean / scale) ** T + (floor / scale) ** T, T)
 
 
-def _rooted_product_again(pre: Sequence[Tensor], eps: float) -> Tensor:
-    """The same z from the pre-activations, in operations that can be differentiated where a branch is dead.
+def _group_gradients(grad_z: Tensor, v: Sequence[Tensor], eps: float, share: float) -> list[Tensor]:
+    """∂z/∂v_i · grad_z · share for every branch i of a group, zero where the branch is dead."""
+    T, largest = len(v), torch.finfo(grad_z.dtype).max
+    if T == 1:
+        return [_where_alive(grad_z * share, v[0])]
+    z = _rooted_product_again(v, eps) if torch.is_grad_enabled() else _rooted_product(v, eps)
+    if T == 2:
+        zero = torch.zeros((), dtype=z.dtype, device=z.device)
+        unit = torch.addcdiv(zero, grad_z, z, value=share / 2).clamp(-largest, largest)
+        return [_where_alive(unit * v[1 - i], v[i]) for i in range(2)]
+    return [_where_alive(grad_z * share * slope, v_i) for slope, v_i in zip(_slopes(v, z), v, strict=True)]
+
+
+def _where_alive(grad: Tensor, v: Tensor) -> Tensor:
+    """The gradient of a ReLU with the response v."""
+    passed: Tensor = torch.ops.aten.threshold_backward(grad, v, 0)
+    return passed
+
+
+def _rooted_product_again(v: Sequence[Tensor], eps: float) -> Tensor:
+    """The same z in operations that can be differentiated where a branch is dead.
 
     A second ``_Fuse`` would do, but torch.compile of torch 2.11 follows its backward into itself without end.
     """
-    dead = reduce(torch.logical_or, (p <= 0 for p in pre))
-    z = _rooted_product([torch.where(dead, 1.0, _respond(p)) for p in pre], eps)
-    return torch.where(dead, _floor(len(pre), eps, z.dtype), z)
+    dead = reduce(torch.logical_or, (v_t <= 0 for v_t in v))
+    z = _rooted_product([torch.where(dead, 1.0, v_t) for v_t in v], eps)
+    return torch.where(dead, _floor(len(v), eps, z.dtype), z)
 
 
 def _floor(T: int, eps: float, dtype: torch.dtype) -> float:
@@ -211,20 +232,18 @@ def _floor(T: int, eps: float, dtype: torch.dtype) -> float:
     return max(math.pow(eps, 1 / T), torch.finfo(dtype).tiny)
 
 
-def _slopes(pre: Sequence[Tensor], z: Tensor) -> list[Tensor]:
-    """∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z) for every i, as the (T-1)-th power of a geometric mean.
+def _slopes(v: Sequence[Tensor], z: Tensor) -> list[Tensor]:
+    """∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z) for every i of three or more, as the (T-1)-th power of a geometric mean.
 
     A dead branch is replaced by 1 under the root and by 0 behind it, so that this can be differentiated again. The
     factor 1/T is spread over the ratios, so that nothing overflows on the way to a slope that does not.
     """
-    T, largest = len(pre), torch.finfo(z.dtype).max
-    if T == 1:
-        return [torch.ones_like(z)]
+    T, largest = len(v), torch.finfo(z.dtype).max
     unit, share = _root(z, T - 1), T ** (-1 / (T - 1) ** 2)
     ratios = []
-    for p in pre:
-        alive = p > 0
-        root = _root(torch.where(alive, p.clamp(max=largest), 1.0), T - 1)
+    for v_t in v:
+        alive = v_t > 0
+        root = _root(torch.where(alive, v_t, 1.0), T - 1)
         ratios.append(torch.where(alive, root * share, 0.0) / unit)
     others = (reduce(mul, ratios[:i] + ratios[i + 1 :]) for i in range(T))
     return [(product ** (T - 1)).clamp(max=largest) for product in others]
@@ -242,7 +261,7 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return _cast(x.clamp(-largest, largest), dtype)
+    return _cast(x, dtype).clamp(-largest, largest)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ random draws from the library and nothing else. `benchmarks/digits.py` times it 
 """
 
 import dataclasses
-import gzip
 import hashlib
 import math
 
@@ -221,16 +220,6 @@ def test_labels_read_the_digits_in_the_order_of_the_declaration():
     assert torch.equal(written @ torch.tensor([100, 10, 1]), labels)
 
 
-def test_train_and_test_are_written_with_their_own_digits_only(tmp_path):
-    for prefix, grey in (("train", 100), ("t10k", 200)):
-        images, labels = squares([grey] * 10)
-        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
-        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte", labels.to(torch.uint8))
-    for split, grey in (("train", 100), ("test", 200)):
-        images, _ = digits.generate("MNIST-II-01", split, mnist=tmp_path, indices=range(200))
-        assert abs(images.flatten(1).amax(1).int() - grey).max() <= 1
-
-
 def test_every_digit_of_a_split_is_used(test_digits):
     stream = digits._Stream("MNIST-III-02", "test", 0)
     numbers = digits._numbers(LAYOUTS["MNIST-III-02"], stream, 10_000)
@@ -335,13 +324,13 @@ def test_random_variation_stays_within_its_range_and_fills_it(test_digits):
     layout = Layout("vary", (Digit(0.5, -0.5, 0.8, 350),), shift=0.1, scale=0.2, rotation=20, strength=0.5)
     index = torch.arange(5000)
     draw = digits._draw(layout, digits._Stream("vary", "test", 0), test_digits, index, index % 10)
-    for values, middle, reach in (
+    for drawn, middle, reach in (
         (draw.centre[1] / 256 / 20, 0.5, 0.05),
         (draw.centre[0] / 256 / 20, -0.5, 0.05),
         (draw.scale / 256, 0.8, 0.08),
         ((draw.turn / 2 + 180) % 360 - 180, -10, 10),
     ):
-        values = values.double()
+        values = drawn.double()
         assert values.min().item() == pytest.approx(middle - reach, abs=0.004)
         assert values.max().item() == pytest.approx(middle + reach, abs=0.004)
         assert values.mean().item() == pytest.approx(middle, abs=reach / 20)
@@ -370,34 +359,6 @@ def test_noise_has_its_amplitude(noise, test_digits):
 # Bad input
 
 
-def write_idx(path, array):
-    content = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    content += array.numpy().tobytes()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    images, labels = mnist_excerpt("test")
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
-    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", labels.to(torch.uint8))
-    return tmp_path
-
-
-def test_a_folder_and_its_tensors_give_the_same_images(folder):
-    indices = range(50)
-    expected, _ = digits.generate("MNIST-II-01", "test", indices=indices)
-    for mnist in (folder, str(folder), mnist_excerpt("test"), digits.segment(None, "test")):
-        assert torch.equal(digits.generate("MNIST-II-01", "test", mnist=mnist, indices=indices)[0], expected)
-
-
-def test_what_was_used_is_said(folder):
-    assert "embedded excerpt" in digits.source()
-    assert digits.source(folder) == f"the idx files in the folder {folder.name!r}"
-    assert digits.source(mnist_excerpt("test")) == "1,000 digits given as tensors"
-    assert "1,000 test digits" in digits.source(digits.segment(None, "test"))
-
-
 def test_no_images_are_no_error(test_digits):
     images, labels = digits.generate("MNIST-II-01", "test", mnist=test_digits, indices=[])
     assert images.shape == (0, 28, 28)
@@ -422,56 +383,3 @@ def test_no_images_are_no_error(test_digits):
 def test_wrong_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         digits.generate(**{"name": "MNIST-II-01", "split": "test"} | arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda x, y: (x.float(), y), TypeError, "must be uint8 images from 0 to 255, they are torch.float32"),
-        (lambda x, y: (x[:, 1:], y), ValueError, r"must have shape \[n, 28, 28\], they have \[1000, 27, 28\]"),
-        (lambda x, y: (x, y[1:]), ValueError, r"1000 test digits need as many labels, there are \[999\]"),
-        (lambda x, y: (x, y.float()), TypeError, "labels of the test digits must be integers"),
-        (lambda x, y: (x, y + 1), ValueError, "must be 0 to 9, they go from 1 to 10"),
-        (lambda x, y: (x[y != 7], y[y != 7]), ValueError, "the test digits have none of class 7"),
-        (lambda x, y: (x[:0], y[:0]), ValueError, "there are no test digits"),
-        (lambda x, y: (x * (torch.arange(1000) != 5)[:, None, None], y), ValueError, "image 5 of the test digits has no"),
-        (lambda x, y: (x.numpy(), y), TypeError, "must be two tensors, not ndarray, Tensor"),
-        (lambda x, y: digits.segment((x, y), "train"), ValueError, "cut out for 'train', not for 'test'"),
-        (lambda x, y: [x], TypeError, "mnist must be"),
-    ],
-)
-def test_wrong_digits_are_named(change, error, message):
-    with pytest.raises(error, match=message):
-        digits.generate("MNIST-II-01", "test", mnist=change(*mnist_excerpt("test")))
-
-
-def test_a_missing_idx_file_is_named(folder):
-    (folder / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(FileNotFoundError, match=r"neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte\.gz"):
-        digits.generate("MNIST-II-01", "test", mnist=folder)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content[:-100], r"idx3-ubyte\.gz is damaged or no gzip file"),
-        (lambda content: b"not gzip", r"idx3-ubyte\.gz is damaged or no gzip file"),
-        (lambda content: gzip.decompress(content), r"idx3-ubyte\.gz is damaged or no gzip file"),
-        (lambda content: gzip.compress(b"foreign"), "not an idx file of unsigned bytes with 3 axes"),
-        (lambda content: gzip.compress(gzip.decompress(content)[:9]), "not an idx file of unsigned bytes with 3 axes"),
-        (lambda content: gzip.compress(gzip.decompress(content)[:-1]), r"holds 783999 .* header says \[1000, 28, 28\]"),
-        (lambda content: gzip.compress(gzip.decompress(content) + b"x"), "holds 784001 values where"),
-    ],
-)
-def test_a_wrong_idx_file_is_named(folder, change, message):
-    path = folder / "t10k-images-idx3-ubyte.gz"
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(ValueError, match=message):
-        digits.generate("MNIST-II-01", "test", mnist=folder)
-
-
-def test_a_plain_file_that_is_gzipped_is_named(folder):
-    path = folder / "t10k-images-idx3-ubyte.gz"
-    path.rename(path.with_suffix(""))
-    with pytest.raises(ValueError, match="idx3-ubyte is not an idx file"):
-        digits.generate("MNIST-II-01", "test", mnist=folder)

@@ -59,7 +59,7 @@ def test_upright(digit, upright):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("MNIST-III-1", "did you mean 'MNIST-III-01'"),
+        ("MNIST-III-6", "did you mean 'MNIST-III-06'"),
         ("mnist-ii-05", "did you mean 'MNIST-II-05'"),
         ("II-03", "did you mean 'MNIST-II-03'"),
         ("cifar", "the sets are MNIST-II-01, "),

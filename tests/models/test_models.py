@@ -30,7 +30,7 @@ def images(model: nn.Module, batch: int = 2) -> torch.Tensor:
 
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(models, name) for name in models.__all__)
-    assert models.__all__ == sorted(models.__all__)
+    assert len(models.__all__) == len(set(models.__all__))
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_dcl.convert.fit import FitReport, collect_samples, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.table import count, tabulate
-from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, obstacle, swap
+from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, obstacle, swap, thawed
 from torch_dcl.layers import _DCL
 from torch_dcl.stochastic import seed_branches_
 
@@ -85,7 +85,8 @@ def convert_(
     for row, module, norm in units:
         layer = build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
         if init == "fit":
-            fits[row.name] = fit_(layer, module, norm, samples.get(row.name), seed=seed)
+            trained = None if norm is None else thawed(norm)
+            fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
         _carry(layer, module, norm)
         layers.append(layer)
     names = names_of(model)

@@ -64,6 +64,16 @@ def is_frozen_norm(module: nn.Module) -> bool:
     return type(module).__name__ == "FrozenBatchNorm2d" and "running_var" in dict(module.named_buffers(recurse=False))
 
 
+def thawed(norm: nn.Module) -> nn.Module:
+    """A frozen batch norm as a common one that computes the same in eval; any other as it is."""
+    if not is_frozen_norm(norm):
+        return norm
+    state = dict(norm.named_buffers(recurse=False))
+    common = nn.BatchNorm2d(len(state["weight"]), eps=float(norm.eps)).to(state["weight"])  # type: ignore[arg-type]
+    common.load_state_dict(state, strict=False)
+    return common.eval()
+
+
 def is_plain_norm(module: nn.Module) -> bool:
     """Whether this is a batch norm and nothing more."""
     forward = type(module).forward

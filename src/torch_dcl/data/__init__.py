@@ -1,5 +1,6 @@
-"""Data: the embedded digits, the sources of the tables, prepared files, and batches on the device."""
+"""Data: the embedded digits, the multi-digit sets, the sources of the tables, prepared files, and batches on the device."""
 
+from torch_dcl.data import digits, layouts
 from torch_dcl.data.batches import Batches
 from torch_dcl.data.dataset import DataError, Dataset
 from torch_dcl.data.excerpt import mnist_excerpt
@@ -12,6 +13,8 @@ __all__ = [
     "DataError",
     "Dataset",
     "ImageNetBatches",
+    "digits",
+    "layouts",
     "load",
     "mnist_excerpt",
     "read_prepared",

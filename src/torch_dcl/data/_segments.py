@@ -4,8 +4,9 @@ import gzip
 import math
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ __all__ = ["INK", "MnistLike", "Segments", "read_digits", "segment", "source"]
 INK = 32  # a pixel at least this dark counts for the tight box of a digit
 
 _FILES = {"train": "train", "test": "t10k"}
+_TENSORS = ("pixels", "height", "width", "first", "count", "original")
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Segments:
         """Give the same digits on a device."""
         if self.pixels.device == device:
             return self
-        tensors = (self.pixels, self.height, self.width, self.first, self.count, self.original)
-        return Segments(self.split, *(tensor.to(device) for tensor in tensors), self.reach)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if name in _TENSORS}
+        return replace(self, **moved)
 
     def draw(self, value: Tensor, bits: Tensor) -> Tensor:
         """Choose a digit of class `value` by 32 random bits."""
@@ -127,7 +129,9 @@ def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, sp
     elif isinstance(mnist, tuple) and len(mnist) == 2:
         images, labels = mnist
     else:
-        raise TypeError(f"mnist must be a folder, a pair (images, labels), Segments or None, not {type(mnist).__name__}")
+        raise TypeError(
+            f"mnist must be a folder, a pair (images, labels), Segments or None; it is {type(mnist).__name__}"
+        )
     return _checked(images, labels, split)
 
 
@@ -143,12 +147,15 @@ def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segment
     (top, height), (left, width) = boxes
     if int(height.min()) < 0:
         blank = int(original[height.argmin()])
-        raise ValueError(f"image {blank} of the {split} digits has no pixel of {INK} or more, so no tight box; remove it")
+        raise ValueError(
+            f"image {blank} of the {split} digits has no pixel of {INK} or more, so no tight box; remove it"
+        )
     longest = int(torch.maximum(height, width).max())
     at = torch.arange(longest)
     rows, columns = (top[:, None] + at).clamp_(max=side - 1), (left[:, None] + at).clamp_(max=side - 1)
     pixels = torch.empty(len(images), longest, longest, dtype=torch.uint8)
-    for part in torch.arange(len(images)).split(4096):
+    for start in range(0, len(images), 4096):
+        part = slice(start, start + 4096)
         which = (rows[part] * side)[:, :, None] + columns[part][:, None, :]
         inside = (at < height[part][:, None])[:, :, None] & (at < width[part][:, None])[:, None, :]
         pixels[part] = images[part].flatten(1).gather(1, which.flatten(1)).view_as(inside) * inside

@@ -233,7 +233,7 @@ def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
     start = edge.amin(1, keepdim=True)
     whole = ((edge + extent).amax(1, keepdim=True) - start).expand_as(edge)
     scale = draw.scale.expand_as(edge)
-    weights = _weights(*(t.reshape(-1, 1).int() for t in (low, size, edge - start, scale, whole)), pixels.shape[1])
+    weights = _weights(pixels.shape[1], *(t.reshape(-1, 1).int() for t in (low, size, edge - start, scale, whole)))
     rows, columns = weights.view(2, len(source), SIDE, -1)
     half = torch.bmm(rows, pixels).mul_(1 / 256).round_().clamp_(max=255)
     drawn = torch.bmm(half, columns.transpose(1, 2))
@@ -272,12 +272,12 @@ def _tight_box(pixels: Tensor) -> tuple[Tensor, Tensor]:
     return low, torch.where(inked, place + 1, 0).amax(2) - low
 
 
-def _weights(low: Tensor, size: Tensor, edge: Tensor, scale: Tensor, whole: Tensor, side: int) -> Tensor:
+def _weights(side: int, low: Tensor, size: Tensor, edge: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
     """Weigh the pixels of digits for each of the 28 output pixels along one axis: float32 `[N, 28, side]`, in 1/256.
 
     A tent around the centre of the output pixel, reaching as far as the next output pixel or the next source pixel,
     whichever is farther, on paper that goes on as blank pixels. The unit of length is 1/(512 · 56) pixel, in which the
-    centres of output pixels and of source pixels are integers. All arguments are int32 `[N, 1]`.
+    centres of output pixels and of source pixels are integers. All tensors are int32 `[N, 1]`.
     """
     centre = torch.arange(1, 2 * SIDE, 2, device=low.device, dtype=torch.int32) * whole
     step = torch.arange(side, device=low.device, dtype=torch.int32) - low

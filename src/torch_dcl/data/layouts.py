@@ -69,7 +69,7 @@ class Layout:
     def __post_init__(self) -> None:
         if not 1 <= len(self.digits) <= 3:
             raise ValueError(f"layout {self.name!r} has {len(self.digits)} digits, it needs one to three")
-        if not 0 <= self.strength:
+        if not self.strength >= 0:
             raise ValueError(f"the strength of layout {self.name!r} must not be negative, it is {self.strength}")
         for name, high in (("shift", 4), ("scale", 0.75), ("rotation", 180), ("noise", 128)):
             value = self.effective(name)
@@ -133,7 +133,7 @@ def _layout(name: str, *digits: Digit, **ranges: float) -> Layout:
 
 
 _ALL = (
-    # Two digits: side by side, stacked, on a diagonal in unequal sizes, turned apart and overlapping, mirrored in noise.
+    # Two digits: side by side, stacked, on a diagonal in unequal sizes, turned and overlapping, mirrored in noise.
     _layout("MNIST-II-01", Digit(-0.50, 0.00), Digit(0.50, 0.00), shift=0.04, scale=0.05),
     _layout("MNIST-II-02", Digit(0.00, -0.50), Digit(0.00, 0.50), shift=0.08, scale=0.10),
     _layout(
@@ -168,8 +168,8 @@ _ALL = (
         shift=0.10, scale=0.12, rotation=10,
     ),
     _layout(
-        "MNIST-III-08", Digit(-0.70, 0.10, rotation=-15), Digit(0.00, -0.10, mirror=True), Digit(0.70, 0.10, scale=0.85),
-        shift=0.10, scale=0.12, rotation=10,
+        "MNIST-III-08", Digit(-0.70, 0.10, rotation=-15), Digit(0.00, -0.10, mirror=True),
+        Digit(0.70, 0.10, scale=0.85), shift=0.10, scale=0.12, rotation=10,
     ),
     _layout(
         "MNIST-III-09", Digit(-0.42, 0.38, rotation=20), Digit(0.00, -0.40), Digit(0.42, 0.38, rotation=-20),

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torch_dcl.data.digits import MnistLike, generate, segment, source
+from torch_dcl.data._segments import MnistLike
+from torch_dcl.data.digits import generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.files import replacing
 
@@ -15,7 +16,12 @@ __all__ = ["contact_sheet"]
 
 _COLOURS = ("#1b5e8c", "#b3541e", "#4a7c3a")  # first, second, third digit
 _GREY = "#666666"
-_RANGE_NAMES = {"shift": "shift ±{:.2g}", "scale": "size ±{:.0%}", "rotation": "turn ±{:.3g}°", "noise": "noise ±{:.0f}"}
+_RANGE_NAMES = {
+    "shift": "shift ±{:.2g}",
+    "scale": "size ±{:.0%}",
+    "rotation": "turn ±{:.3g}°",
+    "noise": "noise ±{:.0f}",
+}
 
 
 def contact_sheet(
@@ -104,14 +110,18 @@ def _sketch(axes: Any, layout: Layout, aspect: float) -> None:
     from matplotlib.transforms import Affine2D  # noqa: PLC0415
 
     reach = [(abs(d.x) + d.scale * 0.7, abs(d.y) + d.scale * 0.7) for d in layout.digits]
-    half = max(max(y for _, y in reach), max(x for x, _ in reach) / aspect)
+    half = max(max(y, x / aspect) for x, y in reach)
     axes.set(xlim=(-half * aspect, half * aspect), ylim=(half, -half))
     axes.axis("off")
     for k, digit in enumerate(layout.digits):
         colour = _COLOURS[k]
         place = Affine2D().scale(digit.scale).rotate_deg(digit.rotation).translate(digit.x, digit.y) + axes.transData
         axes.add_patch(Rectangle((-0.5, -0.5), 1, 1, facecolor=colour, alpha=0.12, transform=place))
-        edge = {"linestyle": (0, (2, 1.2)) if digit.mirror else "-", "edgecolor": colour, "linewidth": 0.9}
+        edge: dict[str, Any] = {
+            "linestyle": (0, (2, 1.2)) if digit.mirror else "-",
+            "edgecolor": colour,
+            "linewidth": 0.9,
+        }
         axes.add_patch(Rectangle((-0.5, -0.5), 1, 1, fill=False, transform=place, **edge))
         axes.plot([-0.28, 0.28], [-0.5, -0.5], color=colour, linewidth=2.2, transform=place, solid_capstyle="butt")
         axes.text(digit.x, digit.y, str(k + 1), ha="center", va="center", fontsize=6, color=colour, clip_on=False)
