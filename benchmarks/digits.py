@@ -45,7 +45,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, load {load:.1f} at the start; {digits.source(arguments.mnist)}")
     given = {split: read_digits(arguments.mnist, split) for split in digits.SIZES}
     digits.generate("MNIST-III-10", "test", device=device, mnist=given["test"], indices=range(100))  # first use
-    total, images = 0.0, 0
+    total, images, spent = 0.0, 0, time.process_time()
     start = time.perf_counter()
     segments = {split: digits.segment(pair, split).to(device) for split, pair in given.items()}
     _wait(device)
@@ -60,16 +60,25 @@ def main() -> None:
         seconds = time.perf_counter() - start
         total += seconds
         print(f"{set_name}: {seconds:.2f} s", flush=True)
+    spent = time.process_time() - spent
     pil = _pil_speed(arguments.sets, given["test"], arguments.pil_sample)
     speed = images / total
-    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s, {speed:,.0f} images/s")
+    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s ({spent:.1f} s of CPU), {speed:,.0f} images/s")
     print(f"PIL: {pil:,.0f} images/s (from {arguments.pil_sample} images a set), ratio {speed / pil:.1f}")
     print(f"load {os.getloadavg()[0]:.1f} at the end")
     if arguments.out:
-        threads = torch.get_num_threads()
         row = [name, torch.__version__, len(arguments.sets), images, f"{total:.2f}", f"{speed:.0f}", f"{pil:.0f}"]
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, [*row, f"{speed / pil:.1f}", threads]])
+        _keep(arguments.out, [*map(str, row), f"{speed / pil:.1f}", str(torch.get_num_threads())])
+
+
+def _keep(path: Path, row: list[str]) -> None:
+    """Put a row into the table, in place of an earlier one of the same device and as many threads."""
+    rows = []
+    if path.exists():
+        with path.open(newline="") as file:
+            rows = [old for old in csv.reader(file) if old != COLUMNS and (old[0], old[-1]) != (row[0], row[-1])]
+    with replacing(path) as aside, aside.open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *rows, row])
 
 
 def _pil_speed(names: list[str], mnist: tuple[torch.Tensor, torch.Tensor], sample: int) -> float:

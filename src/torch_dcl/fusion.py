@@ -204,14 +204,15 @@ class ConceptFusion(nn.Module):
 
 
 def _project(y: Tensor, W: Tensor, bias: Tensor | None, spatial: int) -> Tensor:
-    """W^T·y at every position: a linear map of the channels."""
-    weight = W.t()
+    """W^T·y at every position: a linear map of the channels, in the memory format of y."""
+    weight, channels = W.t(), y.dim() - 1 - spatial
     if spatial == 0:
         return F.linear(y, weight, bias)
-    if spatial == 3:  # the same map over [D·H, W]: a 1×1×1 convolution on the CPU would lose channels_last_3d
-        flat = _project(y.flatten(-3, -2), W, bias, 2)
-        return flat.view(*flat.shape[:-2], *y.shape[-3:])
-    conv: Callable[..., Tensor] = F.conv1d if spatial == 1 else F.conv2d
+    if y.stride(channels) == 1 and len(W) > 1:  # channels_last: the positions are the rows of one matrix product
+        by_position = y.movedim(channels, -1)
+        v = F.linear(by_position.reshape(-1, len(W)), weight, bias)
+        return v.view(*by_position.shape[:-1], -1).movedim(-1, channels)
+    conv: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     return conv(y, weight.reshape(*weight.shape, *(1,) * spatial), bias)
 
 

@@ -263,13 +263,14 @@ def test_a_frozen_batch_norm_becomes_part_of_the_weights(trained, tmp_path):
     images, _ = batch(256)
     target = frozen(images)
     torch.testing.assert_close(target, model(images))
-    new = copy.deepcopy(frozen)
+    new, other, calibration = copy.deepcopy(frozen), copy.deepcopy(model), [batch(256)[0]]
     plan = dcl.plan(new, (16, 8, 8)).only("0")
-    dcl.convert_(new, plan, init="fit", calibration=[batch(256)[0]])
+    dcl.convert_(new, plan, init="fit", calibration=calibration)
+    dcl.convert_(other, dcl.plan(other, (16, 8, 8)).only("0"), init="fit", calibration=calibration)
     assert isinstance(new[1], AbsorbedNorm)
     assert new[0].fusion.norm is None
     assert plan.parameters_after == sum(p.numel() for p in new.parameters())
-    assert (new(images) - target).square().mean() < 0.2 * target.square().mean()
+    assert (new(images) - target).square().mean() < 1.1 * (other(images) - target).square().mean()
     dcl.save_model(new, tmp_path / "frozen.safetensors")
     again = dcl.load_model(copy.deepcopy(frozen), tmp_path / "frozen.safetensors")
     assert torch.equal(again(images), new(images))

@@ -272,7 +272,7 @@ def test_quarter_turns_and_mirrors_are_exact(quarter, mirror, test_digits):
 def test_turned_pixels_are_moved_exactly(turn, test_digits):
     pixels, size = test_digits.pixels, torch.stack([test_digits.height, test_digits.width])
     steps = torch.full((len(pixels),), 2 * turn)
-    turned = digits._turned(pixels, size, digits._wave(steps), torch.ones_like(steps), test_digits.reach)
+    turned = digits._turned(pixels, size, digits._wave(steps), torch.ones_like(steps), 30)
     low, new = digits._tight_box(turned)
     for k in range(0, len(pixels), 50):
         h, w = size[:, k]

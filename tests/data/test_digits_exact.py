@@ -37,7 +37,7 @@ def test_turning_is_exact(sign):
     segments = digits.segment(None, "test")
     turn = torch.arange(1000) * 7 % 720
     size = torch.stack([segments.height, segments.width])
-    arguments = segments.pixels, size, digits._wave(turn), torch.full((1000,), sign), segments.reach
+    arguments = segments.pixels, size, digits._wave(turn), torch.full((1000,), sign), 30
     assert torch.equal(digits._turned(*arguments).long(), turned(*arguments))
 
 

@@ -1,7 +1,6 @@
 """The digits that numbers are written with: read, checked, and cut out by their tight boxes."""
 
 import gzip
-import math
 import os
 import zlib
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ class Segments:
         first: Where each class begins, int64 `[10]`.
         count: How many digits each class has, int64 `[10]`.
         original: The place of each digit in what was given, int64 `[n]`.
-        reach: Side of a square that holds every digit at every angle.
     """
 
     split: str
@@ -44,7 +42,6 @@ class Segments:
     first: Tensor
     count: Tensor
     original: Tensor
-    reach: int
 
     def to(self, device: torch.device) -> "Segments":
         """Give the same digits on a device."""
@@ -159,10 +156,7 @@ def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segment
         which = (rows[part] * side)[:, :, None] + columns[part][:, None, :]
         inside = (at < height[part][:, None])[:, :, None] & (at < width[part][:, None])[:, None, :]
         pixels[part] = images[part].flatten(1).gather(1, which.flatten(1)).view_as(inside) * inside
-    # The middle is a whole pixel. Bilinear sampling reaches one pixel farther than the centre of the corner pixel.
-    corner = ((height + 1) // 2 - 0.5).square() + ((width + 1) // 2 - 0.5).square()
-    reach = 2 * math.ceil(math.sqrt(float(corner.max())) + math.sqrt(2) - 0.5)
-    return Segments(split, pixels, height, width, count.cumsum(0) - count, count, original, reach)
+    return Segments(split, pixels, height, width, count.cumsum(0) - count, count, original)
 
 
 def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ tent filter, as wide as an output pixel or a source pixel, whichever is larger, 
 """
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
@@ -83,20 +85,38 @@ def generate(
     place = _device(device)
     chosen = _indices(indices, SIZES[split], layout, split).to(place)
     if batch is None:
-        batch = 256 * torch.get_num_threads() if place.type == "cpu" else 4096
+        batch = 256 if place.type == "cpu" else 4096
     if batch < 1:
         raise ValueError(f"batch must be at least 1, not {batch}")
     digits = segment(mnist, split).to(place)
     stream = _Stream(layout.name, split, seed)
     numbers = _numbers(layout, stream, SIZES[split]).to(place)[chosen]
     images = torch.empty(len(chosen), SIDE, SIDE, dtype=torch.uint8, device=place)
-    with torch.no_grad(), torch.autocast(place.type, enabled=False):
-        draw = _draw(layout, stream, digits, chosen, numbers)
-        for start in range(0, len(chosen), batch):
-            part = slice(start, start + batch)
+    draw = _draw(layout, stream, digits, chosen, numbers)
+
+    def write(part: slice) -> None:
+        with torch.no_grad(), torch.autocast(place.type, enabled=False):
             image = _images(layout, digits, draw.part(part))
             images[part] = _noisy(image, round(layout.effective("noise")), stream, chosen[part])
+
+    parts = [slice(start, start + batch) for start in range(0, len(chosen), batch)]
+    threads = torch.get_num_threads()
+    if place.type == "cpu" and threads > 1 and len(parts) > 1:
+        _in_threads(write, parts, threads)
+    else:
+        for part in parts:
+            write(part)
     return images, numbers
+
+
+def _in_threads(write: Callable[[slice], None], parts: list[slice], threads: int) -> None:
+    """Compute whole batches in threads, one core each: torch's own threads would wait for each other at every step."""
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for _ in pool.map(write, parts):
+                pass
+    finally:
+        torch.set_num_threads(threads)  # the setting of a thread is also what later threads start with
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -225,7 +245,7 @@ def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
     else:
         mirror = torch.tensor([-1 if digit.mirror else 1 for digit in layout.digits], device=source.device)
         sign = mirror[:, None].expand(shape).flatten()
-        pixels = _turned(digits.pixels[source], size, draw.wave.flatten(1), sign, digits.reach)
+        pixels = _turned(digits.pixels[source], size, draw.wave.flatten(1), sign, _reach(layout, digits))
         low, size = _tight_box(pixels)
     # Edges of the digits and of the whole number, in 1/512 pixel.
     extent = 2 * size.view(2, *shape) * draw.scale
@@ -238,6 +258,18 @@ def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
     half = torch.bmm(rows, pixels).mul_(1 / 256).round_().clamp_(max=255)
     drawn = torch.bmm(half, columns.transpose(1, 2))
     return drawn.view(*shape, SIDE, SIDE).amax(0).mul_(1 / 256).round_().clamp_(max=255)
+
+
+def _reach(layout: Layout, digits: Segments) -> int:
+    """Give the side of a grid, centred on the middle, that holds every digit of the split at every angle of a layout.
+
+    The farthest pixel centre is half of the longest side away along both axes, and sampling spreads it by one pixel.
+    """
+    farthest = (digits.pixels.shape[1] + 1) // 2 + 0.5
+    vary = round(layout.effective("rotation") * 2)
+    turns = {round(digit.rotation * 2) + step for digit in layout.digits for step in range(-vary, vary + 1)}
+    spread = max(abs(math.cos(math.radians(t / 2))) + abs(math.sin(math.radians(t / 2))) for t in turns)
+    return 2 * math.floor(farthest * spread + 0.5)
 
 
 def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int) -> Tensor:
@@ -263,8 +295,8 @@ def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int
 def _tight_box(pixels: Tensor) -> tuple[Tensor, Tensor]:
     """Find the first row and column with ink and the height and width of what has ink: two `[2, N]`."""
     side = pixels.shape[-1]
-    ink = (pixels >= INK).float()
-    # Products with ones count the ink of rows faster than a maximum over so short an axis.
+    ink = torch.relu(pixels - (INK - 1))
+    # Products with ones add up the ink of rows faster than a maximum over so short an axis is found.
     rows = torch.mv(ink.view(-1, side), ink.new_ones(side)).view(-1, side)
     inked = torch.stack([rows, ink.sum(1)]) > 0
     place = torch.arange(side, device=pixels.device)
