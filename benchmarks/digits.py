@@ -4,8 +4,8 @@
 
 Every set is written whole, 60,000 training and 10,000 test images: 1,050,000 in all. Reading MNIST is not timed; the
 digits are cut out once a split, and that is. The PIL generator comes from the tests and draws the same images (without
-noise). It is timed on the first images of every set, one process and one thread, and its speed is extrapolated to the
-whole: `pil_images_per_s`. Its random numbers are drawn beforehand and not timed, in its favour.
+noise). It is timed on the first images of every set, right after that set, in one thread, and its speed is
+extrapolated to the whole: `pil_images_per_s`. Its random numbers are drawn beforehand and not timed, in its favour.
 """
 
 import argparse
@@ -45,25 +45,25 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, load {load:.1f} at the start; {digits.source(arguments.mnist)}")
     given = {split: read_digits(arguments.mnist, split) for split in digits.SIZES}
     digits.generate("MNIST-III-10", "test", device=device, mnist=given["test"], indices=range(100))  # first use
-    total, images, spent = 0.0, 0, time.process_time()
-    start = time.perf_counter()
+    images, pil_seconds = 0, 0.0
+    start, spent = time.perf_counter(), time.process_time()
     segments = {split: digits.segment(pair, split).to(device) for split, pair in given.items()}
     _wait(device)
-    total += time.perf_counter() - start
+    total, cpu = time.perf_counter() - start, time.process_time() - spent
     print(f"cutting out: {total:.2f} s")
     for set_name in arguments.sets:
-        start = time.perf_counter()
+        start, spent = time.perf_counter(), time.process_time()
         for split, size in digits.SIZES.items():
             digits.generate(set_name, split, device=device, mnist=segments[split])
             images += size
         _wait(device)
         seconds = time.perf_counter() - start
-        total += seconds
+        total, cpu = total + seconds, cpu + time.process_time() - spent
+        pil_seconds += _pil_seconds(set_name, given["test"], arguments.pil_sample)
         print(f"{set_name}: {seconds:.2f} s", flush=True)
-    spent = time.process_time() - spent
-    pil = _pil_speed(arguments.sets, given["test"], arguments.pil_sample)
+    pil = arguments.pil_sample * len(arguments.sets) / pil_seconds
     speed = images / total
-    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s ({spent:.1f} s of CPU), {speed:,.0f} images/s")
+    print(f"{len(arguments.sets)} sets, {images:,} images: {total:.1f} s ({cpu:.1f} s of CPU), {speed:,.0f} images/s")
     print(f"PIL: {pil:,.0f} images/s (from {arguments.pil_sample} images a set), ratio {speed / pil:.1f}")
     print(f"load {os.getloadavg()[0]:.1f} at the end")
     if arguments.out:
@@ -81,16 +81,13 @@ def _keep(path: Path, row: list[str]) -> None:
         csv.writer(file).writerows([COLUMNS, *rows, row])
 
 
-def _pil_speed(names: list[str], mnist: tuple[torch.Tensor, torch.Tensor], sample: int) -> float:
-    """Images per second of the PIL generator, over equally many images of every set."""
-    seconds = 0.0
-    for name in names:
-        writer = PilWriter(LAYOUTS[name], "test", mnist, count=sample)
-        start = time.perf_counter()
-        for index in range(sample):
-            writer.image(index)
-        seconds += time.perf_counter() - start
-    return sample * len(names) / seconds
+def _pil_seconds(name: str, mnist: tuple[torch.Tensor, torch.Tensor], sample: int) -> float:
+    """Time the PIL generator on the first test images of a set."""
+    writer = PilWriter(LAYOUTS[name], "test", mnist, count=sample)
+    start = time.perf_counter()
+    for index in range(sample):
+        writer.image(index)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

@@ -867,3 +867,29 @@ def test_a_module_instead_of_what_makes_one_is_refused(arguments, message):
 def test_an_empty_kernel_is_refused(kernel_size):
     with pytest.raises(ValueError, match="kernel_size must be at least 1"):
         DCLConv2d(8, 8, kernel_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "norm", "documented"),
+    [
+        ({"branches": 1}, False, 1.0),
+        ({"branches": 2}, False, 1.54),
+        ({"branches": 2}, True, 1.64),
+        ({"branches": 2, "eps": 1.0}, False, 1.29),
+        ({"branches": 3, "eps": 1.0}, False, 1.75),
+        ({"branches": 3}, False, 3.5),
+    ],
+)
+def test_the_gradient_passed_back_at_the_start_is_as_documented(arguments, norm, documented):
+    def passed_back(layer):
+        x = torch.randn(512, 512, requires_grad=True)
+        z = layer(x)
+        grad = torch.randn_like(z)
+        return (torch.autograd.grad(z, x, grad)[0].norm() / grad.norm()).item()
+
+    torch.manual_seed(3)
+    norms = [nn.BatchNorm1d(512)] if norm else []
+    plain = [passed_back(nn.Sequential(nn.Linear(512, 512), *norms, nn.ReLU())) for _ in range(5)]
+    factory = nn.BatchNorm1d if norm else None
+    ours = [passed_back(DCLLinear(512, 512, **arguments, norm_layer=factory)) for _ in range(5)]
+    assert sum(ours) / sum(plain) == pytest.approx(documented, rel=0.2 if documented > 2 else 0.05)
