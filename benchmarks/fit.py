@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import torch_dcl as dcl
@@ -138,9 +137,9 @@ def table(rows):
         name = f"T = {key[0]}, width {key[1]}, {key[2]}" if key[0] else key[2]
         cells = ""
         for column in MEASURED:
-            values = [row[column] for row in same]
-            spread = statistics.stdev(values) if len(values) > 1 else math.nan
-            cells += f"{statistics.fmean(values):>13.4f} ± {spread:.4f}"
+            values = [row[column] for row in same if not math.isnan(row[column])]
+            spread = f"{statistics.stdev(values):.4f}" if len(values) > 1 else "–"
+            cells += f"{statistics.fmean(values):>13.4f} ± {spread:6}" if values else f"{'–':>22}"
         print(f"{name:30}{same[0]['weights']:>9}{cells}   n = {len(same)}")
 
 

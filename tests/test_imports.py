@@ -12,7 +12,8 @@ import torch_dcl
 
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
-    "files", "functional", "kernels", "fusion", "layers", "stochastic", "convert", "models", "data", "training", "paper", "cli",
+    "files", "functional", "kernels", "fusion", "layers", "stochastic",
+    "convert", "models", "data", "training", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
