@@ -147,7 +147,7 @@ def verdict(errors: dict[str, list[float]], weights: dict[str, int]) -> str:
         parts.append(
             f"It makes {word} errors {'as' if not clear else 'than'} the {rival} one ({difference:+.2f} points)."
         )
-    return " ".join([*parts, "A small excerpt and few epochs: no result of the paper's."])
+    return " ".join([*parts, "A small excerpt and few epochs: this neither confirms nor refutes the paper."])
 
 
 if __name__ == "__main__":

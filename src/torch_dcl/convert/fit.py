@@ -10,9 +10,10 @@ rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the 
 - polish: Adam on ``(z - relu(a))²``. The residual is exact. Its way back takes relu(p) for ``p/2 + √(p²/4 + δ²)``,
   because the exact slope is steep near zero and vanishes where a branch is dead.
 
-a comes from calibration data, or is taken as normal: what white inputs would make it. A few hundred rows say little
-about hundreds of directions, so data are mixed with the assumption, the more of it the fewer they are (the share is
-that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004).
+a comes from calibration data, or is taken as normal. Half of its assumed covariance is what white inputs with a common
+offset give, as behind a ReLU; half is steeper, because training puts weights where the inputs are. A few hundred rows
+say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer they are (the
+share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004).
 """
 
 import math
@@ -33,6 +34,7 @@ __all__ = ["FitReport", "collect_samples", "fit_"]
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
 SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may agree on at the start
+OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
 NUDGE = 0.01  # how far branches that start alike are pushed apart
 STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
 MIN_STEPS, WORK = 64, 2**28  # fewer steps where all of them together would touch more than so many weights
@@ -67,7 +69,8 @@ def fit_(
         plain: The trained linear or convolutional layer.
         norm: The batch norm between it and its ReLU. If ``layer`` has no norms, it is folded into the weights.
         samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``. A quarter of them is kept for the
-            report. None takes a as normal, as white inputs make it, with the running statistics of ``norm``.
+            report. None takes a as normal, with the running statistics of ``norm``; without a norm the scale of the
+            inputs is unknown, so the branches keep the trained bias and the fit holds at any scale.
         seed: Of the draws. The global random state is left alone.
 
     Returns:
@@ -84,7 +87,9 @@ def fit_(
     with torch.autocast(device.type, enabled=False):
         generator = torch.Generator(device).manual_seed(seed)
         unit = _Unit.of(plain, norm, samples, device)
-        task, probe, held = _pose(unit, samples, fusion.norm is not None or fusion.bias is not None, generator)
+        free = fusion.norm is not None or fusion.bias is not None
+        scaled = norm is not None and norm.running_var is not None
+        task, probe, held = _pose(unit, samples, generator, free=free, scaled=scaled)
         branches = _solve(task, probe, fusion.widths, fusion.strategy == "stochastic", generator)
         _write(layer, branches, task, unit)
         error = low_rank_error = _error(branches, held)
@@ -102,7 +107,7 @@ class _Unit(NamedTuple):
     gain: Tensor  # [K2]: a = gain · (output of the plain layer) + offset
     offset: Tensor  # [K2]
     mean: Tensor  # [K2]: of a, where no sample tells
-    stretch: Tensor  # [K2]: its deviation there, in units of what white inputs give
+    deviation: Tensor  # [K2]: of a, likewise
     scale: float  # the root mean square of relu(a)
 
     @staticmethod
@@ -127,10 +132,9 @@ class _Unit(NamedTuple):
             a = samples.to(zero) * gain + offset
             second, alive = a.square(), a.relu().square()
         scale = float(alive.mean().sqrt()) or float(second.mean().sqrt()) or 1.0
-        stretch = torch.where(length > 0, deviation / length.clamp(min=TINY), one).float()
-        constant, mean = gain * b + offset, gain * mean + offset
-        constant, gain, offset, mean = ((x / scale).float() for x in (constant, gain, offset, mean))
-        return _Unit(gain[:, None] * A, constant, gain, offset, mean, stretch, scale)
+        parts = (gain * b + offset, gain, offset, gain * mean + offset, (gain * deviation).abs())
+        constant, gain, offset, mean, deviation = ((part / scale).float() for part in parts)
+        return _Unit(gain[:, None] * A, constant, gain, offset, mean, deviation, scale)
 
 
 def _normal_moments(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +155,7 @@ class _Task(NamedTuple):
     whiten: Tensor  # [K2, R], back to u
     centre: Tensor  # [K2]
     free: bool  # whether a branch can have a constant
+    learns: bool  # and whether the data tell enough to change it
     data: Rows | None = None  # samples to fit
     assumed: float = 1.0  # the part of a batch that is drawn from the assumption
     factor: Tensor | None = None  # white noise times this is a - centre under the assumption; with data only
@@ -169,12 +174,14 @@ class _Task(NamedTuple):
         return u, torch.cat((self.centre + deviation, self.data[1][pick]))
 
 
-def _pose(unit: _Unit, samples: Tensor | None, free: bool, generator: torch.Generator) -> tuple[_Task, Rows, Rows]:
+def _pose(
+    unit: _Unit, samples: Tensor | None, generator: torch.Generator, *, free: bool, scaled: bool
+) -> tuple[_Task, Rows, Rows]:
     """The task, rows to choose by, and rows for the report; the fit sees neither of the two."""
-    F = unit.stretch[:, None] * unit.weight
+    F = _assume(unit, scaled)
     prior = (F @ F.t()).double()
     if samples is None:
-        task = _Task(*_features(prior), unit.mean, free)
+        task = _Task(*_features(prior), unit.mean, free, free and scaled)
         return task, task.rows(1024, generator), task.rows(2048, generator)
     a = samples.to(F) * unit.gain + unit.offset
     a = a[torch.randperm(len(a), generator=generator, device=a.device)]
@@ -189,7 +196,16 @@ def _pose(unit: _Unit, samples: Tensor | None, free: bool, generator: torch.Gene
     assumed = float((noise / (found - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
     basis, whiten = _features((1 - assumed) * found + assumed * prior)
     choose, report, data = (((part - centre) @ whiten, part) for part in (a[:probe], a[probe : probe + held], fit))
-    return _Task(basis, whiten, centre, free, data, assumed, strength.sqrt().float() * F.t()), choose, report
+    return _Task(basis, whiten, centre, free, free, data, assumed, strength.sqrt().float() * F.t()), choose, report
+
+
+def _assume(unit: _Unit, scaled: bool) -> Tensor:
+    """F of the assumed covariance F·Fᵀ of a."""
+    F = torch.cat((unit.weight, math.sqrt(OFFSET) * unit.weight.sum(1, keepdim=True)), 1)
+    G = F @ F.t()
+    F = torch.cat((F / F.norm().clamp(min=TINY), G / G.norm().clamp(min=TINY)), 1)
+    have, want = (torch.linalg.vector_norm(F, dim=1), unit.deviation) if scaled else (F.norm(), unit.deviation.norm())
+    return F * (want / have.clamp(min=TINY)).view(-1, 1)
 
 
 def _features(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,7 +308,7 @@ def _polish(start: _Branches, error: float, task: _Task, generator: torch.Genera
         pace = RATE * (1 + math.cos(math.pi * (step - 1) / steps)) / 2 / (1 - BETAS[0] ** step)
         gradients = _gradients(out, *task.rows(BATCH, generator))
         for (p, rate, first, second), gradient in zip(
-            state if task.free else state[: -len(c)], gradients, strict=False
+            state if task.learns else state[: -len(c)], gradients, strict=False
         ):
             first.lerp_(gradient, 1 - BETAS[0])
             second.lerp_(gradient.square(), 1 - BETAS[1])
