@@ -57,13 +57,20 @@ def test_a_layer_that_a_branch_can_hold_is_reproduced(branches):
     assert distance(layer, plain, inputs(4096, 96)) < (1e-6 if branches == 1 else 0.003)
 
 
+def outputs(plain, rows=4096, seed=11):
+    """Calibration samples of a linear layer whose inputs are white."""
+    return plain(inputs(rows, plain.in_features, seed=seed).to(plain.weight.dtype)).detach()
+
+
 @pytest.mark.parametrize(("branches", "width", "bound"), [(2, 32, 0.17), (3, 26, 0.19)])
 def test_a_fit_beats_a_random_start_by_far(branches, width, bound):
     plain = linear(matrix(128, 128), bias=0.05)
     layer = DCLLinear.like(plain, branches=branches, width=width)
     x = inputs(4096, 128)
     at_random = distance(layer, plain, x)
-    report = fit_(layer, plain)
+    fit_(layer, plain)
+    assert distance(layer, plain, x) < at_random / 3
+    report = fit_(layer, plain, None, outputs(plain))
     fitted = distance(layer, plain, x)
     assert fitted < bound
     assert fitted < at_random / 4
@@ -71,22 +78,36 @@ def test_a_fit_beats_a_random_start_by_far(branches, width, bound):
     assert report.low_rank_error < fitted
 
 
-def test_more_branches_of_a_steeper_layer():
+@pytest.mark.parametrize("branches", [2, 3])
+def test_without_data_the_fit_holds_at_any_scale_of_the_inputs(branches):
+    plain = linear(matrix(64, 64, power=0.8))
+    layer = DCLLinear.like(plain, branches=branches, width=16)
+    fit_(layer, plain)
+    x = inputs(4096, 64)
+    expected = distance(layer, plain, x)
+    assert distance(layer, plain, 0.3 * x) == pytest.approx(expected, rel=0.2)
+    assert distance(layer, plain, 10 * x) == pytest.approx(expected, rel=0.2)
+
+
+def test_many_branches():
     plain = linear(matrix(64, 64, power=1.0))
     for branches in (4, 8):
         layer = DCLLinear.like(plain, branches=branches, width=16)
-        assert fit_(layer, plain).error == pytest.approx(distance(layer, plain, inputs(4096, 64)), rel=0.1)
-        assert distance(layer, plain, inputs(4096, 64)) < 0.05
+        report = fit_(layer, plain, None, outputs(plain))
+        assert report.error == pytest.approx(distance(layer, plain, inputs(4096, 64)), rel=0.1)
+        assert report.error < 0.05
 
 
 def test_one_branch_is_at_least_as_good_as_principal_components():
     plain = linear(matrix(128, 128), bias=0.05)
     layer = DCLLinear.like(plain, branches=1, width=40)
-    report = fit_(layer, plain)
+    samples = outputs(plain)
+    report = fit_(layer, plain, None, samples)
     x = inputs(8192, 128)
     with torch.no_grad():
-        U = torch.linalg.svd(plain.weight.double())[0][:, :40].float()
-        low_rank = torch.relu((plain(x) - plain.bias) @ U @ U.t() + plain.bias)
+        mean = samples.mean(0)
+        U = torch.linalg.svd((samples - mean).double(), full_matrices=False)[2][:40].t().float()
+        low_rank = torch.relu((plain(x) - mean) @ U @ U.t() + mean)
         target = torch.relu(plain(x))
         closed_form = float((low_rank - target).square().sum() / target.square().sum())
     assert distance(layer, plain, x) <= closed_form
@@ -206,7 +227,7 @@ def test_a_norm_without_a_shift():
 def test_every_pair_of_a_stochastic_layer_is_a_fair_stand_in():
     plain = linear(matrix(96, 96, power=0.8))
     layer = DCLLinear.like(plain, branches=4, width=24, strategy="stochastic").eval()
-    report = fit_(layer, plain)
+    report = fit_(layer, plain, None, outputs(plain))
     x = inputs(4096, 96)
     assert report.error == pytest.approx(distance(layer, plain, x), rel=0.05)
     assert report.error < 0.06
@@ -219,7 +240,7 @@ def test_every_pair_of_a_stochastic_layer_is_a_fair_stand_in():
 def test_unequal_widths():
     plain = linear(matrix(96, 96, power=0.8))
     layer = DCLLinear.like(plain, branches=3, width=(4, 40, 20))
-    report = fit_(layer, plain)
+    report = fit_(layer, plain, None, outputs(plain))
     assert report.error == pytest.approx(distance(layer, plain, inputs(4096, 96)), rel=0.05)
     assert report.error < 0.2
 
@@ -228,7 +249,7 @@ def test_unequal_widths():
 def test_other_types(dtype, slack):
     plain = linear(matrix(64, 64), bias=0.1).to(dtype)
     layer = DCLLinear.like(plain, width=16)
-    report = fit_(layer, plain)
+    report = fit_(layer, plain, None, outputs(plain))
     assert {p.dtype for p in layer.parameters()} == {dtype}
     assert report.error == pytest.approx(distance(layer, plain, inputs(2048, 64).to(dtype)), rel=slack)
 

@@ -163,9 +163,8 @@ class _Task(NamedTuple):
     def rows(self, n: int, generator: torch.Generator) -> Rows:
         """A batch to fit."""
         drawn, device = round(self.assumed * n), self.basis.device
-        noise = torch.randn(
-            drawn, len(self.basis if self.factor is None else self.factor), generator=generator, device=device
-        )
+        directions = len(self.basis if self.factor is None else self.factor)
+        noise = torch.randn(drawn, directions, generator=generator, device=device)
         if self.data is None or self.factor is None:
             return noise, torch.addmm(self.centre, noise, self.basis)
         deviation = noise @ self.factor
@@ -204,8 +203,11 @@ def _assume(unit: _Unit, scaled: bool) -> Tensor:
     F = torch.cat((unit.weight, math.sqrt(OFFSET) * unit.weight.sum(1, keepdim=True)), 1)
     G = F @ F.t()
     F = torch.cat((F / F.norm().clamp(min=TINY), G / G.norm().clamp(min=TINY)), 1)
-    have, want = (torch.linalg.vector_norm(F, dim=1), unit.deviation) if scaled else (F.norm(), unit.deviation.norm())
-    return F * (want / have.clamp(min=TINY)).view(-1, 1)
+    have, want = F.square().sum(1).sqrt(), unit.deviation
+    if not scaled:
+        have, want = have.norm(), want.norm()
+    F *= (want / have.clamp(min=TINY)).view(-1, 1)
+    return F
 
 
 def _features(moment: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,13 +305,12 @@ def _polish(start: _Branches, error: float, task: _Task, generator: torch.Genera
         rates.append(size * (weigh / weigh.norm().clamp(min=TINY))[:, None] / lever)
     rates += sizes + [strength.new_tensor(0.2 * error)] * len(c)
     state = [(p, rate, torch.zeros_like(p), torch.zeros_like(p)) for p, rate in zip([*Q, *W, *c], rates, strict=True)]
+    state = state if task.learns else state[: -len(c)]
     steps = max(MIN_STEPS, min(STEPS, WORK // sum(W_t.numel() for W_t in W)))
     for step in range(1, steps + 1):
         pace = RATE * (1 + math.cos(math.pi * (step - 1) / steps)) / 2 / (1 - BETAS[0] ** step)
         gradients = _gradients(out, *task.rows(BATCH, generator))
-        for (p, rate, first, second), gradient in zip(
-            state if task.learns else state[: -len(c)], gradients, strict=False
-        ):
+        for (p, rate, first, second), gradient in zip(state, gradients, strict=False):
             first.lerp_(gradient, 1 - BETAS[0])
             second.lerp_(gradient.square(), 1 - BETAS[1])
             p.sub_(first / (second / (1 - BETAS[1] ** step)).sqrt_().add_(1e-20) * rate, alpha=pace)
@@ -435,10 +436,11 @@ def collect_samples(
     def listen(name: str, layer: nn.Module) -> Any:
         def hook(module: nn.Module, _inputs: Any, output: Tensor) -> None:
             spatial = module.weight.dim() - 2  # type: ignore[operator]
-            rows = output.movedim(-1 - spatial, -1).flatten(0, -2)
+            spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
+            size = math.prod(spots.shape[:-1])
             # Every row draws a number. The rows with the largest stay, so that each is as likely as any other.
-            number, pick = torch.rand(len(rows), generator=generator).topk(min(limit, len(rows)))
-            rows = rows[pick.to(rows.device)].float()
+            number, pick = torch.rand(size, generator=generator).topk(min(limit, size))
+            rows = spots[torch.unravel_index(pick.to(spots.device), spots.shape[:-1])].float()
             if name in kept:
                 number, rows = torch.cat((kept[name][0], number)), torch.cat((kept[name][1], rows))
                 number, pick = number.topk(min(limit, len(rows)))
