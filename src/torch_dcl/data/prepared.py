@@ -1,8 +1,9 @@
 """Prepared data: a dataset in one safetensors file that knows its own SHA-256.
 
 The tensors are the images (uint8) and labels (int64) of every split. The metadata has, under `torch_dcl_data`, a JSON
-text with the version of the format, name, class names, statistics of the training images and source; and, under
-`torch_dcl_sha256`, the SHA-256 of the whole file with these 64 digits set to zero. So a change of any byte is found.
+text with the version of the format, name, class names, statistics of the training images and source, and the SHA-256
+of the whole file with these 64 digits set to zero. So a change of any byte is found. It is one entry, because
+safetensors writes several in any order, and the same data shall give the same file.
 """
 
 import hashlib
@@ -21,8 +22,7 @@ __all__ = ["read_prepared", "write_prepared"]
 
 VERSION = 1
 _KEY = "torch_dcl_data"
-_HASH_KEY = "torch_dcl_sha256"
-_MARK = f'"{_HASH_KEY}":"'.encode()
+_MARK = rb'\"sha256\": \"'  # in the header the JSON text is a JSON string
 _BLANK = "0" * 64
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 
@@ -51,13 +51,14 @@ def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
         "mean": list(mean),
         "std": list(std),
         "source": dataset.source,
+        "sha256": _BLANK,
     }
     tensors = {}
     for split, (images, labels) in dataset.splits.items():
         # Copies where they are views: safetensors writes whole storages only.
         tensors[f"{split}_images"] = images.cpu().contiguous()
         tensors[f"{split}_labels"] = labels.cpu().contiguous()
-    metadata = {_KEY: json.dumps(about, sort_keys=True), _HASH_KEY: _BLANK}
+    metadata = {_KEY: json.dumps(about, sort_keys=True)}
     with replacing(path) as aside:
         try:
             save_file(tensors, aside, metadata)
