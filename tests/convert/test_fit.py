@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
-from torch_dcl.convert.fit import collect_samples, fit_
+from torch_dcl.convert.fit import fit_
+from torch_dcl.convert.samples import collect_samples
 
 
 def matrix(rows, columns, power=0.5, seed=0, rank=None):

@@ -6,8 +6,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from torch_dcl.convert.fit import FitReport, collect_samples, fit_
+from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
+from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.table import count, tabulate
 from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, obstacle, swap, thawed
 from torch_dcl.layers import _DCL

@@ -22,7 +22,7 @@ __all__ = ["read_prepared", "write_prepared"]
 
 VERSION = 1
 _KEY = "torch_dcl_data"
-_MARK = rb'\"sha256\": \"'  # in the header the JSON text is a JSON string
+_MARK = rb"\"sha256\": \""  # in the header the JSON text is a JSON string
 _BLANK = "0" * 64
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 

@@ -1,0 +1,80 @@
+"""Listen to the layers of a network while calibration data runs through it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_dcl.convert.trace import evaluating
+
+__all__ = ["collect_samples"]
+
+
+@torch.no_grad()
+def collect_samples(
+    model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iterable[Any], *, limit: int = 4096, seed: int = 0
+) -> dict[str, Tensor]:
+    """What the ``layers`` put out on calibration data, at positions drawn evenly from all of it.
+
+    The model runs in eval and is left as it was, with its training flags and without our hooks.
+
+    Args:
+        model: The network.
+        layers: The linear and convolutional layers to listen to, by name.
+        calibration: Batches: tensors, tuples or lists that begin with the input, or dictionaries of keyword arguments.
+            They are moved to the device of the model. One tensor or dictionary is one batch.
+        limit: The most rows to keep of a layer, over all batches.
+        seed: Of the draw. The global random state is left alone.
+
+    Returns:
+        For each name a float32 tensor ``[rows, K2]``.
+
+    Raises:
+        ValueError: there is no batch, or a layer is never called.
+    """
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+    generator = torch.Generator().manual_seed(seed)
+
+    def listen(name: str, layer: nn.Module) -> Any:
+        def hook(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            spatial = module.weight.dim() - 2  # type: ignore[operator]
+            spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
+            size = math.prod(spots.shape[:-1])
+            # Every row draws a number. The rows with the largest stay, so that each is as likely as any other.
+            number, pick = torch.rand(size, generator=generator).topk(min(limit, size))
+            rows = spots[torch.unravel_index(pick.to(spots.device), spots.shape[:-1])].float()
+            if name in kept:
+                number, rows = torch.cat((kept[name][0], number)), torch.cat((kept[name][1], rows))
+                number, pick = number.topk(min(limit, len(rows)))
+                rows = rows[pick.to(rows.device)]
+            kept[name] = number, rows
+
+        return layer.register_forward_hook(hook)
+
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    handles = [listen(name, layer) for name, layer in layers.items()]
+    batches = 0
+    try:
+        with evaluating(model):
+            for batch in [calibration] if isinstance(calibration, Tensor | dict) else calibration:
+                batches += 1
+                inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
+                model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not batches:
+        raise ValueError("calibration holds no batch; pass a list of batches, or a loader that is not used up")
+    if silent := ", ".join(repr(name) for name in layers if name not in kept):
+        raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
+    return {name: rows for name, (_, rows) in kept.items()}
+
+
+def _move(inputs: Any, device: torch.device) -> Any:
+    if isinstance(inputs, dict):
+        return {name: _move(value, device) for name, value in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return [_move(value, device) for value in inputs]
+    return inputs.to(device) if isinstance(inputs, Tensor) else inputs
