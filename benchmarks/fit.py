@@ -6,9 +6,9 @@ For each seed a LeNet is trained on MNIST (5 epochs; SGD 0.9, weight decay 5e-4,
 300 steps, a tenth of it after 60 % and a hundredth after 90 %). Then ``fc1`` (800 -> 500) becomes T = 2 or 3 branches
 of 100 filters, or the low-rank layer (T = 1) of as many weights, and all train on for one epoch: lr 0.003, a tenth of
 the first, falling to 0 in a straight line. "unchanged" is the LeNet itself, trained on in the same way. No setting was
-chosen by the test error. The fit's own settings were: its floor on training images that were held out, and what it assumes
-of the inputs without calibration on a LeNet and training images of this kind, where one early probe also looked at 2,000
-test images (without their labels). So the rows "fit" without calibration are not fully independent of this data.
+chosen by the test error. The fit's own settings: its floor was chosen on held-out training images; what it assumes of
+inputs without calibration, on a LeNet and training images of this kind, and one early probe also looked at 2,000 test
+images (without their labels). So the rows "fit" without calibration are not fully independent of this data.
 
 ``relative_error`` is what the fit reports: on held-out calibration rows, or without calibration on assumed inputs.
 ``relative_error_test`` is measured on the test images.
