@@ -85,13 +85,13 @@ def draw_pair(key: Tensor, T: int) -> Tensor:
         ``[..., 2]`` int64: two different branches in ascending order, every pair equally likely.
     """
     seed, layer, step = key.unbind(-1)
-    h = _mix(_mix(_mix(seed ^ (seed >> 32)) ^ layer) ^ step)
+    h = mix32(mix32(mix32(seed ^ (seed >> 32)) ^ layer) ^ step)
     first = h % T
-    second = (first + 1 + _mix(h ^ 0x5BD1E995) % (T - 1)) % T
+    second = (first + 1 + mix32(h ^ 0x5BD1E995) % (T - 1)) % T
     return torch.stack((torch.minimum(first, second), torch.maximum(first, second)), -1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix32(x: Tensor) -> Tensor:
     """Scatter 32 bits: xor-shifts and odd multipliers below 2^31, so that no product leaves int64."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

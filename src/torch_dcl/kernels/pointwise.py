@@ -1,0 +1,271 @@
+"""What stands between the matrix products of stacked networks: the fusion, dropout, and the step of the optimiser.
+
+One read of every value, one write. The first dimension is always the network, and what is a network's own (its key, its
+active branches, its learning rate) is looked up by it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images", "sgd_"]
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _response(pre, bias, at, row, n, N, BIAS: tl.constexpr, inside):
+    """relu(pre + bias) in float32, and whether the branch is alive."""
+    x = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias + row * N + n, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(x <= 0, 0.0, x)
+
+
+@triton.jit
+def _cube_root(x):
+    return tl.exp2(tl.log2(x) / 3)
+
+
+@triton.jit
+def _fused2(a, b, eps):
+    # Beyond 1e9 the constant is lost in rounding anyway, and the square would leave the range.
+    mean = tl.sqrt(a) * tl.sqrt(b)
+    return tl.where(mean > 1e9, mean, tl.sqrt(mean * mean + eps))
+
+
+@triton.jit
+def _fused3(a, b, c, eps):
+    mean = _cube_root(a) * _cube_root(b) * _cube_root(c)
+    return tl.where(mean > 1e9, mean, _cube_root(mean * mean * mean + eps))
+
+
+@triton.jit
+def _locate(active, T: tl.constexpr, PAIR: tl.constexpr, size, N, BLOCK: tl.constexpr):
+    """Network, places within it, and the branches to fuse."""
+    e = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PAIR:
+        first = tl.load(active + e * 2).to(tl.int64)
+        second = tl.load(active + e * 2 + 1).to(tl.int64)
+    else:
+        first = e * 0
+        second = e * 0 + 1
+    return e, i, i % N, i < size, e * T + first, e * T + second
+
+
+@triton.jit
+def _fuse_forward(
+    pre, bias, active, out, size, N, eps,
+    T: tl.constexpr, PAIR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
+    a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
+    b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
+    if T == 3 and not PAIR:
+        z = _fused3(a, b, _response(pre, bias, (e * T + 2) * size + i, e * T + 2, n, N, BIAS, inside), eps)
+    else:
+        z = _fused2(a, b, eps)
+    tl.store(out + e * size + i, z.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fuse_backward(
+    grad, pre, bias, active, out, size, N, eps,
+    T: tl.constexpr, PAIR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
+    g = tl.load(grad + e * size + i, mask=inside, other=0.0).to(tl.float32)
+    a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
+    b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
+    kind = out.dtype.element_ty
+    if T == 3 and not PAIR:
+        third = e * T + 2
+        c = _response(pre, bias, third * size + i, third, n, N, BIAS, inside)
+        z = _fused3(a, b, c, eps)
+        share = g / 3
+        da = share * (b / z) * (c / z)
+        db = share * (a / z) * (c / z)
+        dc = share * (a / z) * (b / z)
+        tl.store(out + third * size + i, tl.where(c == 0, 0.0, dc).to(kind), mask=inside)
+    else:
+        z = _fused2(a, b, eps)
+        da = 0.5 * g * (b / z)
+        db = 0.5 * g * (a / z)
+        if PAIR:
+            for t in tl.static_range(T):
+                row = e * T + t
+                if (row != first) & (row != second):
+                    tl.store(out + row * size + i, tl.zeros((BLOCK,), kind), mask=inside)
+    tl.store(out + first * size + i, tl.where(a == 0, 0.0, da).to(kind), mask=inside)
+    tl.store(out + second * size + i, tl.where(b == 0, 0.0, db).to(kind), mask=inside)
+
+
+@triton.jit
+def _mix(x):
+    """The hash of functional.mix32, in 32 bits."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x6C62272F
+    x = (x ^ (x >> 13)) * 0x45D9F3B5
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _dropout(x, key, out, size, threshold, scale, BLOCK: tl.constexpr):
+    e = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    drawn = _mix(_mix(i.to(tl.uint32)) ^ tl.load(key + e).to(tl.uint32))
+    value = tl.load(x + e * size + i, mask=inside, other=0.0)
+    # Half of the bits, so that the comparison is one of positive numbers wherever it is computed.
+    keep = (drawn >> 1).to(tl.int32) >= threshold
+    tl.store(out + e * size + i, tl.where(keep, value * scale, 0.0).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sgd(
+    p_all, m_all, g_all, low_all, lr_all, wd_all, clip_all, active_all, size, branch_size, lr_factor, wd_factor,
+    momentum,
+    NESTEROV: tl.constexpr, CLIP: tl.constexpr, LOW: tl.constexpr, HOLD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.program_id(1).to(tl.int64)
+    lr = tl.load(lr_all + e)
+    if lr == 0:  # at rest: finished, or stopped
+        return
+    lr *= lr_factor
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    if HOLD:
+        branch = i // branch_size
+        first = tl.load(active_all + e * 2).to(tl.int32)
+        second = tl.load(active_all + e * 2 + 1).to(tl.int32)
+        inside = inside & ((branch == first) | (branch == second))
+    at = e * size + i
+    p = tl.load(p_all + at, mask=inside)
+    g = tl.load(g_all + at, mask=inside).to(tl.float32)
+    m = tl.load(m_all + at, mask=inside)
+    if CLIP:
+        g *= tl.load(clip_all + e)
+    g += tl.load(wd_all + e) * wd_factor * p
+    m = momentum * m + g
+    if NESTEROV:
+        g += momentum * m
+    else:
+        g = m
+    p -= lr * g
+    tl.store(p_all + at, p, mask=inside)
+    tl.store(m_all + at, m, mask=inside)
+    if LOW:
+        tl.store(low_all + at, p.to(low_all.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gather(images, image_of, index, out, count, batch, size, scale, BLOCK: tl.constexpr):
+    e = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(0)
+    row = tl.load(image_of + e) * count + tl.load(index + e * batch + b)
+    i = tl.arange(0, BLOCK)
+    for start in range(0, size, BLOCK):
+        inside = start + i < size
+        value = tl.load(images + row * size + start + i, mask=inside).to(tl.float32) * scale
+        tl.store(out + (e * batch + b) * size + start + i, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _entropy_forward(logits, labels, losses, lse, classes, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    x = tl.load(logits + row * classes + n, mask=n < classes, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 0)
+    total = tl.log(tl.sum(tl.exp(x - top), 0)) + top
+    own = tl.load(logits + row * classes + tl.load(labels + row)).to(tl.float32)
+    tl.store(losses + row, total - own)
+    tl.store(lse + row, total)
+
+
+@triton.jit
+def _entropy_backward(grad, logits, labels, lse, out, classes, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    x = tl.load(logits + row * classes + n, mask=n < classes, other=-float("inf")).to(tl.float32)
+    chance = tl.exp(x - tl.load(lse + row))
+    d = tl.where(n == tl.load(labels + row), chance - 1, chance) * tl.load(grad + row)
+    tl.store(out + row * classes + n, d.to(out.dtype.element_ty), mask=n < classes)
+
+
+def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Images ``[D, N, ...]`` uint8 of datasets ``[E]`` at places ``[E, B]``, as ``[E, B, ...]`` from 0 to 1."""
+    E, B = index.shape
+    size = images[0, 0].numel()
+    out = torch.empty(E, B, *images.shape[2:], dtype=dtype, device=images.device)
+    block = min(4096, triton.next_power_of_2(size))
+    _gather[(B, E)](images, image_of, index, out, images.shape[1], B, size, 1 / 255, BLOCK=block)
+    return out
+
+
+def entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every row ``[rows, classes]``, and the logarithm of its sum of exponentials, in float32."""
+    rows, classes = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(losses)
+    block = triton.next_power_of_2(classes)
+    _entropy_forward[(rows,)](logits, labels, losses, lse, classes, BLOCK=block, num_warps=4)
+    return losses, lse
+
+
+def entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of the logits for a gradient ``[rows]`` of the losses."""
+    out = torch.empty_like(logits)
+    rows, classes = logits.shape
+    block = triton.next_power_of_2(classes)
+    _entropy_backward[(rows,)](grad, logits, labels, lse, out, classes, BLOCK=block, num_warps=4)
+    return out
+
+
+def fuse_forward(pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
+    """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or each network's active pair, ``[E, 2]``, of T."""
+    E, T, B, N = pre.shape
+    out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
+    _fuse_forward[(triton.cdiv(B * N, _BLOCK), E)](
+        pre, bias, active, out, B * N, N, eps, T=T, PAIR=active is not None, BIAS=bias is not None, BLOCK=_BLOCK
+    )
+    return out
+
+
+def fuse_backward(grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
+    """The gradient of ``pre``, zero for a branch that is dead or idle."""
+    E, T, B, N = pre.shape
+    out = torch.empty_like(pre)
+    _fuse_backward[(triton.cdiv(B * N, _BLOCK), E)](
+        grad, pre, bias, active, out, B * N, N, eps, T=T, PAIR=active is not None, BIAS=bias is not None, BLOCK=_BLOCK
+    )
+    return out
+
+
+def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
+    """Drop values of ``[E, ...]`` with probability p by each network's key, ``[E]`` int64, and scale the others.
+
+    Its own backward: the same call with the gradient.
+    """
+    out = torch.empty_like(x)
+    size = x[0].numel()
+    _dropout[(triton.cdiv(size, _BLOCK), len(x))](x, key, out, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK)
+    return out
+
+
+def sgd_(
+    p: Tensor, m: Tensor, g: Tensor, low: Tensor | None, *, lr: Tensor, weight_decay: Tensor, clip: Tensor | None,
+    momentum: float, nesterov: bool, lr_factor: float = 1.0, wd_factor: float = 1.0,
+    active: Tensor | None = None, branches: int = 1,
+) -> None:  # fmt: skip
+    """One step of SGD on a stacked parameter ``[E, ...]`` in place, with its copy in a lower type written on the way.
+
+    A network whose learning rate is 0 is left as it is, momentum included. With ``active`` only the rows of the two
+    active branches move.
+    """
+    size = p[0].numel()
+    _sgd[(triton.cdiv(size, _BLOCK), len(p))](
+        p, m, g, low, lr, weight_decay, clip, active, size, size // branches, lr_factor, wd_factor, momentum,
+        NESTEROV=nesterov, CLIP=clip is not None, LOW=low is not None, HOLD=active is not None, BLOCK=_BLOCK,
+    )  # fmt: skip

@@ -1,0 +1,370 @@
+"""The loop. It drives a fleet: E networks of one architecture as one program a step, and a network is a fleet of one.
+
+Everything that is a network's own, its data, order, dropout, branches, learning rate, is looked up by its place in the
+fleet, and every random number is a function of its own (seed, epoch, step). So a network ends with the same weights
+alone and among others. On a GPU a step is captured once as a CUDA graph and replayed.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from torch_dcl import kernels
+from torch_dcl.data.draws import draw
+from torch_dcl.training import operations
+from torch_dcl.training.operations import low_copy
+from torch_dcl.training.schedule import Schedule
+from torch_dcl.training.stack import Stack
+
+__all__ = ["Evaluation", "Fleet", "Member", "Precision"]
+
+Precision = Literal["bfloat16", "float32", "float64"]
+Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Member:
+    """What is a network's own in a fleet.
+
+    Args:
+        name: How it is called in reports.
+        data: The name of its data among those that the fleet is given.
+        seed: What its order, dropout and branches are drawn from.
+        lr: Its learning rate at the height of the schedule.
+        schedule: How that goes over the training. A network whose schedule ends earlier than others' rests.
+        weight_decay: L2 penalty.
+        clip: The largest norm of its gradient; larger ones are scaled down.
+    """
+
+    name: str
+    data: str
+    seed: int
+    lr: float
+    schedule: Schedule
+    weight_decay: float = 5e-4
+    clip: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise ValueError(f"the learning rate of {self.name!r} must be a positive number, got {self.lr}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"the weight decay of {self.name!r} must not be negative, got {self.weight_decay}")
+        if not self.clip > 0:
+            raise ValueError(f"clip of {self.name!r} must be positive, got {self.clip}")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a fleet makes of labelled data."""
+
+    predictions: Tensor
+    """``[E, N]``: the class that each network chose for each image."""
+    errors: Tensor
+    """``[E]``: per cent of images that each network got wrong."""
+    losses: Tensor
+    """``[E]``: mean cross-entropy."""
+
+
+@dataclass
+class History:
+    """What happened, epoch by epoch."""
+
+    train_loss: list[list[float]] = field(default_factory=list)
+    """By epoch, by network: the mean loss over the steps of the epoch, dropout included."""
+    stopped: dict[int, int] = field(default_factory=dict)
+    """Networks whose loss left the finite numbers, with the epoch (from 0) in which that happened."""
+
+
+class Fleet:
+    """E networks of one architecture, trained together.
+
+    ::
+
+        fleet = Fleet(networks, members, {"MNIST-II-01": (images, labels)}, device="cuda")
+        fleet.train()
+        fleet.evaluate({"MNIST-II-01": (test_images, test_labels)}).errors
+
+    Args:
+        networks: One for each member, with their start weights. They are copied.
+        members: What is each network's own.
+        data: Training data by name: uint8 images ``[N, H, W]`` or ``[N, C, H, W]`` and int64 labels ``[N]``. All of
+            one size. Images that occur under several names are kept once.
+        batch: Images of a step, for each network.
+        momentum: Of SGD.
+        nesterov: Whether momentum looks ahead.
+        factors: Called with a parameter's name in the plain network; gives its factors on learning rate and weight
+            decay. None for 1 and 1.
+        precision: What products are computed in. Parameters are float32, or float64.
+        device: Where.
+
+    Raises:
+        ValueError: Members, networks and data do not fit together.
+    """
+
+    def __init__(
+        self,
+        networks: Sequence[nn.Module],
+        members: Sequence[Member],
+        data: Mapping[str, Labelled],
+        *,
+        batch: int = 100,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        factors: Callable[[str], tuple[float, float]] | None = None,
+        precision: Precision | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _check(networks, members, data, batch)
+        self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
+        self.device = torch.device(device)
+        if precision is None:
+            precision = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.precision: Precision = precision
+        self.compute = getattr(torch, precision)
+        wide = torch.float64 if precision == "float64" else torch.float32
+        self.stack = Stack(networks).to(self.device, wide).train()
+        self.stack.compute_in(self.compute)
+        self.data = _Resident(data, [member.data for member in members], self.device)
+        self.steps_per_epoch = self.data.count // batch
+        self.epochs = max(member.schedule.epochs for member in members)
+        self.history = History()
+        self.epoch = 0
+        self._parameters = dict(self.stack.named_stacked())
+        self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+        self._factors = {name: (1.0, 1.0) if factors is None else factors(name) for name in self._parameters}
+        self._held = self.stack.held()
+        place = {"device": self.device, "dtype": wide}
+        self._rates = self._table().to(**place)
+        self._decay = torch.tensor([member.weight_decay for member in members], **place)
+        clips = [member.clip for member in members]
+        self._clip = None if all(map(math.isinf, clips)) else torch.tensor(clips, **place)
+        self._seed = torch.tensor([m.seed & 0x7FFFFFFFFFFFFFFF for m in members], device=self.device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._alive = torch.ones(len(members), dtype=torch.bool, device=self.device)
+        self._loss = torch.zeros(len(members), **place)
+        self._order = torch.zeros(len(members), self.data.count, dtype=torch.int64, device=self.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def train(self, epochs: int | None = None, *, on_epoch: Callable[["Fleet"], None] | None = None) -> History:
+        """Train to the end of the schedules, or for some epochs only.
+
+        Args:
+            epochs: How many from here on; None for all that are left.
+            on_epoch: Called after every epoch.
+
+        Returns:
+            What happened since the first epoch.
+        """
+        last = self.epochs if epochs is None else min(self.epochs, self.epoch + epochs)
+        if self.epoch < last and self.device.type == "cuda" and self._graph is None:
+            self._capture()
+        while self.epoch < last:
+            self._one_epoch()
+            if on_epoch is not None:
+                on_epoch(self)
+        return self.history
+
+    def network(self, index: int) -> nn.Module:
+        """One of the networks by itself, on the CPU, in float32 or float64, ready for evaluation."""
+        return self.stack.network(index).eval()
+
+    @torch.no_grad()
+    def evaluate(self, data: Mapping[str, Labelled], *, batch: int = 500) -> Evaluation:
+        """Let every network judge the images of its own data.
+
+        Args:
+            data: By the names that members know.
+            batch: Images at a time. Statistics of batch norms are the running ones, so it does not matter to the result.
+        """
+        resident = _Resident(data, [member.data for member in self.members], self.device)
+        predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
+        losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
+        wrong = torch.zeros_like(losses)
+        self.stack.eval()
+        for start in range(0, resident.count, batch):
+            index = torch.arange(start, min(start + batch, resident.count), device=self.device)
+            images, labels = resident.gather(index.expand(len(self), -1), self.compute)
+            logits = self.stack(images)
+            predictions[:, start : start + batch] = chosen = logits.argmax(-1)
+            losses += operations.cross_entropy(logits, labels).double().sum(1)
+            wrong += (chosen != labels).sum(1)
+        self.stack.train()
+        return Evaluation(predictions, 100 * wrong / resident.count, losses / resident.count)
+
+    def _table(self) -> Tensor:
+        """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
+        table = torch.zeros(self.epochs * self.steps_per_epoch + 1, len(self.members), dtype=torch.float64)
+        for column, member in enumerate(self.members):
+            rates = member.schedule.rates(member.lr, self.steps_per_epoch)
+            table[: len(rates), column] = rates
+        return table
+
+    def _one_epoch(self) -> None:
+        orders: dict[int, Tensor] = {}
+        places = torch.arange(self.data.count, device=self.device)
+        for row, member in enumerate(self.members):
+            if member.seed not in orders:
+                orders[member.seed] = draw(member.seed, "order", self.epoch, places).argsort(stable=True)
+            self._order[row] = orders[member.seed]
+        self._loss.zero_()
+        self._step.fill_(self.epoch * self.steps_per_epoch)
+        was_alive = self._alive.tolist()
+        for _ in range(self.steps_per_epoch):
+            if self._graph is None:
+                self._one_step()
+            else:
+                self._graph.replay()
+        self.history.train_loss.append((self._loss / self.steps_per_epoch).tolist())
+        for i, (before, now) in enumerate(zip(was_alive, self._alive.tolist(), strict=True)):
+            if before and not now:
+                self.history.stopped[i] = self.epoch
+        self.epoch += 1
+
+    def _one_step(self) -> None:
+        """One step, on the device from beginning to end."""
+        place = self._step % self.steps_per_epoch * self.batch + torch.arange(self.batch, device=self.device)
+        images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
+        self.stack.advance(self._seed, self._step)
+        losses = operations.cross_entropy(self.stack(images), labels).mean(1)
+        gradients = torch.autograd.grad(losses.sum(), list(self._parameters.values()))
+        with torch.no_grad():
+            self._alive &= losses.isfinite()
+            rate = self._rates.index_select(0, self._step)[0] * self._alive
+            self._loss += losses
+            self._update(gradients, rate)
+            self._step += 1
+
+    def _update(self, gradients: Sequence[Tensor], rate: Tensor) -> None:
+        scale = None
+        if self._clip is not None:
+            squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients]
+            norm = torch.stack(squares).sum(0).sqrt()
+            scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
+            fusion, branches = self._held.get(name, (None, 1))
+            _sgd_(
+                parameter, self._moments[name], gradient.contiguous(), rate, self._decay, scale,
+                self.momentum, self.nesterov, self._factors[name],
+                None if fusion is None else fusion.active, branches,
+            )  # fmt: skip
+
+    def _capture(self) -> None:
+        """Record a step as a CUDA graph, after trying it with learning rates of 0, and leave no trace of the trial."""
+        before = {name: buffer.clone() for name, buffer in self.stack.named_buffers()}
+        alive, loss, step = self._alive.clone(), self._loss.clone(), self._step.clone()
+
+        def restore() -> None:
+            for name, buffer in self.stack.named_buffers():
+                buffer.copy_(before[name])
+            self._alive.copy_(alive)
+            self._loss.copy_(loss)
+            self._step.copy_(step)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._step.fill_(len(self._rates) - 1)
+                self._one_step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        self._step.fill_(len(self._rates) - 1)
+        with torch.cuda.graph(graph):
+            self._one_step()
+        restore()
+        self._graph = graph
+
+
+class _Resident:
+    """Data of all members on the device; images that several names share lie there once."""
+
+    def __init__(self, data: Mapping[str, Labelled], names: Sequence[str], device: torch.device) -> None:
+        images: dict[int, int] = {}
+        kept: list[Tensor] = []
+        labels: dict[str, int] = {}
+        for name in dict.fromkeys(names):
+            given = data[name][0]
+            if given.data_ptr() not in images:
+                images[given.data_ptr()] = len(kept)
+                kept.append(given.to(device))
+            labels[name] = len(labels)
+        self.images = torch.stack(kept)
+        if self.images.dim() == 4:
+            self.images = self.images[:, :, None]
+        self.labels = torch.stack([data[name][1].to(device) for name in labels])
+        self.image_of = torch.tensor([images[data[name][0].data_ptr()] for name in names], device=device)
+        self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
+        self.count = self.images.shape[1]
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
+        """Images ``[E, B, C, H, W]``, divided by 255, and labels ``[E, B]`` of the places ``[E, B]``."""
+        images = operations.gather_images(self.images, self.image_of, index, dtype)
+        return images, self.labels[self.label_of, index]
+
+
+def _sgd_(
+    p: Tensor, m: Tensor, g: Tensor, rate: Tensor, decay: Tensor, scale: Tensor | None,
+    momentum: float, nesterov: bool, factors: tuple[float, float], active: Tensor | None, branches: int,
+) -> None:  # fmt: skip
+    """One step of SGD in place, as torch.optim.SGD does it; a network at rate 0 and an idle branch stay as they are."""
+    lr_factor, wd_factor = factors
+    if kernels.usable(p):
+        from torch_dcl.kernels.pointwise import sgd_  # noqa: PLC0415
+
+        sgd_(
+            p.detach(), m, g, low_copy(p), lr=rate, weight_decay=decay, clip=scale, momentum=momentum,
+            nesterov=nesterov, lr_factor=lr_factor, wd_factor=wd_factor, active=active, branches=branches,
+        )  # fmt: skip
+        return
+
+    def across(values: Tensor) -> Tensor:
+        return values.view(-1, *(1,) * (p.dim() - 1))
+
+    moves = across(rate != 0)
+    if active is not None:
+        row = torch.arange(p.shape[1], device=p.device) // (p.shape[1] // branches)
+        drawn = (row[None, :, None] == active[:, None]).any(-1)
+        moves = moves & drawn.view(*drawn.shape, *(1,) * (p.dim() - 2))
+    if scale is not None:
+        g = g * across(scale)
+    g = g + across(decay) * wd_factor * p.detach()
+    fresh = momentum * m + g
+    step = g + momentum * fresh if nesterov else fresh
+    m.copy_(torch.where(moves, fresh, m))
+    p.detach().copy_(torch.where(moves, p.detach() - across(rate) * lr_factor * step, p.detach()))
+    copy = low_copy(p)
+    if copy is not None:
+        copy.copy_(p.detach())
+
+
+def _check(
+    networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int
+) -> None:
+    if len(networks) != len(members):
+        raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
+    if not networks:
+        raise ValueError("a fleet needs at least one network")
+    sizes = set()
+    for member in members:
+        if member.data not in data:
+            raise ValueError(f"{member.name!r} wants the data {member.data!r}; given are {', '.join(map(repr, data))}")
+        images, labels = data[member.data]
+        if images.dtype != torch.uint8 or images.dim() not in (3, 4):
+            raise ValueError(
+                f"images of {member.data!r} must be uint8 [N, H, W] or [N, C, H, W], "
+                f"got {images.dtype} {list(images.shape)}"
+            )
+        if len(images) != len(labels):
+            raise ValueError(f"{member.data!r} has {len(images)} images and {len(labels)} labels")
+        sizes.add(tuple(images.shape))
+    if len(sizes) > 1:
+        raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; train them in fleets apart")
+    if not 1 <= batch <= min(size[0] for size in sizes):
+        raise ValueError(f"batch must be from 1 to the {min(s[0] for s in sizes)} images of the data, got {batch}")

@@ -1,0 +1,268 @@
+"""The arithmetic of stacked networks: every tensor begins with the E networks, ``[E, B, ...]``.
+
+Each operation has a plain version, which autograd differentiates, and a fast one for the GPU: products of matrices in a
+low type with float32 gradients of the weights, and kernels for what stands between them. The fast ones read the copy of
+a parameter that the optimiser keeps in the low type (`low_copy`), so that nothing is cast in a step.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_dcl import kernels
+from torch_dcl.functional import fuse_branches, fuse_pairs, mix32
+
+__all__ = ["conv", "cross_entropy", "dropout", "fuse", "gather_images", "keep_low_copy", "linear", "low_copy", "project"]
+
+
+def keep_low_copy(parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Give a parameter a copy of another type, or with None take it away. The optimiser keeps it up to date."""
+    parameter.low = None if dtype is None else parameter.detach().to(dtype)  # type: ignore[attr-defined]
+
+
+def low_copy(parameter: Tensor) -> Tensor | None:
+    """The copy of a parameter in the type of the computation; None where that is its own type."""
+    copy: Tensor | None = getattr(parameter, "low", None)
+    return copy
+
+
+def _lowered(parameter: Tensor | None, like: Tensor) -> Tensor | None:
+    """The values of a parameter in the type of another tensor, without a cast where a copy is kept."""
+    if parameter is None or parameter.dtype == like.dtype:
+        return parameter
+    copy = low_copy(parameter)
+    return parameter.detach().to(like.dtype) if copy is None else copy.view(parameter.shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x · weightᵀ + bias`` for ``[E, B, K]``, weights ``[E, N, K]`` and biases ``[E, N]``."""
+    if x.is_cuda and x.dtype != torch.float64:
+        y: Tensor = _Product.apply(x, weight, bias, _lowered(weight, x), _lowered(bias, x), True)
+        return y
+    if bias is None:
+        return torch.bmm(x, weight.transpose(1, 2))
+    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+
+
+def project(x: Tensor, weight: Tensor, branches: int) -> Tensor:
+    """Stage 2 without its bias: ``[E, B, T·M]`` and weights ``[E, T·M, N]`` to ``[E, T, B, N]``."""
+    E, B, width = x.shape
+    M, N = width // branches, weight.shape[-1]
+    by_branch = x.view(E, B, branches, M).transpose(1, 2).reshape(E * branches, B, M)
+    weights = weight.view(E * branches, M, N)
+    if x.is_cuda and x.dtype != torch.float64:
+        low = _lowered(weight, x)
+        assert low is not None
+        pre: Tensor = _Product.apply(by_branch, weights, None, low.view(weights.shape), None, False)
+    else:
+        pre = torch.bmm(by_branch, weights)
+    return pre.view(E, branches, B, N)
+
+
+class _Product(torch.autograd.Function):
+    """A product in the type of x with parameters kept in float32, whose gradients come out in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: Tensor, b: Tensor | None, turned: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.turned, ctx.dtype, ctx.has_bias = turned, weight.dtype, bias is not None
+        right = w.transpose(1, 2) if turned else w
+        return torch.bmm(x, right) if b is None else torch.baddbmm(b[:, None], x, right)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, w = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.bmm(grad, w if ctx.turned else w.transpose(1, 2))
+        left, right = (grad, x) if ctx.turned else (x, grad)
+        left = left.transpose(1, 2)
+        dw = torch.bmm(left, right) if x.dtype == ctx.dtype else torch.bmm(left, right, out_dtype=ctx.dtype)
+        db = grad.sum(1, dtype=ctx.dtype) if ctx.has_bias else None
+        return dx, dw, db, None, None, None
+
+
+def conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, pool: int = 1, relu: bool = False) -> Tensor:
+    """Convolve with stride 1 and no padding, pool the maximum of ``pool`` × ``pool`` places, rectify.
+
+    Args:
+        x: ``[E, B, C, H, W]``; on a GPU best with the channels last in memory.
+        weight: ``[E, N, C, KH, KW]``.
+        bias: ``[E, N]`` or None.
+        pool: 1 for none, or 2.
+        relu: Whether to rectify.
+
+    Returns:
+        ``[E, B, N, PH, PW]``; from the kernels with the channels last in memory.
+    """
+    if kernels.usable(x):
+        last = x.permute(0, 1, 3, 4, 2).contiguous()
+        low, low_bias = _lowered(weight, x), _lowered(bias, x)
+        y: Tensor = _Conv.apply(last, weight, bias, low, low_bias, pool, relu)
+        return y.permute(0, 1, 4, 2, 3)
+    E, B, C, H, W = x.shape
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    side_by_side = x.transpose(0, 1).reshape(B, E * C, H, W)
+    y = F.conv2d(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups=E)
+    if pool > 1:
+        y = F.max_pool2d(y, pool)
+    if relu:
+        y = F.relu(y)
+    return y.view(B, E, -1, *y.shape[2:]).transpose(0, 1)
+
+
+class _Conv(torch.autograd.Function):
+    """`conv` by the kernels, channels last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: Tensor, b: Tensor | None, pool: int, relu: bool
+    ) -> Tensor:
+        from torch_dcl.kernels.conv import conv_forward, pack_weight  # noqa: PLC0415
+
+        packed = pack_weight(w)
+        y, which = conv_forward(x, packed, b, weight.shape[1], pool=pool, relu=relu)
+        ctx.save_for_backward(x, packed, which)
+        ctx.kernel, ctx.pool, ctx.has_bias, ctx.dtype = weight.shape[3:], pool, bias is not None, weight.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from torch_dcl.kernels.conv import conv_backward_input, conv_backward_weight  # noqa: PLC0415
+
+        grad = grads[0].contiguous()
+        x, packed, which = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = conv_backward_input(packed, grad, which, tuple(x.shape), pool=ctx.pool)
+        dw, db = conv_backward_weight(x, grad, which, tuple(ctx.kernel), pool=ctx.pool)
+        return dx, dw.to(ctx.dtype), db.to(ctx.dtype) if ctx.has_bias else None, None, None, None, None
+
+
+def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None = None, pairs: bool = False) -> Tensor:
+    """Fuse responses ``[E, T, B, N]`` with biases ``[E, T, N]`` to ``[E, B, N]``.
+
+    Args:
+        pre: The responses before bias and ReLU.
+        bias: One for each branch, or None.
+        eps: ε.
+        active: ``[E, 2]``: fuse only these two branches of each network.
+        pairs: Take the mean over all pairs.
+    """
+    T = pre.shape[1]
+    if not pairs and kernels.usable(pre) and (active is not None or T in (2, 3)):
+        z: Tensor = _Fuse.apply(pre.contiguous(), bias, _lowered(bias, pre), eps, active)
+        return z
+    if bias is not None:
+        pre = pre + bias[:, :, None].to(pre.dtype)
+    if active is not None:
+        index = active[:, :, None, None].expand(-1, -1, *pre.shape[2:])
+        return fuse_branches(pre.gather(1, index).unbind(1), eps)
+    return (fuse_pairs if pairs else fuse_branches)(pre.unbind(1), eps)
+
+
+class _Fuse(torch.autograd.Function):
+    """`fuse` by the kernels; backward computes the responses once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pre: Tensor, bias: Tensor | None, b: Tensor | None, eps: float, active: Tensor | None
+    ) -> Tensor:
+        from torch_dcl.kernels.pointwise import fuse_forward  # noqa: PLC0415
+
+        ctx.save_for_backward(pre, b, active)
+        ctx.eps, ctx.dtype = eps, None if bias is None else bias.dtype
+        return fuse_forward(pre, b, eps, active)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from torch_dcl.kernels.pointwise import fuse_backward  # noqa: PLC0415
+
+        pre, b, active = ctx.saved_tensors
+        dpre = fuse_backward(grads[0].contiguous(), pre, b, ctx.eps, active)
+        db = None if ctx.dtype is None else dpre.sum(2, dtype=ctx.dtype)
+        return dpre, db, None, None, None
+
+
+def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
+    """Drop each value with probability p. What is dropped is a function of the network's key and the place alone.
+
+    Args:
+        x: ``[E, B, ...]``; images are counted channels last.
+        key: ``[E]`` int64, from 0 to 2³² − 1.
+        p: From 0 to below 1.
+    """
+    if x.dim() == 5:
+        last = dropout(x.permute(0, 1, 3, 4, 2).contiguous(), key, p)
+        return last.permute(0, 1, 4, 2, 3)
+    if kernels.usable(x):
+        kept: Tensor = _Dropout.apply(x.contiguous(), key, p)
+        return kept
+    place = torch.arange(x[0].numel(), device=x.device)
+    drawn = mix32(mix32(place) ^ key[:, None]) >> 1
+    return torch.where((drawn >= int(p * 2**31)).view(x.shape), x / (1 - p), 0)
+
+
+class _Dropout(torch.autograd.Function):
+    """`dropout` by the kernel; backward draws the mask once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, p: float) -> Tensor:
+        from torch_dcl.kernels.pointwise import dropout as drop  # noqa: PLC0415
+
+        ctx.save_for_backward(key.clone())  # the step may have moved on before backward looks at it again
+        ctx.p = p
+        return drop(x, key, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from torch_dcl.kernels.pointwise import dropout as drop  # noqa: PLC0415
+
+        return drop(grads[0].contiguous(), ctx.saved_tensors[0], ctx.p), None, None
+
+
+_MOST_CLASSES = 16_384
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Losses ``[E, B]`` of logits ``[E, B, classes]``, in float32 or float64."""
+    E, B, classes = logits.shape
+    if kernels.usable(logits) and classes <= _MOST_CLASSES:
+        losses: Tensor = _CrossEntropy.apply(logits.reshape(E * B, classes), labels.reshape(-1))
+    else:
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+    return losses.view(E, B)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """`cross_entropy` by the kernels: logits are read twice and their gradient is written once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        from torch_dcl.kernels.pointwise import entropy_forward  # noqa: PLC0415
+
+        logits = logits.contiguous()
+        losses, lse = entropy_forward(logits, labels)
+        ctx.save_for_backward(logits, labels, lse)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from torch_dcl.kernels.pointwise import entropy_backward  # noqa: PLC0415
+
+        return entropy_backward(grads[0].contiguous(), *ctx.saved_tensors), None
+
+
+def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Images ``[D, N, C, H, W]`` uint8 of datasets ``[E]`` at places ``[E, B]``, from 0 to 1: ``[E, B, C, H, W]``."""
+    if images.is_cuda and dtype in (torch.bfloat16, torch.float32):
+        from torch_dcl.kernels.pointwise import gather_images as gather  # noqa: PLC0415
+
+        return gather(images, image_of, index.contiguous(), dtype)
+    return images[image_of[:, None], index].to(dtype) / 255

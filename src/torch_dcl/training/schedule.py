@@ -1,0 +1,44 @@
+"""The learning rate by step, as a table: a warm-up, then drops."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate goes over a training.
+
+    Args:
+        epochs: How many.
+        warmup: Over so many steps the rate rises in a straight line to its full value.
+        drops: Parts of the training, from 0 to 1, after which the rate is multiplied by ``factor``.
+        factor: What it is multiplied by.
+    """
+
+    epochs: int
+    warmup: int = 0
+    drops: tuple[float, ...] = ()
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must not be negative, got {self.warmup}")
+        if list(self.drops) != sorted(self.drops) or any(not 0 < drop < 1 for drop in self.drops):
+            raise ValueError(f"drops must rise and lie between 0 and 1, got {self.drops}")
+
+    def rates(self, lr: float, steps_per_epoch: int) -> Tensor:
+        """The rate of every step, float64."""
+        steps = self.epochs * steps_per_epoch
+        step = torch.arange(steps, dtype=torch.float64)
+        rate = torch.full_like(step, lr)
+        if self.warmup:
+            rate *= ((step + 1) / self.warmup).clamp(max=1)
+        for drop in self.drops:
+            rate[round(drop * steps) :] *= self.factor
+        return rate

@@ -1,0 +1,220 @@
+"""A stack: E networks of one architecture as one module.
+
+The first network is traced, and every layer in the trace is replaced by the stacked layer of all networks. What comes in
+is ``[E, B, C, H, W]``, one batch for each network; what goes out is ``[E, B, classes]``.
+"""
+
+import operator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_dcl.models import _common
+from torch_dcl.training.operations import keep_low_copy
+from torch_dcl.training.stacked import (
+    StackedConv2d,
+    StackedDropout,
+    StackedFusion,
+    build_stacked,
+    is_registered,
+)
+
+__all__ = ["Stack"]
+
+
+class Stack(nn.Module):
+    """E networks of one architecture as one module.
+
+    Parameters and buffers have the names that they have in a plain network and one more dimension in front, so
+    ``stack.network(i)`` is a plain network again.
+
+    Args:
+        networks: At least one; of one architecture, each with its own weights.
+
+    Raises:
+        TypeError: A layer of a kind that nobody registered, or something in the forward pass that is not a layer.
+        ValueError: No network, or networks that differ in more than their weights.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        _check_alike(networks)
+        first = networks[0]
+        graph = _trace(first)
+        layers: dict[str, nn.Module] = {}
+        for node in graph.nodes:
+            if node.op == "call_module" and node.target not in layers:
+                same = [network.get_submodule(node.target) for network in networks]
+                layers[node.target] = build_stacked(same, node.target)
+        _rewrite(graph)
+        _merge(graph, layers)
+        self.size = len(networks)
+        self.body = torch.fx.GraphModule(layers, graph, "Stack")
+        for name, module in self.body.named_modules():
+            if isinstance(module, StackedDropout):
+                module.layer = zlib.crc32(name.encode())
+            if isinstance(module, StackedFusion):  # the name of the DCL layer, as in torch_dcl.stochastic
+                module.layer = zlib.crc32(name.removesuffix(".fusion").encode())
+        self._template = deepcopy(first).cpu()
+        self.train(first.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[E, B, ...]`` to ``[E, B, classes]``."""
+        y: Tensor = self.body(x)
+        return y
+
+    def advance(self, seed: Tensor, step: Tensor) -> None:
+        """Draw what is drawn once a step, dropout masks and branches, for seeds ``[E]`` and a count."""
+        for module in self.body.modules():
+            if module is not self.body and isinstance(getattr(module, "advance", None), Callable):  # type: ignore[arg-type]
+                module.advance(seed, step)  # type: ignore[operator]
+
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Keep copies of float32 parameters in a lower type for the products to read."""
+        for parameter in self.parameters():
+            keep_low_copy(parameter, dtype if dtype != parameter.dtype else None)
+
+    def held(self) -> dict[str, tuple[StackedFusion, int]]:
+        """Parameters of which only the active branches move in a step, with the layer that knows which."""
+        found = {}
+        for name, module in self.body.named_modules():
+            fusion = getattr(module, "fusion", None)
+            if isinstance(fusion, StackedFusion) and fusion.plain.strategy == "stochastic":
+                if len(set(fusion.plain.widths)) > 1 or fusion.norm is not None:
+                    raise TypeError(
+                        f"layer {name!r}: the stochastic strategy in a stack wants branches of one width and no "
+                        "norm_layer; give the layer one width, or train it outside of a stack"
+                    )
+                for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
+                    found[f"{name}.{part}"] = (fusion, fusion.plain.branches)
+        return found
+
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """The state dict of one network."""
+        known = self._template.state_dict().keys()
+        return {name: value[index] for name, value in self.body.state_dict().items() if name in known}
+
+    def network(self, index: int) -> nn.Module:
+        """One network by itself, on the CPU, with its weights copied."""
+        model = deepcopy(self._template)
+        model.load_state_dict({name: value.detach().cpu().clone() for name, value in self.state_of(index).items()})
+        return model
+
+    def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the names that they have in a plain network."""
+        return self.body.named_parameters()
+
+
+class _Tracer(torch.fx.Tracer):
+    """Stops at every layer that can be stacked, and at torch's own; follows everything else."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return is_registered(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(network: nn.Module) -> torch.fx.Graph:
+    try:
+        graph = _Tracer().trace(network)
+    except torch.fx.proxy.TraceError as error:
+        raise TypeError(
+            f"{type(network).__name__} cannot be stacked: its forward pass depends on values ({error}); "
+            "write it without branches on tensors, or train the networks one at a time"
+        ) from error
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(inputs) != 1:
+        raise TypeError(f"{type(network).__name__} takes {len(inputs)} inputs; a stack takes networks of one input")
+    return graph
+
+
+_ELEMENTWISE = {torch.relu, F.relu, torch.add, operator.add, operator.mul, operator.iadd, torch.sigmoid, torch.tanh}
+
+
+def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Flatten of a plain network, with the networks in front."""
+    if start_dim < 1:
+        raise TypeError("flatten over the batch cannot be stacked; use flatten(1)")
+    return x.flatten(start_dim + 1, end_dim if end_dim < 0 else end_dim + 1)
+
+
+def _rewrite(graph: torch.fx.Graph) -> None:
+    """Turn calls that are not layers into what they mean with one more dimension in front."""
+    for node in list(graph.nodes):
+        if node.op in ("placeholder", "output", "call_module"):
+            continue
+        name = getattr(node.target, "__name__", str(node.target))
+        if node.target is _common.check_images:
+            graph.erase_node(node)
+        elif node.target is torch.flatten or (node.op, node.target) == ("call_method", "flatten"):
+            node.op, node.target = "call_function", _flatten
+        elif node.target not in _ELEMENTWISE and (node.op, node.target) not in (
+            ("call_method", "relu"), ("call_method", "relu_"), ("call_method", "contiguous"),
+        ):  # fmt: skip
+            raise TypeError(
+                f"the forward pass calls {name!r}, and nothing says what that is with one more dimension in front; "
+                "use a layer for it (nn.Flatten, nn.MaxPool2d, …), or register_stacked a layer of your own around it"
+            )
+    graph.lint()
+
+
+def _merge(graph: torch.fx.Graph, layers: dict[str, nn.Module]) -> None:
+    """Let a convolution do the 2 × 2 max pooling and the ReLU behind it, in whichever order they come."""
+    for node in list(graph.nodes):
+        layer = layers.get(node.target) if node.op == "call_module" else None
+        if not isinstance(layer, StackedConv2d) or not layer.simple:
+            continue
+        if sum(other.target == node.target for other in graph.nodes) > 1:
+            continue
+        while len(node.users) == 1:
+            (user,) = node.users
+            if _is_relu(user, layers) and not layer.relu:
+                layer.relu = True
+            elif _is_pool(user, layers) and layer.pool == 1:
+                layer.pool = 2
+            else:
+                break
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+    graph.lint()
+
+
+def _is_relu(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return isinstance(getattr(layers[str(node.target)], "plain", None), nn.ReLU)
+    return node.target in (torch.relu, F.relu, "relu", "relu_")
+
+
+def _is_pool(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
+    plain: Any = getattr(layers[str(node.target)], "plain", None) if node.op == "call_module" else None
+    return (
+        isinstance(plain, nn.MaxPool2d)
+        and all(_both(n) == (2, 2) for n in (plain.kernel_size, plain.stride))
+        and _both(plain.padding) == (0, 0)
+        and _both(plain.dilation) == (1, 1)
+        and not plain.ceil_mode
+        and not plain.return_indices
+    )
+
+
+def _both(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
+
+
+def _check_alike(networks: Sequence[nn.Module]) -> None:
+    if not networks:
+        raise ValueError("a stack needs at least one network")
+    first = networks[0]
+    shapes = {name: (value.shape, value.dtype) for name, value in first.state_dict().items()}
+    text = repr(first)
+    for i, network in enumerate(networks[1:], 1):
+        if type(network) is not type(first) or repr(network) != text:
+            raise ValueError(f"network {i} of the stack is of another architecture than network 0; stack them apart")
+        if {name: (value.shape, value.dtype) for name, value in network.state_dict().items()} != shapes:
+            raise ValueError(f"network {i} of the stack has other parameters than network 0; stack them apart")
+        if network.training != first.training:
+            raise ValueError(f"network {i} of the stack is in another mode (train or eval) than network 0")

@@ -1,0 +1,309 @@
+"""Stacked layers: E layers of one kind, one of each network, as one module over ``[E, B, ...]``.
+
+A stacked layer has the parameters and buffers of the plain one under the same names, with the networks as a first
+dimension, so that row i of a stack's state is the state of network i. A layer of another kind is added with
+`register_stacked`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_dcl.functional import draw_pair, mix32
+from torch_dcl.layers import DCLConv2d, DCLLinear
+from torch_dcl.training import operations
+
+__all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
+
+Layer = TypeVar("Layer", bound=nn.Module)
+Build = Callable[[Sequence[Any]], nn.Module]
+
+_BUILDERS: dict[type[nn.Module], Build] = {}
+
+
+def register_stacked(kind: type[nn.Module], build: Build) -> None:
+    """Say how layers of a kind are stacked.
+
+    ::
+
+        class StackedScale(StackedLayer):
+            def forward(self, x):                       # x is [E, B, ...]
+                return x * self.factor[:, None, None]   # factor is [E, features]
+
+        register_stacked(Scale, StackedScale)
+
+    Args:
+        kind: The plain layer's class. It is matched exactly, because a subclass may compute something else.
+        build: Called with the E plain layers, one of each network; returns the module that stands for them. Parameters
+            and buffers carry the names that they have in the plain layer (`StackedLayer` sees to that). A module with
+            a method ``advance(seed, step)`` has it called at the start of every step, with int64 ``[E]`` and a count.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise TypeError(f"register_stacked wants the class of a layer, got {kind!r}")
+    _BUILDERS[kind] = build
+
+
+def is_registered(layer: nn.Module) -> bool:
+    """Whether layers of this kind can be stacked."""
+    return type(layer) in _BUILDERS
+
+
+def build_stacked(layers: Sequence[nn.Module], name: str) -> nn.Module:
+    """Stack layers, or say what can be done about it when their kind is not known."""
+    kind = type(layers[0])
+    if kind not in _BUILDERS:
+        known = sorted(known.__name__ for known in _BUILDERS)
+        raise TypeError(
+            f"layer {name!r} is a {kind.__name__}, and nothing says how to stack that; "
+            f"register_stacked({kind.__name__}, build) does. Known: {', '.join(known)}"
+        )
+    return _BUILDERS[kind](layers)
+
+
+class StackedLayer(nn.Module):
+    """A base for stacked layers: parameters and buffers of the plain ones, stacked, under their names.
+
+    Args:
+        layers: The plain layers, one of each network. The first one is kept as ``plain`` for its settings, without
+            being a submodule.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        object.__setattr__(self, "plain", layers[0])
+        for name, parameter in layers[0].named_parameters(recurse=False):
+            values = torch.stack([getattr(layer, name).detach() for layer in layers])
+            self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        for name, _ in layers[0].named_buffers(recurse=False):
+            keep = name not in layers[0]._non_persistent_buffers_set
+            self.register_buffer(name, torch.stack([getattr(layer, name) for layer in layers]), persistent=keep)
+
+    plain: Any
+
+
+class _Each(StackedLayer):
+    """A layer without parameters that treats every image alike: networks and images become one batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.plain(x.flatten(0, 1))
+        return y.view(*x.shape[:2], *y.shape[1:])
+
+
+class _Elementwise(StackedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.plain(x)
+        return y
+
+
+class _Flatten(StackedLayer):
+    def __init__(self, layers: Sequence[nn.Flatten]) -> None:
+        super().__init__(layers)
+        if layers[0].start_dim < 1:
+            raise ValueError("nn.Flatten over the batch cannot be stacked; use start_dim=1")
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = self.plain.end_dim
+        return x.flatten(self.plain.start_dim + 1, end if end < 0 else end + 1)
+
+
+class StackedLinear(StackedLayer):
+    """Linear layers: one batched product."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[E, B, ..., K]`` to ``[E, B, ..., N]``."""
+        y = operations.linear(x.flatten(1, -2), self.weight, getattr(self, "bias", None))
+        return y.view(*x.shape[:-1], -1)
+
+
+class StackedConv2d(StackedLayer):
+    """Convolutions; on a GPU those of stride 1 without dilation and groups run as our kernels.
+
+    ``pool`` and ``relu`` are set by the stack where a pooling of 2 × 2 and a ReLU follow: they are one kernel then.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, layers: Sequence[nn.Conv2d]) -> None:
+        super().__init__(layers)
+        self.pool, self.relu = 1, False
+
+    @property
+    def simple(self) -> bool:
+        """Whether `operations.conv` can do it."""
+        plain = self.plain
+        return plain.stride == (1, 1) and plain.dilation == (1, 1) and plain.groups == 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[E, B, C, H, W]`` to ``[E, B, N, H', W']``."""
+        plain, bias = self.plain, getattr(self, "bias", None)
+        E, B = x.shape[:2]
+        if self.simple:
+            return operations.conv(self._padded(x), self.weight, bias, pool=self.pool, relu=self.relu)
+        weight, bias = self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype).flatten()
+        side_by_side = self._padded(x).transpose(0, 1).flatten(1, 2)
+        y = F.conv2d(
+            side_by_side, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups
+        )
+        return y.view(B, E, -1, *y.shape[2:]).transpose(0, 1)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        plain = self.plain
+        if plain.padding == "valid" or not any(plain._reversed_padding_repeated_twice):
+            return x
+        mode = "constant" if plain.padding_mode == "zeros" else plain.padding_mode
+        padded = F.pad(x.flatten(0, 1), plain._reversed_padding_repeated_twice, mode)
+        return padded.view(*x.shape[:2], *padded.shape[1:])
+
+
+class StackedBatchNorm(StackedLayer):
+    """Batch norms, each with the statistics of its own network."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[E, B, C, ...]``."""
+        plain, shape = self.plain, x.shape
+        by_channel = x.transpose(0, 1).flatten(1, 2)
+        mean, var = getattr(self, "running_mean", None), getattr(self, "running_var", None)
+        use_batch = self.training or mean is None
+        momentum = plain.momentum
+        if self.training and mean is not None:
+            self.num_batches_tracked += 1
+            if momentum is None:
+                momentum = 1 / int(self.num_batches_tracked[0])
+        flat = [None if t is None else t.flatten() for t in (mean, var, getattr(self, "weight", None))]
+        bias = getattr(self, "bias", None)
+        y = F.batch_norm(
+            by_channel, flat[0], flat[1], flat[2], None if bias is None else bias.flatten(),
+            use_batch, momentum or 0.0, plain.eps,
+        )  # fmt: skip
+        return y.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+
+
+class StackedDropout(StackedLayer):
+    """Dropout by a key of each network: a function of its seed, the layer and the step."""
+
+    key: Tensor
+
+    def __init__(self, layers: Sequence[nn.Dropout]) -> None:
+        super().__init__(layers)
+        self.register_buffer("key", torch.zeros(len(layers), dtype=torch.int64), persistent=False)
+        self.layer = 0  # set by the stack: a hash of the layer's name
+
+    def advance(self, seed: Tensor, step: Tensor) -> None:
+        """Draw the keys of a step."""
+        mixed = mix32(mix32(mix32(seed ^ (seed >> 32)) ^ self.layer) ^ step)
+        self.key.copy_(mix32(mixed ^ 0x68E31DA4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop and scale in training; in evaluation do nothing."""
+        p = self.plain.p
+        return operations.dropout(x, self.key, p) if self.training and p > 0 else x
+
+
+class StackedFusion(StackedLayer):
+    """Stage 2 of stacked DCL layers, channels last: ``[E, B, ΣM]`` to ``[E, B, K2]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+    key: Tensor
+    active: Tensor
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__(layers)
+        self.layer = 0
+        norms = [layer.norm for layer in layers]
+        self.norm = None
+        if norms[0] is not None:
+            T = len(norms[0])
+            self.norm = nn.ModuleList(build_stacked([norm[t] for norm in norms], "fusion.norm") for t in range(T))
+
+    def advance(self, seed: Tensor, step: Tensor) -> None:
+        """Draw the active branches of a step, as `torch_dcl.advance_branches_` does for a plain network."""
+        if self.plain.strategy == "stochastic":
+            self.key.copy_(torch.stack((seed, torch.full_like(seed, self.layer), step.expand_as(seed)), -1))
+            self.active.copy_(draw_pair(self.key, self.plain.branches))
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Project, rectify, fuse."""
+        plain, bias = self.plain, getattr(self, "bias", None)
+        if len(set(plain.widths)) == 1:
+            pre = operations.project(y, self.weight, plain.branches)
+        else:
+            widths = list(plain.widths)
+            parts = zip(y.split(widths, -1), self.weight.split(widths, 1), strict=True)
+            pre = torch.stack([torch.bmm(y_t, W_t.to(y_t.dtype)) for y_t, W_t in parts], 1)
+        if self.norm is not None:
+            if bias is not None:
+                pre, bias = pre + bias[:, :, None].to(pre.dtype), None
+            pre = torch.stack([norm(pre[:, t]) for t, norm in enumerate(self.norm)], 1)
+        stochastic = plain.strategy == "stochastic"
+        active = self.active if stochastic and self.training else None
+        return operations.fuse(pre, bias, plain.eps, active=active, pairs=stochastic and not self.training)
+
+
+class StackedDCLLinear(StackedLayer):
+    """DCL linear layers."""
+
+    def __init__(self, layers: Sequence[DCLLinear]) -> None:
+        super().__init__(layers)
+        self.branch = StackedLinear([layer.branch for layer in layers])
+        self.fusion = StackedFusion([layer.fusion for layer in layers])
+        self.branch_activation = _activation(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[E, B, ..., K1]`` to ``[E, B, ..., K2]``."""
+        y = self.branch(x)
+        y = y if self.branch_activation is None else self.branch_activation(y)
+        z: Tensor = self.fusion(y.flatten(1, -2))
+        return z.view(*x.shape[:-1], -1)
+
+
+class StackedDCLConv2d(StackedLayer):
+    """DCL convolutions: stage 1 a convolution of ΣM filters, stage 2 the same product at every position."""
+
+    def __init__(self, layers: Sequence[DCLConv2d]) -> None:
+        super().__init__(layers)
+        self.branch = StackedConv2d([layer.branch for layer in layers])  # type: ignore[misc]
+        self.fusion = StackedFusion([layer.fusion for layer in layers])
+        self.branch_activation = _activation(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[E, B, C, H, W]`` to ``[E, B, K2, H', W']``."""
+        y = self.branch(x)
+        y = y if self.branch_activation is None else self.branch_activation(y)
+        E, B, width, H, W = y.shape
+        z: Tensor = self.fusion(y.permute(0, 1, 3, 4, 2).reshape(E, B * H * W, width))
+        return z.view(E, B, H, W, -1).permute(0, 1, 4, 2, 3)
+
+
+def _activation(layers: Sequence[DCLLinear] | Sequence[DCLConv2d]) -> nn.Module | None:
+    activations = [layer.branch_activation for layer in layers]
+    if activations[0] is None:
+        return None
+    return build_stacked([a for a in activations if a is not None], "branch_activation")
+
+
+for _kind in (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity):
+    register_stacked(_kind, _Elementwise)
+for _kind in (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.LocalResponseNorm):
+    register_stacked(_kind, _Each)
+for _kind in (nn.BatchNorm1d, nn.BatchNorm2d):
+    register_stacked(_kind, StackedBatchNorm)
+register_stacked(nn.Dropout, StackedDropout)
+register_stacked(nn.Flatten, _Flatten)
+register_stacked(nn.Linear, StackedLinear)
+register_stacked(nn.Conv2d, StackedConv2d)
+register_stacked(DCLLinear, StackedDCLLinear)
+register_stacked(DCLConv2d, StackedDCLConv2d)

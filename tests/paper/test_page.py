@@ -1,0 +1,134 @@
+"""The page: well formed, complete, and alone."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from torch_dcl.paper import as_html
+from torch_dcl.paper.claims import large_banks_help_little
+from torch_dcl.paper.reported import COLUMNS
+from torch_dcl.paper.style import CSS
+from torch_dcl.paper.table import CONTROLS, Table, parse
+
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in turn, and collects what a test may ask for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.links, self.ids, self.text = [], [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for key, value in attrs:
+            if key in ("src", "href", "srcset", "data", "action", "poster", "xlink:href"):
+                self.links.append(value)
+            if key == "id":
+                self.ids.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, _):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+@pytest.fixture
+def table(content):
+    return parse(content)
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing(table):
+    text = as_html(table)
+    page = Page(text)
+    assert page.links == ["#MNIST-II-01", "#MNIST-III-10"]
+    assert set(page.ids) == {"MNIST-II-01", "MNIST-III-10"}
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert "http" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_names_are_escaped(table):
+    text = as_html(table)
+    for raw in ("<made up>", '<b>"', "<fast>", "<i>anew", "a & b"):
+        assert raw not in text
+    shown = Page(text).text
+    for name in ("Table 1 <made up> & small", "epochs <b>", "24 & no more", "one <fast> GPU", "Layouts <i>anew</i>"):
+        assert name in shown
+    assert "dcl run table1 --out 'a & b'" in shown
+
+
+def test_both_colour_schemes_have_a_colour_for_everything(table):
+    text = as_html(table)
+    assert "@media (prefers-color-scheme:dark)" in text
+    light, dark = re.findall(r":root\{(.*?)\}", CSS, re.DOTALL)
+    names = re.findall(r"--([\w-]+):", light)
+    assert set(names) == set(re.findall(r"--([\w-]+):", dark))
+    assert set(re.findall(r"var\(--([\w-]+)\)", CSS)) <= set(names)
+    for column in (*COLUMNS, *CONTROLS):
+        assert f".c-{column}" in CSS
+
+
+def test_wide_tables_scroll_in_their_own_box(table):
+    text = as_html(table)
+    assert 'name="viewport"' in text
+    parents = re.findall(r'<div class="box"[^>]*><(\w+)', text)
+    assert parents.count("table") == text.count("<table")
+    assert re.search(r"\.box\{[^}]*overflow-x:auto", CSS)
+
+
+def test_the_numbers_are_on_the_page(table):
+    shown = Page(as_html(table)).text
+    assert "1.51 ± 0.12 (3)" in shown
+    assert "−0.50 [−0.50, −0.50]▾" in shown
+    assert "335,500" in shown
+    assert "together 42.5" in shown
+    assert "not run" in shown
+    assert (
+        shown.index("Section 4.1 of the paper, split into 16 claims")
+        < shown.index("All errors")
+        < shown.index("Protocol")
+    )
+
+
+def test_a_drawing_has_a_point_a_run_and_a_diamond_a_mean_of_the_paper(table):
+    text = as_html(table)
+    assert text.count("<svg") == 2
+    assert text.count("<circle") == len(table.cells) * 3
+    assert text.count('class="paper"') == sum(cell.paper is not None for cell in table.cells)
+
+
+def test_a_diverged_run_is_an_arrow_and_does_not_stretch_the_axis(content):
+    content["cells"][3].update(stopped=[2], errors=[1.5, 1.6, 99.9])
+    text = as_html(parse(content))
+    Page(text)
+    assert "A3D, seed 2: 99.90" in text
+    assert text.count("<circle") == 35
+    assert not re.search(r'class="tick"[^>]*>\d\d', text.split('id="MNIST-III-10"')[0])
+
+
+def test_a_finding_from_other_data_stands_among_the_claims(table):
+    finding = large_banks_help_little([(25, [3.0, 3.1]), (100, [2.0, 2.2]), (200, [1.9, 2.1])])
+    assert finding.claim not in Page(as_html(table)).text
+    assert finding.claim in Page(as_html(table, [finding])).text
+
+
+def test_a_page_of_one_run_and_of_none(content):
+    cell = content["cells"][0]
+    cell.update(errors=[2.0], seeds=[4], train_loss=None, test_loss=None, paper=None, paper_std=None)
+    page = Page(as_html(parse({"title": "one", "cells": [cell]})))
+    assert "2.00 (1)" in page.text
+    assert "No cell was run." in Page(as_html(Table("none", ()))).text
