@@ -84,11 +84,15 @@ def draw_pair(key: Tensor, T: int) -> Tensor:
     Returns:
         ``[..., 2]`` int64: two different branches in ascending order, every pair equally likely.
     """
-    seed, layer, step = key.unbind(-1)
-    h = mix32(mix32(mix32(seed ^ (seed >> 32)) ^ layer) ^ step)
+    h = step_key(*key.unbind(-1))
     first = h % T
     second = (first + 1 + mix32(h ^ 0x5BD1E995) % (T - 1)) % T
     return torch.stack((torch.minimum(first, second), torch.maximum(first, second)), -1)
+
+
+def step_key(seed: Tensor, layer: Tensor | int, step: Tensor) -> Tensor:
+    """Hash (seed, layer, step) to 32 bits, as int64."""
+    return mix32(mix32(mix32(seed ^ (seed >> 32)) ^ layer) ^ step)
 
 
 def mix32(x: Tensor) -> Tensor:

@@ -159,58 +159,6 @@ def _finish(
 
 
 @triton.jit
-def _weight_gradient_pooled(
-    x_all, grad_all, which_all, dw_all, db_all, positions, share, image_size, H, W, PH, PW, N, networks, splits,
-    C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Four sums at once, one for each place; they are written apart and added up by the caller."""
-    e = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    tiles = tl.cdiv(N, BN)
-    tile = tl.program_id(0) // tiles
-    n = tl.program_id(0) % tiles * BN + tl.arange(0, BN)
-    row, r, real, columns = _patch(tile, W, C, ROW, KH, BK, FLAT)
-    x = x_all + e * image_size
-    t00 = tl.zeros((BK, BN), tl.float32)
-    t01 = tl.zeros((BK, BN), tl.float32)
-    t10 = tl.zeros((BK, BN), tl.float32)
-    t11 = tl.zeros((BK, BN), tl.float32)
-    bias = tl.zeros((BN,), tl.float32)
-    for p0 in range(split * share, tl.minimum(split * share + share, positions), BM):
-        p = p0 + tl.arange(0, BM)
-        inside = p < positions
-        base = _positions(p, H, W, C, PH, PW, 2)
-        at = e * positions * N + p[:, None] * N + n[None, :]
-        mask = inside[:, None] & (n < N)[None, :]
-        grad = tl.load(grad_all + at, mask=mask, other=0.0)
-        which = tl.load(which_all + at, mask=mask, other=4).to(tl.int32)
-        bias += tl.sum(tl.where(which < 4, grad.to(tl.float32), 0.0), 0)
-        a = tl.load(x + base[:, None] + columns[None, :], mask=inside[:, None] & real[None, :], other=0.0)
-        a = tl.trans(a)
-        zero = tl.zeros((BM, BN), grad.dtype)
-        t00 = tl.dot(a, tl.where(which == 0, grad, zero), t00, input_precision=PRECISION)
-        t01 = tl.dot(a, tl.where(which == 1, grad, zero), t01, input_precision=PRECISION)
-        t10 = tl.dot(a, tl.where(which == 2, grad, zero), t10, input_precision=PRECISION)
-        t11 = tl.dot(a, tl.where(which == 3, grad, zero), t11, input_precision=PRECISION)
-    size = (KH * ROW) * N
-    to = dw_all + (split * networks + e) * size
-    apart = splits * networks * size.to(tl.int64)
-    _put(to, t00, row, r, n, N, ROW, KH)
-    _put(to + apart, t01, row, r - C, n, N, ROW, KH)
-    _put(to + 2 * apart, t10, row - 1, r, n, N, ROW, KH)
-    _put(to + 3 * apart, t11, row - 1, r - C, n, N, ROW, KH)
-    if tile == 0:
-        tl.store(db_all + (split * networks + e) * N + n, bias, mask=n < N)
-
-
-@triton.jit
-def _put(to, total, row, r, n, N, ROW: tl.constexpr, KH: tl.constexpr):
-    real = (row >= 0) & (row < KH) & (r >= 0) & (r < ROW)
-    tl.store(to + (row * ROW + r)[:, None] * N + n[None, :], total, mask=real[:, None] & (n < N)[None, :])
-
-
-@triton.jit
 def _weight_gradient(
     x_all, grad_all, which_all, dw_all, db_all, positions, share, image_size, H, W, PH, PW, N, networks,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, POOL: tl.constexpr,
@@ -345,9 +293,6 @@ def pack_weight(weight: Tensor) -> Tensor:
     return torch.nn.functional.pad(packed, (0, _padded(weight.shape[1]) - weight.shape[1])).contiguous()
 
 
-TUNE: dict[str, dict[str, int]] = {}
-
-
 def conv_forward(
     x: Tensor, packed: Tensor, bias: Tensor | None, filters: int, *, pool: int, relu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -369,23 +314,19 @@ def conv_forward(
     PH, PW = (H - KH + 1) // pool, (W - KW + 1) // pool
     out = torch.empty(E, B, PH, PW, filters, dtype=x.dtype, device=x.device)
     which = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
-    BK, flat = _depth(KW * C + (C if pool == 2 else 0), x)
-    key = "forward" + ("-flat" if flat else "")
-    tune = TUNE.get(key, {})
-    if flat and pool == 2:
-        BK = 64
-    BM, BN = tune.get("BM", _lines(x, 128)), _tile(NP)
+    BK, flat = _depth(KW * C, x)
+    together = pool == 2 and not flat
+    BM, BN = _lines(x, 64 if together else 128), _tile(NP)
     grid = (triton.cdiv(B * PH * PW, BM), E, NP // BN)
+    sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
     common = {
         "C": C, "ROW": KW * C, "KH": KH, "RELU": relu, "BIAS": bias is not None, "BM": BM, "BN": BN,
-        "BK": tune.get("BK", BK), "FLAT": flat, "PRECISION": _precision(x),
-        "num_warps": tune.get("warps", 4), "num_stages": tune.get("stages", 3),
+        "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 2,
     }  # fmt: skip
-    sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
-    if pool == 2 and not tune.get("four"):
-        _forward_pooled[grid](x, packed, bias, out, which, *sizes, **common)
+    if together:
+        _forward_pooled[grid](x, packed, bias, out, which, *sizes, **common, BK=min(BK, 64))
     else:
-        _forward[grid](x, packed, bias, out, which, *sizes, POOL=pool, **common)
+        _forward[grid](x, packed, bias, out, which, *sizes, **common, BK=BK, POOL=pool)
     return out, which
 
 
@@ -396,33 +337,24 @@ def conv_backward_weight(
     E, B, H, W, C = x.shape
     KH, KW = kernel
     PH, PW, N = grad.shape[2:]
-    BK, flat = _depth(KW * C + (C if pool == 2 else 0), x)
-    key = "weight" + ("-flat" if flat else "")
-    tune = TUNE.get(key, {})
-    pooled = pool == 2 and not tune.get("four")
-    if flat and pooled:
-        BK = 64
-    BK = tune.get("BK", BK)
-    BM, BN = tune.get("BM", _lines(x, 64)), _tile(N)
-    rows, row = (KH + 1, (KW + 1) * C) if pooled else (KH, KW * C)
-    tiles = triton.cdiv(rows * row, BK) if flat else rows * triton.cdiv(row, BK)
+    BK, flat = _depth(KW * C, x)
+    BM, BN = TUNE.get("BM", _lines(x, 64)), _tile(N)
+    tiles = triton.cdiv(KH * KW * C, BK) if flat else KH * triton.cdiv(KW * C, BK)
     programs = tiles * triton.cdiv(N, BN) * E
     positions = B * PH * PW
-    splits = max(1, min(triton.cdiv(positions, 8 * BM), tune.get("programs", 1024) // programs))
+    splits = max(1, min(triton.cdiv(positions, 8 * BM), TUNE.get("programs", 2048 if flat else 1024) // programs))
     share = triton.cdiv(triton.cdiv(positions, splits), BM) * BM
-    dw = torch.empty(4 if pooled else 1, splits, E, KH, KW, C, N, dtype=torch.float32, device=x.device)
+    dw = torch.empty(splits, E, KH, KW, C, N, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, E, N, dtype=torch.float32, device=x.device)
-    grid = (tiles * triton.cdiv(N, BN), E, splits)
-    common = {
-        "C": C, "ROW": KW * C, "KH": KH, "BM": BM, "BN": BN, "BK": BK, "FLAT": flat, "PRECISION": _precision(x),
-        "num_warps": tune.get("warps", 4), "num_stages": tune.get("stages", 3),
-    }  # fmt: skip
-    sizes = (positions, share, B * H * W * C, H, W, PH, PW, N, E)
-    if pooled:
-        _weight_gradient_pooled[grid](x, grad, which, dw, db, *sizes, splits, **common)
-    else:
-        _weight_gradient[grid](x, grad, which, dw, db, *sizes, POOL=pool, **common)
-    return dw.flatten(0, 1).sum(0).permute(0, 4, 3, 1, 2).contiguous(), db.sum(0)
+    _weight_gradient[(tiles * triton.cdiv(N, BN), E, splits)](
+        x, grad, which, dw, db, positions, share, B * H * W * C, H, W, PH, PW, N, E,
+        C=C, ROW=KW * C, KH=KH, POOL=pool, BM=BM, BN=BN, BK=BK, FLAT=flat, PRECISION=_precision(x),
+        num_warps=TUNE.get("warps", 4 if flat else 8), num_stages=2,
+    )  # fmt: skip
+    return dw.sum(0).permute(0, 4, 3, 1, 2).contiguous(), db.sum(0)
+
+
+TUNE: dict[str, int] = {}
 
 
 def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tuple[int, ...], *, pool: int) -> Tensor:
@@ -438,12 +370,11 @@ def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tupl
         grad, which, dy, rows, OH, OW, PH, PW, N, NP, POOL=pool, BM=lines, BN=tile, num_warps=4
     )
     dx = torch.empty(shape, dtype=grad.dtype, device=grad.device)
-    tune = TUNE.get("input", {})
-    BM, BC, BN = tune.get("BM", _lines(grad, 128)), _tile(C), _tile(NP)
+    BM, BC, BN = _lines(grad, 128), _tile(C), _tile(NP)
     ctiles = triton.cdiv(C, BC)
     _input_gradient[(triton.cdiv(B * W, BM) * ctiles, H, E)](
         dy, packed, dx, B * W, H, W, OH, OW, NP,
         C=C, KH=KH, KW=KW, BM=BM, BC=BC, BN=BN, CTILES=ctiles, NTILES=NP // BN,
-        PRECISION=_precision(grad), num_warps=tune.get("warps", 4), num_stages=tune.get("stages", 3),
+        PRECISION=_precision(grad), num_warps=4, num_stages=2,
     )  # fmt: skip
     return dx

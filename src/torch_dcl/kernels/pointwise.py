@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images", "sgd_"]
+__all__ = [
+    "draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images",
+    "sgd_",
+]  # fmt: skip
 
 _BLOCK = 1024
 
@@ -112,11 +115,29 @@ def _mix(x):
 
 
 @triton.jit
-def _dropout(x, key, out, size, threshold, scale, BLOCK: tl.constexpr):
+def _step_key(seed, step, layer, e):
+    """The hash of (seed, layer, step) of a network; see functional.step_key."""
+    own = tl.load(seed + e)
+    x = _mix((own ^ (own >> 32)).to(tl.uint32))
+    return _mix(_mix(x ^ layer.to(tl.uint32)) ^ tl.load(step).to(tl.uint32))
+
+
+@triton.jit
+def _draw_pairs(seed, step, active, layer, T):
+    e = tl.program_id(0)
+    drawn = _step_key(seed, step, layer, e)
+    first = (drawn % T).to(tl.int32)
+    second = (first + 1 + (_mix(drawn ^ 0x5BD1E995) % (T - 1)).to(tl.int32)) % T
+    tl.store(active + e * 2, tl.minimum(first, second).to(tl.int64))
+    tl.store(active + e * 2 + 1, tl.maximum(first, second).to(tl.int64))
+
+
+@triton.jit
+def _dropout(x, seed, step, out, layer, size, threshold, scale, BLOCK: tl.constexpr):
     e = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    drawn = _mix(_mix(i.to(tl.uint32)) ^ tl.load(key + e).to(tl.uint32))
+    drawn = _mix(_mix(i.to(tl.uint32)) ^ _mix(_step_key(seed, step, layer, e) ^ 0x68E31DA4))
     value = tl.load(x + e * size + i, mask=inside, other=0.0)
     # Half of the bits, so that the comparison is one of positive numbers wherever it is computed.
     keep = (drawn >> 1).to(tl.int32) >= threshold
@@ -243,14 +264,21 @@ def fuse_backward(grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, ac
     return out
 
 
-def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    """Drop values of ``[E, ...]`` with probability p by each network's key, ``[E]`` int64, and scale the others.
+def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
+    """Draw the two active branches of each network, as functional.draw_pair does, into ``[E, 2]``."""
+    _draw_pairs[(len(active),)](seed, step, active, layer, branches)
+
+
+def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
+    """Drop values of ``[E, ...]`` with probability p by each network's (seed, layer, step), and scale the others.
 
     Its own backward: the same call with the gradient.
     """
     out = torch.empty_like(x)
     size = x[0].numel()
-    _dropout[(triton.cdiv(size, _BLOCK), len(x))](x, key, out, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK)
+    _dropout[(triton.cdiv(size, _BLOCK), len(x))](
+        x, seed, step, out, layer, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK
+    )
     return out
 
 

@@ -51,7 +51,8 @@ tbody tr+tr>*{border-top:1px solid var(--rule)}
 border-top:0;border-bottom:1px solid var(--ink)}
 .scores tr+.head th{padding-top:20px}
 b{font-weight:700}
-i{font-style:normal;display:inline-block;width:1em;text-align:left;color:var(--soft);font-size:.85em;white-space:nowrap}
+i{font-style:normal;line-height:1;display:inline-block;width:1em;
+text-align:left;color:var(--soft);font-size:.85em;white-space:nowrap}
 .absent{color:var(--soft);font-size:12.5px}
 a{color:inherit;text-decoration-color:var(--rule);text-underline-offset:3px}
 a:hover{text-decoration-color:currentColor}
@@ -62,7 +63,8 @@ border-top:1px solid var(--rule)}
 .set table{width:100%;font-size:13.5px}
 .set th,.set td{height:25px;line-height:25px;padding-top:0;padding-bottom:0}
 .set thead th{height:29px;line-height:29px;font-size:12.5px}
-.dot{display:inline-block;width:7px;height:7px;margin-right:8px;border-radius:50%;background:currentColor;vertical-align:1px}
+.dot{display:inline-block;width:7px;height:7px;margin-right:8px;border-radius:50%;
+background:currentColor;vertical-align:1px}
 .strip{display:block;max-width:100%;height:auto;overflow:visible}
 .strip text{font-size:12.5px;fill:var(--ink)}
 .strip .tick{fill:var(--soft);font-size:12px}

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.functional import fuse_branches, fuse_pairs, mix32
+from torch_dcl.functional import draw_pair, fuse_branches, fuse_pairs, mix32, step_key
 
-__all__ = ["conv", "cross_entropy", "dropout", "fuse", "gather_images", "keep_low_copy", "linear", "low_copy", "project"]
+__all__ = [
+    "conv", "cross_entropy", "draw_pairs_", "dropout", "fuse", "gather_images", "keep_low_copy", "linear", "low_copy",
+    "project",
+]  # fmt: skip
 
 
 def keep_low_copy(parameter: Tensor, dtype: torch.dtype | None) -> None:
@@ -189,21 +192,24 @@ class _Fuse(torch.autograd.Function):
         return dpre, db, None, None, None
 
 
-def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    """Drop each value with probability p. What is dropped is a function of the network's key and the place alone.
+def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
+    """Drop each value with probability p, as a function of the network's (seed, layer, step) and the place alone.
 
     Args:
         x: ``[E, B, ...]``; images are counted channels last.
-        key: ``[E]`` int64, from 0 to 2³² − 1.
+        seed: ``[E]`` int64.
+        layer: A number of 32 bits that tells this layer from others.
+        step: ``[1]`` int64; it must not move on between forward and backward.
         p: From 0 to below 1.
     """
     if x.dim() == 5:
-        last = dropout(x.permute(0, 1, 3, 4, 2).contiguous(), key, p)
+        last = dropout(x.permute(0, 1, 3, 4, 2).contiguous(), seed, layer, step, p)
         return last.permute(0, 1, 4, 2, 3)
     if kernels.usable(x):
-        kept: Tensor = _Dropout.apply(x.contiguous(), key, p)
+        kept: Tensor = _Dropout.apply(x.contiguous(), seed, layer, step, p)
         return kept
     place = torch.arange(x[0].numel(), device=x.device)
+    key = mix32(step_key(seed, layer, step) ^ 0x68E31DA4)
     drawn = mix32(mix32(place) ^ key[:, None]) >> 1
     return torch.where((drawn >= int(p * 2**31)).view(x.shape), x / (1 - p), 0)
 
@@ -212,18 +218,30 @@ class _Dropout(torch.autograd.Function):
     """`dropout` by the kernel; backward draws the mask once more."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: Tensor, p: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
         from torch_dcl.kernels.pointwise import dropout as drop  # noqa: PLC0415
 
-        ctx.save_for_backward(key.clone())  # the step may have moved on before backward looks at it again
-        ctx.p = p
-        return drop(x, key, p)
+        ctx.save_for_backward(seed, step)
+        ctx.layer, ctx.p = layer, p
+        return drop(x, seed, layer, step, p)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from torch_dcl.kernels.pointwise import dropout as drop  # noqa: PLC0415
 
-        return drop(grads[0].contiguous(), ctx.saved_tensors[0], ctx.p), None, None
+        seed, step = ctx.saved_tensors  # torch notices it when the step has moved on
+        return drop(grads[0].contiguous(), seed, ctx.layer, step, ctx.p), None, None, None, None
+
+
+def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
+    """Draw each network's two active branches of a step into ``[E, 2]``."""
+    if active.is_cuda:
+        from torch_dcl.kernels.pointwise import draw_pairs_ as draw  # noqa: PLC0415
+
+        draw(active, seed, layer, step, branches)
+        return
+    key = torch.stack((seed, torch.full_like(seed, layer), step.expand_as(seed)), -1)
+    active.copy_(draw_pair(key, branches))
 
 
 _MOST_CLASSES = 16_384

@@ -1,7 +1,7 @@
 """A stack: E networks of one architecture as one module.
 
-The first network is traced, and every layer in the trace is replaced by the stacked layer of all networks. What comes in
-is ``[E, B, C, H, W]``, one batch for each network; what goes out is ``[E, B, classes]``.
+The first network is traced, and every layer in the trace is replaced by the stacked layer of all networks. What comes
+in is ``[E, B, C, H, W]``, one batch for each network; what goes out is ``[E, B, classes]``.
 """
 
 import operator
@@ -61,8 +61,10 @@ class Stack(nn.Module):
                 module.layer = zlib.crc32(name.encode())
             if isinstance(module, StackedFusion):  # the name of the DCL layer, as in torch_dcl.stochastic
                 module.layer = zlib.crc32(name.removesuffix(".fusion").encode())
-        self._template = deepcopy(first).cpu()
+        object.__setattr__(self, "_template", deepcopy(first).cpu())  # not a part of the stack
         self.train(first.training)
+
+    _template: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[E, B, ...]`` to ``[E, B, classes]``."""
@@ -102,8 +104,8 @@ class Stack(nn.Module):
 
     def network(self, index: int) -> nn.Module:
         """One network by itself, on the CPU, with its weights copied."""
-        model = deepcopy(self._template)
-        model.load_state_dict({name: value.detach().cpu().clone() for name, value in self.state_of(index).items()})
+        model: nn.Module = deepcopy(self._template)
+        model.load_state_dict({n: value.detach().cpu().clone() for n, value in self.state_of(index).items()}, assign=True)
         return model
 
     def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.functional import draw_pair, mix32
 from torch_dcl.layers import DCLConv2d, DCLLinear
+from torch_dcl.models.controls import SummedLinear
 from torch_dcl.training import operations
 
 __all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
@@ -192,24 +192,26 @@ class StackedBatchNorm(StackedLayer):
 
 
 class StackedDropout(StackedLayer):
-    """Dropout by a key of each network: a function of its seed, the layer and the step."""
-
-    key: Tensor
+    """Dropout whose mask is a function of each network's seed, the layer and the step."""
 
     def __init__(self, layers: Sequence[nn.Dropout]) -> None:
         super().__init__(layers)
-        self.register_buffer("key", torch.zeros(len(layers), dtype=torch.int64), persistent=False)
         self.layer = 0  # set by the stack: a hash of the layer's name
+        self.drawn_from: tuple[Tensor, Tensor] | None = None
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
-        """Draw the keys of a step."""
-        mixed = mix32(mix32(mix32(seed ^ (seed >> 32)) ^ self.layer) ^ step)
-        self.key.copy_(mix32(mixed ^ 0x68E31DA4))
+        """Take the seeds and the step to draw from; they are looked at when the mask is drawn."""
+        self.drawn_from = (seed, step)
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop and scale in training; in evaluation do nothing."""
         p = self.plain.p
-        return operations.dropout(x, self.key, p) if self.training and p > 0 else x
+        if not self.training or p == 0:
+            return x
+        if self.drawn_from is None:
+            raise RuntimeError("dropout of a stack wants seeds and a step: call stack.advance(seed, step) first")
+        seed, step = self.drawn_from
+        return operations.dropout(x, seed, self.layer, step, p)
 
 
 class StackedFusion(StackedLayer):
@@ -232,8 +234,10 @@ class StackedFusion(StackedLayer):
     def advance(self, seed: Tensor, step: Tensor) -> None:
         """Draw the active branches of a step, as `torch_dcl.advance_branches_` does for a plain network."""
         if self.plain.strategy == "stochastic":
-            self.key.copy_(torch.stack((seed, torch.full_like(seed, self.layer), step.expand_as(seed)), -1))
-            self.active.copy_(draw_pair(self.key, self.plain.branches))
+            self.key[:, 0].copy_(seed)
+            self.key[:, 1].fill_(self.layer)
+            self.key[:, 2].copy_(step.expand_as(seed))
+            operations.draw_pairs_(self.active, seed, self.layer, step, self.plain.branches)
 
     def forward(self, y: Tensor) -> Tensor:
         """Project, rectify, fuse."""
@@ -268,6 +272,19 @@ class StackedDCLLinear(StackedLayer):
         y = y if self.branch_activation is None else self.branch_activation(y)
         z: Tensor = self.fusion(y.flatten(1, -2))
         return z.view(*x.shape[:-1], -1)
+
+
+class StackedSummed(StackedDCLLinear):
+    """Branches averaged instead of multiplied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[E, B, K1]`` to ``[E, B, K2]``."""
+        fusion = self.fusion
+        pre = operations.project(self.branch(x), fusion.weight, fusion.plain.branches)
+        bias = getattr(fusion, "bias", None)
+        if bias is not None:
+            pre = pre + bias[:, :, None].to(pre.dtype)
+        return F.relu(pre).mean(1)
 
 
 class StackedDCLConv2d(StackedLayer):
@@ -306,4 +323,5 @@ register_stacked(nn.Flatten, _Flatten)
 register_stacked(nn.Linear, StackedLinear)
 register_stacked(nn.Conv2d, StackedConv2d)
 register_stacked(DCLLinear, StackedDCLLinear)
+register_stacked(SummedLinear, StackedSummed)
 register_stacked(DCLConv2d, StackedDCLConv2d)

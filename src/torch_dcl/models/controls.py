@@ -1,0 +1,46 @@
+"""Layers to set beside a DCL layer of the same weights: what the product is worth, and what it is not."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_dcl.layers import DCLLinear
+
+__all__ = ["SummedLinear"]
+
+
+class SummedLinear(DCLLinear):
+    """The branches of a DCL layer with their responses averaged: ``z = (1/T) · Σ_t relu(W_t·θ_t·x + b_t)``.
+
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with the deterministic strategy; ε
+    plays no part.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: The stochastic strategy was asked for; a sum has nothing to draw.
+    """
+
+    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
+        if arguments.get("strategy", "deterministic") != "deterministic":
+            raise ValueError("SummedLinear takes all branches; use the deterministic strategy")
+        super().__init__(in_features, out_features, **arguments)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start as the DCL layer does, but with the variance that the mean of T responses needs."""
+        super().reset_parameters()
+        for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
+            bound = math.sqrt(3 / M) * math.sqrt(self.branches / 3)
+            nn.init.uniform_(W, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the input to the mean response."""
+        pre = self.fusion.respond(self._activate(self.branch(x)))
+        return torch.stack([F.relu(p) for p in pre]).mean(0)

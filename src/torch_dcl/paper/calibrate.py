@@ -1,0 +1,130 @@
+"""How hard the multi-digit sets are, fitted to the paper's baseline column.
+
+The paper shows its layouts in a figure and gives no numbers. The layouts of `torch_dcl.data.layouts` follow the figure's
+description, and one number a set, its strength, scales every random variation and the noise. This finds the strengths
+with which the *baseline* LeNet errs as often as the paper's, on digits of MNIST's training set alone. No DCL network is
+involved, and the baseline column of every table says that it was fitted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
+
+from torch_dcl.data.layouts import LAYOUTS, Layout
+from torch_dcl.paper.digitsets import Digits, make_sets
+from torch_dcl.paper.engine import Job, Settings, run_jobs
+from torch_dcl.paper.reported import TABLE1
+
+__all__ = ["Fitted", "calibrate", "largest_strength", "next_strength"]
+
+
+@dataclasses.dataclass
+class Fitted:
+    """What was tried on a set, and what came of it."""
+
+    name: str
+    target: float
+    """The paper's baseline error, per cent."""
+    tried: dict[float, list[float]] = dataclasses.field(default_factory=dict)
+    """Errors by strength, one for each seed."""
+
+    def off(self, strength: float) -> float:
+        """How far the mean error at a strength is from the target, as a part of it."""
+        return mean(self.tried[strength]) / self.target - 1
+
+    @property
+    def best(self) -> float:
+        """The strength whose mean error is nearest to the target."""
+        return min(self.tried, key=lambda strength: abs(self.off(strength)))
+
+
+def largest_strength(layout: Layout) -> float:
+    """The largest strength that the layout's ranges allow, down to two decimals."""
+    declared = dataclasses.replace(layout, strength=1.0)
+    limits = {"shift": 4, "scale": 0.75, "rotation": 180, "noise": 128}
+    most = min(high / declared.effective(name) for name, high in limits.items() if declared.effective(name) > 0)
+    return min(4.0, math.floor(most * 100) / 100)
+
+
+def next_strength(fitted: Fitted, most: float) -> float:
+    """Where to look next: between the nearest neighbours of the target, on a straight line of the error's logarithm."""
+    points = sorted((strength, mean(errors)) for strength, errors in fitted.tried.items())
+    below = [point for point in points if point[1] <= fitted.target]
+    above = [point for point in points if point[1] > fitted.target]
+    if not above:
+        return min(most, points[-1][0] * 1.5 + 0.25)
+    if not below:
+        return max(0.0, points[0][0] / 2 if points[0][0] > 0.1 else 0.0)
+    # Noise may put a lower error above a higher one; the innermost pair that brackets the target is taken.
+    low = max(below)
+    higher = [point for point in above if point[0] > low[0]]
+    if not higher:
+        low = max((point for point in below if point[0] < min(above)[0]), default=min(below))
+        higher = above
+    high = min(higher)
+    share = math.log(fitted.target / low[1]) / math.log(high[1] / low[1])
+    return round(low[0] + min(max(share, 0.05), 0.95) * (high[0] - low[0]), 2)
+
+
+def calibrate(
+    digits: Digits,
+    settings: Settings,
+    *,
+    lr: Callable[[str], float],
+    sets: Sequence[str] = tuple(LAYOUTS),
+    start: Iterable[float] = (0.0, 0.5, 1.0, 1.5, 2.0),
+    rounds: int = 3,
+    seeds: int = 3,
+    report: Callable[[str], None] = print,
+) -> dict[str, Fitted]:
+    """Fit the strengths.
+
+    A first round tries a few strengths with one seed. Each further round tries, with all seeds, the strength that the
+    points so far suggest.
+
+    Args:
+        digits: MNIST; its test part is not looked at.
+        settings: How the baseline is trained.
+        lr: The baseline's learning rate for a set.
+        sets: Which.
+        start: Strengths of the first round, those that a layout allows.
+        rounds: Further rounds.
+        seeds: Seeds of a further round.
+        report: Called with lines of progress.
+    """
+    fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in sets}
+    most = {name: largest_strength(LAYOUTS[name]) for name in sets}
+    wanted = {name: sorted({min(strength, most[name]) for strength in start}) for name in sets}
+    _try(digits, settings, fitted, wanted, lr, range(1), report)
+    for _ in range(rounds):
+        wanted = {name: [next_strength(found, most[name])] for name, found in fitted.items()}
+        _try(digits, settings, fitted, wanted, lr, range(seeds), report)
+    return fitted
+
+
+def _try(
+    digits: Digits,
+    settings: Settings,
+    fitted: dict[str, Fitted],
+    wanted: dict[str, list[float]],
+    lr: Callable[[str], float],
+    seeds: range,
+    report: Callable[[str], None],
+) -> None:
+    layouts = {}
+    for name, strengths in wanted.items():
+        for strength in strengths:
+            # The name stays: it is what the random numbers are drawn from.
+            layouts[f"{name}@{strength}"] = dataclasses.replace(LAYOUTS[name], strength=strength)
+    made = {key: make_sets(digits, [layout], "choose", device=settings.device) for key, layout in layouts.items()}
+    train = {key: sets.train[layouts[key].name] for key, sets in made.items()}
+    judge = {key: sets.judge[layouts[key].name] for key, sets in made.items()}
+    one = next(iter(made.values()))
+    jobs = [Job("baseline", key, seed, lr(layouts[key].name)) for key in layouts for seed in seeds]
+    for outcome in run_jobs(jobs, one._replace(train=train, judge=judge), settings, report):
+        name, strength = outcome.job.data.split("@")
+        fitted[name].tried.setdefault(float(strength), []).append(outcome.error)
+    for name, found in fitted.items():
+        points = "  ".join(f"{s:g}: {mean(e):.2f}" for s, e in sorted(found.tried.items()))
+        report(f"{name}  target {found.target:.2f}  best {found.best:g} ({100 * found.off(found.best):+.1f} %)  {points}")

@@ -1,0 +1,158 @@
+"""Train many LeNets for a table: jobs in, errors out. Jobs of one architecture become fleets."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from torch_dcl.data.layouts import LAYOUTS
+from torch_dcl.paper.columns import build
+from torch_dcl.paper.digitsets import Labelled, Sets
+from torch_dcl.training import Fleet, Member, Schedule
+from torch_dcl.training.fleet import Precision
+
+__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Settings", "run_jobs"]
+
+BATCH = 100
+SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry of a table, for one seed: a network, or for the oracle one for each digit."""
+
+    column: str
+    data: str
+    """The set's name, before an ``@`` if anything follows."""
+    seed: int
+    lr: float
+    clip: float = float("inf")
+    weight_decay: float = 5e-4
+    filters: int | None = None
+
+    @property
+    def digits(self) -> int:
+        """How many digits the numbers of its set have."""
+        return len(LAYOUTS[self.data.split("@")[0]].digits)
+
+    @property
+    def classes(self) -> int:
+        """How many classes its networks tell apart."""
+        return 10 if self.column == "oracle" else 10**self.digits
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a job."""
+
+    job: Job
+    error: float
+    """Per cent of the images to judge with."""
+    test_loss: float
+    train_loss: float
+    """Of the last epoch, dropout included. Of an oracle both losses are sums over its networks."""
+    stopped: int | None
+    """The epoch in which training diverged."""
+    curves: tuple[list[float], list[float]] = field(default=([], []), repr=False)
+    """Training and test loss by epoch, where they were asked for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How jobs are trained."""
+
+    schedule: Schedule = SCHEDULE
+    batch: int = BATCH
+    device: str = "cpu"
+    precision: Precision | None = None
+    most: int = 160
+    """Networks of a fleet."""
+    curves: bool = False
+    """Whether to judge after every epoch."""
+
+
+Report = Callable[[str], None]
+
+
+def run_jobs(jobs: Iterable[Job], sets: Sets, settings: Settings, report: Report | None = None) -> list[Outcome]:
+    """Train and judge. The outcomes come in the order of the jobs.
+
+    Args:
+        jobs: Any mixture.
+        sets: The data, by the names that the jobs use.
+        settings: How.
+        report: Called with a line after every fleet.
+    """
+    jobs = list(jobs)
+    found: dict[Job, Outcome] = {}
+    by_kind = sorted(set(jobs), key=lambda job: (job.column, job.classes, job.filters or 0))
+    for (column, classes, filters), group in itertools.groupby(
+        by_kind, key=lambda job: (job.column, job.classes, job.filters)
+    ):
+        members = list(group)
+        per_job = [job.digits if column == "oracle" else 1 for job in members]
+        while members:
+            taken = 0
+            size = 0
+            while taken < len(members) and (size + per_job[taken] <= settings.most or taken == 0):
+                size += per_job[taken]
+                taken += 1
+            start = time.perf_counter()
+            for outcome in _one_fleet(members[:taken], sets, settings):
+                found[outcome.job] = outcome
+            members, per_job = members[taken:], per_job[taken:]
+            if report is not None:
+                seconds = time.perf_counter() - start
+                wide = f", {filters} filters" if filters else ""
+                report(f"{column}, {classes} classes{wide}: {size} networks in {seconds:.1f} s")
+    return [found[job] for job in jobs]
+
+
+def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outcome]:
+    train: dict[str, Labelled] = {}
+    judge: dict[str, Labelled] = {}
+    members, networks, owner = [], [], []
+    for job in jobs:
+        oracle = job.column == "oracle"
+        for digit in range(job.digits if oracle else 1):
+            name = f"{job.data}#{digit}" if oracle else job.data
+            for into, given in ((train, sets.train), (judge, sets.judge)):
+                images, labels = given[job.data]
+                into[name] = (images, labels // 10 ** (job.digits - 1 - digit) % 10) if oracle else (images, labels)
+            # A digit's network has its own start, order and dropout.
+            seed = job.seed + 1000 * digit
+            members.append(
+                Member(f"{job.column} {name}", name, seed, job.lr, settings.schedule, job.weight_decay, job.clip)
+            )
+            networks.append(build(job.column, job.classes, seed, filters=job.filters))
+            owner.append(job)
+    fleet = Fleet(
+        networks, members, train, batch=settings.batch, precision=settings.precision, device=settings.device
+    )
+    judged: list[list[float]] = []
+    fleet.train(on_epoch=(lambda f: judged.append(f.evaluate(judge).losses.tolist())) if settings.curves else None)
+    seen = fleet.evaluate(judge)
+    last = fleet.history.train_loss[-1]
+    losses = seen.losses.tolist()
+    outcomes = []
+    for job in jobs:
+        rows = [i for i, whose in enumerate(owner) if whose is job]
+        labels = sets.judge[job.data][1].to(seen.predictions.device)
+        number = torch.zeros_like(labels)
+        for row in rows:
+            number = number * 10 + seen.predictions[row] if job.column == "oracle" else seen.predictions[row]
+        stopped = [fleet.history.stopped[row] for row in rows if row in fleet.history.stopped]
+        outcome = Outcome(
+            job,
+            100 * float((number != labels).double().mean()),
+            sum(losses[row] for row in rows),
+            sum(last[row] for row in rows),
+            min(stopped, default=None),
+        )
+        if settings.curves:
+            curves = ([epoch[rows[0]] for epoch in fleet.history.train_loss], [epoch[rows[0]] for epoch in judged])
+            outcome = replace(outcome, curves=curves)
+        outcomes.append(outcome)
+    return outcomes
