@@ -192,8 +192,8 @@ def _weight_gradient(
         which = tl.load(which_all + at, mask=mask, other=4).to(tl.int32)
         bias += tl.sum(tl.where(which < 4, grad.to(tl.float32), 0.0), 0)
         for place in tl.static_range(POOL * POOL):
-            shift = (place // 2 * W + place % 2) * C
-            a = tl.load(x + base[:, None] + shift + columns[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+            where = base[:, None] + (place // 2 * W + place % 2) * C + columns[None, :]
+            a = tl.load(x + where, mask=inside[:, None] & real[None, :], other=0.0)
             part = tl.where(which == place, grad, 0.0).to(a.dtype)
             total = tl.dot(tl.trans(a), part, total, input_precision=PRECISION)
     to = (split * networks + e) * (KH * ROW) * N + k[:, None] * N + n[None, :]
@@ -338,23 +338,20 @@ def conv_backward_weight(
     KH, KW = kernel
     PH, PW, N = grad.shape[2:]
     BK, flat = _depth(KW * C, x)
-    BM, BN = TUNE.get("BM", _lines(x, 64)), _tile(N)
+    BM, BN = _lines(x, 64), _tile(N)
     tiles = triton.cdiv(KH * KW * C, BK) if flat else KH * triton.cdiv(KW * C, BK)
     programs = tiles * triton.cdiv(N, BN) * E
     positions = B * PH * PW
-    splits = max(1, min(triton.cdiv(positions, 8 * BM), TUNE.get("programs", 2048 if flat else 1024) // programs))
+    splits = max(1, min(triton.cdiv(positions, 8 * BM), (2048 if flat else 1024) // programs))
     share = triton.cdiv(triton.cdiv(positions, splits), BM) * BM
     dw = torch.empty(splits, E, KH, KW, C, N, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, E, N, dtype=torch.float32, device=x.device)
     _weight_gradient[(tiles * triton.cdiv(N, BN), E, splits)](
         x, grad, which, dw, db, positions, share, B * H * W * C, H, W, PH, PW, N, E,
         C=C, ROW=KW * C, KH=KH, POOL=pool, BM=BM, BN=BN, BK=BK, FLAT=flat, PRECISION=_precision(x),
-        num_warps=TUNE.get("warps", 4 if flat else 8), num_stages=2,
+        num_warps=4 if flat else 8, num_stages=2,
     )  # fmt: skip
     return dw.sum(0).permute(0, 4, 3, 1, 2).contiguous(), db.sum(0)
-
-
-TUNE: dict[str, int] = {}
 
 
 def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tuple[int, ...], *, pool: int) -> Tensor:
@@ -364,8 +361,7 @@ def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tupl
     OH, OW = H - KH + 1, W - KW + 1
     PH, PW, N = grad.shape[2:]
     dy = torch.empty(E, B, OH, OW, NP, dtype=grad.dtype, device=grad.device)
-    rows, lines = E * B * OH * OW, 32
-    tile = _tile(NP)
+    rows, lines, tile = E * B * OH * OW, 32, _tile(NP)
     _unpool[(triton.cdiv(rows, lines), NP // tile)](
         grad, which, dy, rows, OH, OW, PH, PW, N, NP, POOL=pool, BM=lines, BN=tile, num_warps=4
     )

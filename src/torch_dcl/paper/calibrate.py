@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
 from torch_dcl.data.layouts import LAYOUTS, Layout
-from torch_dcl.paper.digitsets import Digits, make_sets
+from torch_dcl.paper.digitsets import Digits, Sets, make_sets
 from torch_dcl.paper.engine import Job, Settings, run_jobs
 from torch_dcl.paper.reported import TABLE1
 
@@ -32,6 +32,11 @@ class Fitted:
     def off(self, strength: float) -> float:
         """How far the mean error at a strength is from the target, as a part of it."""
         return mean(self.tried[strength]) / self.target - 1
+
+    def __str__(self) -> str:
+        points = "  ".join(f"{s:g}: {mean(e):.2f} ({len(e)})" for s, e in sorted(self.tried.items()))
+        best = f"best {self.best:g}, {100 * self.off(self.best):+.1f} % of {self.target:.2f}"
+        return f"{self.name}  {best}  tried {points}"
 
     @property
     def best(self) -> float:
@@ -76,6 +81,8 @@ def calibrate(
     start: Iterable[float] = (0.0, 0.5, 1.0, 1.5, 2.0),
     rounds: int = 3,
     seeds: int = 3,
+    weight_decay: float = 5e-4,
+    tried: dict[str, dict[float, list[float]]] | None = None,
     report: Callable[[str], None] = print,
 ) -> dict[str, Fitted]:
     """Fit the strengths.
@@ -91,40 +98,44 @@ def calibrate(
         start: Strengths of the first round, those that a layout allows.
         rounds: Further rounds.
         seeds: Seeds of a further round.
+        weight_decay: Of the baseline.
+        tried: Errors by set and strength that are known already, in place of the first round.
         report: Called with lines of progress.
     """
     fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in sets}
     most = {name: largest_strength(LAYOUTS[name]) for name in sets}
-    wanted = {name: sorted({min(strength, most[name]) for strength in start}) for name in sets}
-    _try(digits, settings, fitted, wanted, lr, range(1), report)
+
+
+    def attempt(wanted: dict[str, list[float]], seeds: range) -> None:
+        jobs = [
+            Job("baseline", f"{name}@{strength}", seed, lr(name), weight_decay=weight_decay)
+            for name, strengths in wanted.items()
+            for strength in strengths
+            for seed in seeds
+        ]
+        for outcome in run_jobs(jobs, _write(digits, wanted, settings.device), settings, report):
+            name, strength = outcome.job.data.split("@")
+            fitted[name].tried.setdefault(float(strength), []).append(outcome.error)
+        for found in fitted.values():
+            report(str(found))
+
+    if tried is None:
+        attempt({name: sorted({min(strength, most[name]) for strength in start}) for name in sets}, range(1))
+    else:
+        for name in sets:
+            fitted[name].tried.update(tried[name])
     for _ in range(rounds):
-        wanted = {name: [next_strength(found, most[name])] for name, found in fitted.items()}
-        _try(digits, settings, fitted, wanted, lr, range(seeds), report)
+        attempt({name: [next_strength(found, most[name])] for name, found in fitted.items()}, range(seeds))
     return fitted
 
 
-def _try(
-    digits: Digits,
-    settings: Settings,
-    fitted: dict[str, Fitted],
-    wanted: dict[str, list[float]],
-    lr: Callable[[str], float],
-    seeds: range,
-    report: Callable[[str], None],
-) -> None:
-    layouts = {}
+def _write(digits: Digits, wanted: dict[str, list[float]], device: str) -> Sets:
+    """The sets at several strengths, by name and strength."""
+    sets = Sets({}, {})
     for name, strengths in wanted.items():
         for strength in strengths:
             # The name stays: it is what the random numbers are drawn from.
-            layouts[f"{name}@{strength}"] = dataclasses.replace(LAYOUTS[name], strength=strength)
-    made = {key: make_sets(digits, [layout], "choose", device=settings.device) for key, layout in layouts.items()}
-    train = {key: sets.train[layouts[key].name] for key, sets in made.items()}
-    judge = {key: sets.judge[layouts[key].name] for key, sets in made.items()}
-    one = next(iter(made.values()))
-    jobs = [Job("baseline", key, seed, lr(layouts[key].name)) for key in layouts for seed in seeds]
-    for outcome in run_jobs(jobs, one._replace(train=train, judge=judge), settings, report):
-        name, strength = outcome.job.data.split("@")
-        fitted[name].tried.setdefault(float(strength), []).append(outcome.error)
-    for name, found in fitted.items():
-        points = "  ".join(f"{s:g}: {mean(e):.2f}" for s, e in sorted(found.tried.items()))
-        report(f"{name}  target {found.target:.2f}  best {found.best:g} ({100 * found.off(found.best):+.1f} %)  {points}")
+            layout = dataclasses.replace(LAYOUTS[name], strength=strength)
+            made = make_sets(digits, [layout], "choose", device=device)
+            sets.train[f"{name}@{strength}"], sets.judge[f"{name}@{strength}"] = made.train[name], made.judge[name]
+    return sets

@@ -13,7 +13,7 @@ from torch_dcl.paper.digitsets import Labelled, Sets
 from torch_dcl.training import Fleet, Member, Schedule
 from torch_dcl.training.fleet import Precision
 
-__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Settings", "run_jobs"]
+__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Settings", "plan_fleets", "run_jobs"]
 
 BATCH = 100
 SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
@@ -36,6 +36,11 @@ class Job:
     def digits(self) -> int:
         """How many digits the numbers of its set have."""
         return len(LAYOUTS[self.data.split("@")[0]].digits)
+
+    @property
+    def networks(self) -> int:
+        """How many networks it takes."""
+        return self.digits if self.column == "oracle" else 1
 
     @property
     def classes(self) -> int:
@@ -76,7 +81,31 @@ class Settings:
 Report = Callable[[str], None]
 
 
-def run_jobs(jobs: Iterable[Job], sets: Sets, settings: Settings, report: Report | None = None) -> list[Outcome]:
+def plan_fleets(jobs: Iterable[Job], most: int) -> list[list[Job]]:
+    """Share jobs out among fleets of one architecture and at most so many networks, each job once."""
+
+    def kind(job: Job) -> tuple[str, int, int]:
+        return job.column, job.classes, job.filters or 0
+
+    fleets: list[list[Job]] = []
+    for _, group in itertools.groupby(sorted(dict.fromkeys(jobs), key=kind), key=kind):
+        size = most + 1
+        for job in group:
+            if size + job.networks > most:
+                fleets.append([])
+                size = 0
+            fleets[-1].append(job)
+            size += job.networks
+    return fleets
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    sets: Sets,
+    settings: Settings,
+    report: Report | None = None,
+    keep: Callable[[list[Outcome]], None] | None = None,
+) -> list[Outcome]:
     """Train and judge. The outcomes come in the order of the jobs.
 
     Args:
@@ -84,29 +113,22 @@ def run_jobs(jobs: Iterable[Job], sets: Sets, settings: Settings, report: Report
         sets: The data, by the names that the jobs use.
         settings: How.
         report: Called with a line after every fleet.
+        keep: Called with the outcomes of every fleet, so that they can be written down.
     """
     jobs = list(jobs)
     found: dict[Job, Outcome] = {}
-    by_kind = sorted(set(jobs), key=lambda job: (job.column, job.classes, job.filters or 0))
-    for (column, classes, filters), group in itertools.groupby(
-        by_kind, key=lambda job: (job.column, job.classes, job.filters)
-    ):
-        members = list(group)
-        per_job = [job.digits if column == "oracle" else 1 for job in members]
-        while members:
-            taken = 0
-            size = 0
-            while taken < len(members) and (size + per_job[taken] <= settings.most or taken == 0):
-                size += per_job[taken]
-                taken += 1
-            start = time.perf_counter()
-            for outcome in _one_fleet(members[:taken], sets, settings):
-                found[outcome.job] = outcome
-            members, per_job = members[taken:], per_job[taken:]
-            if report is not None:
-                seconds = time.perf_counter() - start
-                wide = f", {filters} filters" if filters else ""
-                report(f"{column}, {classes} classes{wide}: {size} networks in {seconds:.1f} s")
+    fleets = plan_fleets(jobs, settings.most)
+    for count, fleet in enumerate(fleets, 1):
+        start = time.perf_counter()
+        outcomes = _one_fleet(fleet, sets, settings)
+        found.update({outcome.job: outcome for outcome in outcomes})
+        if keep is not None:
+            keep(outcomes)
+        if report is not None:
+            seconds, size = time.perf_counter() - start, sum(job.networks for job in fleet)
+            wide = f", {fleet[0].filters} filters" if fleet[0].filters else ""
+            name = f"{fleet[0].column}, {fleet[0].classes} classes{wide}"
+            report(f"fleet {count} of {len(fleets)}, {name}: {size} networks in {seconds:.1f} s")
     return [found[job] for job in jobs]
 
 
@@ -116,7 +138,7 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outc
     members, networks, owner = [], [], []
     for job in jobs:
         oracle = job.column == "oracle"
-        for digit in range(job.digits if oracle else 1):
+        for digit in range(job.networks):
             name = f"{job.data}#{digit}" if oracle else job.data
             for into, given in ((train, sets.train), (judge, sets.judge)):
                 images, labels = given[job.data]

@@ -233,7 +233,7 @@ class Fleet:
         images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
         self.stack.advance(self._seed, self._step)
         losses = operations.cross_entropy(self.stack(images), labels).mean(1)
-        gradients = torch.autograd.grad(losses.sum(), list(self._parameters.values()))
+        gradients = torch.autograd.grad(losses.sum(), [operations.leaf(p) for p in self._parameters.values()])
         with torch.no_grad():
             self._alive &= losses.isfinite()
             rate = self._rates.index_select(0, self._step)[0] * self._alive
@@ -341,7 +341,7 @@ def _sgd_(
     p.detach().copy_(torch.where(moves, p.detach() - across(rate) * lr_factor * step, p.detach()))
     copy = low_copy(p)
     if copy is not None:
-        copy.copy_(p.detach())
+        copy.detach().copy_(p.detach())
 
 
 def _check(

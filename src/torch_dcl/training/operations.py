@@ -1,8 +1,8 @@
 """The arithmetic of stacked networks: every tensor begins with the E networks, ``[E, B, ...]``.
 
-Each operation has a plain version, which autograd differentiates, and a fast one for the GPU: products of matrices in a
-low type with float32 gradients of the weights, and kernels for what stands between them. The fast ones read the copy of
-a parameter that the optimiser keeps in the low type (`low_copy`), so that nothing is cast in a step.
+Each operation has a plain version, which autograd differentiates, and where it pays one of kernels for the GPU. In a
+low precision the optimiser keeps a copy of every large parameter in the low type; products read the copy, and gradients
+are taken with respect to it (`leaf`), so that nothing is cast in a step.
 """
 
 from typing import Any
@@ -15,38 +15,56 @@ from torch_dcl import kernels
 from torch_dcl.functional import draw_pair, fuse_branches, fuse_pairs, mix32, step_key
 
 __all__ = [
-    "conv", "cross_entropy", "draw_pairs_", "dropout", "fuse", "gather_images", "keep_low_copy", "linear", "low_copy",
-    "project",
+    "conv", "cross_entropy", "draw_pairs_", "dropout", "fuse", "gather_images", "keep_low_copy", "leaf", "linear",
+    "low_copy", "lowered", "project",
 ]  # fmt: skip
 
 
 def keep_low_copy(parameter: Tensor, dtype: torch.dtype | None) -> None:
     """Give a parameter a copy of another type, or with None take it away. The optimiser keeps it up to date."""
-    parameter.low = None if dtype is None else parameter.detach().to(dtype)  # type: ignore[attr-defined]
+    copy = None if dtype is None else parameter.detach().to(dtype).requires_grad_()
+    parameter.low = copy  # type: ignore[attr-defined]
 
 
 def low_copy(parameter: Tensor) -> Tensor | None:
-    """The copy of a parameter in the type of the computation; None where that is its own type."""
+    """The copy of a parameter in the type of the computation; None where there is none."""
     copy: Tensor | None = getattr(parameter, "low", None)
     return copy
 
 
-def _lowered(parameter: Tensor | None, like: Tensor) -> Tensor | None:
-    """The values of a parameter in the type of another tensor, without a cast where a copy is kept."""
-    if parameter is None or parameter.dtype == like.dtype:
-        return parameter
+def leaf(parameter: Tensor) -> Tensor:
+    """What the forward pass reads and gradients are taken with respect to: the low copy, or the parameter itself."""
     copy = low_copy(parameter)
-    return parameter.detach().to(like.dtype) if copy is None else copy.view(parameter.shape)
+    return parameter if copy is None else copy
+
+
+def lowered(parameter: Tensor, like: Tensor) -> Tensor:
+    """A parameter in the type of another tensor, without a cast where a copy is kept."""
+    return leaf(parameter).to(like.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x · weightᵀ + bias`` for ``[E, B, K]``, weights ``[E, N, K]`` and biases ``[E, N]``."""
-    if x.is_cuda and x.dtype != torch.float64:
-        y: Tensor = _Product.apply(x, weight, bias, _lowered(weight, x), _lowered(bias, x), True)
-        return y
-    if bias is None:
-        return torch.bmm(x, weight.transpose(1, 2))
-    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+    y: Tensor = _Linear.apply(x, lowered(weight, x), None if bias is None else lowered(bias, x))
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """A batched product whose gradient of the weight is laid out as the weight is, which autograd's own is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        turned = weight.transpose(1, 2)
+        return torch.bmm(x, turned) if bias is None else torch.baddbmm(bias[:, None], x, turned)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        dx = torch.bmm(grad, weight) if ctx.needs_input_grad[0] else None
+        return dx, torch.bmm(grad.transpose(1, 2), x), grad.sum(1) if ctx.has_bias else None
 
 
 def project(x: Tensor, weight: Tensor, branches: int) -> Tensor:
@@ -54,40 +72,7 @@ def project(x: Tensor, weight: Tensor, branches: int) -> Tensor:
     E, B, width = x.shape
     M, N = width // branches, weight.shape[-1]
     by_branch = x.view(E, B, branches, M).transpose(1, 2).reshape(E * branches, B, M)
-    weights = weight.view(E * branches, M, N)
-    if x.is_cuda and x.dtype != torch.float64:
-        low = _lowered(weight, x)
-        assert low is not None
-        pre: Tensor = _Product.apply(by_branch, weights, None, low.view(weights.shape), None, False)
-    else:
-        pre = torch.bmm(by_branch, weights)
-    return pre.view(E, branches, B, N)
-
-
-class _Product(torch.autograd.Function):
-    """A product in the type of x with parameters kept in float32, whose gradients come out in float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: Tensor, b: Tensor | None, turned: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.turned, ctx.dtype, ctx.has_bias = turned, weight.dtype, bias is not None
-        right = w.transpose(1, 2) if turned else w
-        return torch.bmm(x, right) if b is None else torch.baddbmm(b[:, None], x, right)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, w = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.bmm(grad, w if ctx.turned else w.transpose(1, 2))
-        left, right = (grad, x) if ctx.turned else (x, grad)
-        left = left.transpose(1, 2)
-        dw = torch.bmm(left, right) if x.dtype == ctx.dtype else torch.bmm(left, right, out_dtype=ctx.dtype)
-        db = grad.sum(1, dtype=ctx.dtype) if ctx.has_bias else None
-        return dx, dw, db, None, None, None
+    return torch.bmm(by_branch, lowered(weight, x).view(E * branches, M, N)).view(E, branches, B, N)
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, pool: int = 1, relu: bool = False) -> Tensor:
@@ -105,11 +90,10 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, pool: int = 1, relu:
     """
     if kernels.usable(x):
         last = x.permute(0, 1, 3, 4, 2).contiguous()
-        low, low_bias = _lowered(weight, x), _lowered(bias, x)
-        y: Tensor = _Conv.apply(last, weight, bias, low, low_bias, pool, relu)
+        y: Tensor = _Conv.apply(last, lowered(weight, x), None if bias is None else lowered(bias, x), pool, relu)
         return y.permute(0, 1, 4, 2, 3)
     E, B, C, H, W = x.shape
-    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    weight, bias = lowered(weight, x), None if bias is None else lowered(bias, x)
     side_by_side = x.transpose(0, 1).reshape(B, E * C, H, W)
     y = F.conv2d(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups=E)
     if pool > 1:
@@ -124,14 +108,14 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: Tensor, b: Tensor | None, pool: int, relu: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pool: int, relu: bool
     ) -> Tensor:
         from torch_dcl.kernels.conv import conv_forward, pack_weight  # noqa: PLC0415
 
-        packed = pack_weight(w)
-        y, which = conv_forward(x, packed, b, weight.shape[1], pool=pool, relu=relu)
+        packed = pack_weight(weight)
+        y, which = conv_forward(x, packed, bias, weight.shape[1], pool=pool, relu=relu)
         ctx.save_for_backward(x, packed, which)
-        ctx.kernel, ctx.pool, ctx.has_bias, ctx.dtype = weight.shape[3:], pool, bias is not None, weight.dtype
+        ctx.kernel, ctx.pool, ctx.has_bias = weight.shape[3:], pool, bias is not None
         return y
 
     @staticmethod
@@ -144,7 +128,7 @@ class _Conv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = conv_backward_input(packed, grad, which, tuple(x.shape), pool=ctx.pool)
         dw, db = conv_backward_weight(x, grad, which, tuple(ctx.kernel), pool=ctx.pool)
-        return dx, dw.to(ctx.dtype), db.to(ctx.dtype) if ctx.has_bias else None, None, None, None, None
+        return dx, dw.to(x.dtype), db.to(x.dtype) if ctx.has_bias else None, None, None
 
 
 def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None = None, pairs: bool = False) -> Tensor:
@@ -159,10 +143,10 @@ def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None 
     """
     T = pre.shape[1]
     if not pairs and kernels.usable(pre) and (active is not None or T in (2, 3)):
-        z: Tensor = _Fuse.apply(pre.contiguous(), bias, _lowered(bias, pre), eps, active)
+        z: Tensor = _Fuse.apply(pre.contiguous(), None if bias is None else lowered(bias, pre), eps, active)
         return z
     if bias is not None:
-        pre = pre + bias[:, :, None].to(pre.dtype)
+        pre = pre + lowered(bias, pre)[:, :, None]
     if active is not None:
         index = active[:, :, None, None].expand(-1, -1, *pre.shape[2:])
         return fuse_branches(pre.gather(1, index).unbind(1), eps)
@@ -173,23 +157,20 @@ class _Fuse(torch.autograd.Function):
     """`fuse` by the kernels; backward computes the responses once more."""
 
     @staticmethod
-    def forward(
-        ctx: Any, pre: Tensor, bias: Tensor | None, b: Tensor | None, eps: float, active: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
         from torch_dcl.kernels.pointwise import fuse_forward  # noqa: PLC0415
 
-        ctx.save_for_backward(pre, b, active)
-        ctx.eps, ctx.dtype = eps, None if bias is None else bias.dtype
-        return fuse_forward(pre, b, eps, active)
+        ctx.save_for_backward(pre, bias, active)
+        ctx.eps = eps
+        return fuse_forward(pre, bias, eps, active)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from torch_dcl.kernels.pointwise import fuse_backward  # noqa: PLC0415
 
-        pre, b, active = ctx.saved_tensors
-        dpre = fuse_backward(grads[0].contiguous(), pre, b, ctx.eps, active)
-        db = None if ctx.dtype is None else dpre.sum(2, dtype=ctx.dtype)
-        return dpre, db, None, None, None
+        pre, bias, active = ctx.saved_tensors
+        dpre = fuse_backward(grads[0].contiguous(), pre, bias, ctx.eps, active)
+        return dpre, None if bias is None else dpre.sum(2), None, None
 
 
 def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:

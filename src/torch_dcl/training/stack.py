@@ -79,8 +79,10 @@ class Stack(nn.Module):
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Keep copies of float32 parameters in a lower type for the products to read."""
-        for parameter in self.parameters():
-            keep_low_copy(parameter, dtype if dtype != parameter.dtype else None)
+        for module in self.body.modules():
+            if getattr(module, "lowers", False):
+                for parameter in module.parameters(recurse=False):
+                    keep_low_copy(parameter, dtype if dtype != parameter.dtype else None)
 
     def held(self) -> dict[str, tuple[StackedFusion, int]]:
         """Parameters of which only the active branches move in a step, with the layer that knows which."""

@@ -82,6 +82,8 @@ class StackedLayer(nn.Module):
             self.register_buffer(name, torch.stack([getattr(layer, name) for layer in layers]), persistent=keep)
 
     plain: Any
+    lowers = False
+    """Whether the forward pass reads its parameters through `operations.lowered`, so that low copies serve it."""
 
 
 class _Each(StackedLayer):
@@ -112,6 +114,7 @@ class _Flatten(StackedLayer):
 class StackedLinear(StackedLayer):
     """Linear layers: one batched product."""
 
+    lowers = True
     weight: Tensor
     bias: Tensor | None
 
@@ -127,6 +130,7 @@ class StackedConv2d(StackedLayer):
     ``pool`` and ``relu`` are set by the stack where a pooling of 2 × 2 and a ReLU follow: they are one kernel then.
     """
 
+    lowers = True
     weight: Tensor
     bias: Tensor | None
 
@@ -146,7 +150,7 @@ class StackedConv2d(StackedLayer):
         E, B = x.shape[:2]
         if self.simple:
             return operations.conv(self._padded(x), self.weight, bias, pool=self.pool, relu=self.relu)
-        weight, bias = self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype).flatten()
+        weight, bias = operations.lowered(self.weight, x), None if bias is None else operations.lowered(bias, x).flatten()
         side_by_side = self._padded(x).transpose(0, 1).flatten(1, 2)
         y = F.conv2d(
             side_by_side, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups
@@ -217,6 +221,7 @@ class StackedDropout(StackedLayer):
 class StackedFusion(StackedLayer):
     """Stage 2 of stacked DCL layers, channels last: ``[E, B, ΣM]`` to ``[E, B, K2]``."""
 
+    lowers = True
     weight: Tensor
     bias: Tensor | None
     key: Tensor
@@ -246,11 +251,11 @@ class StackedFusion(StackedLayer):
             pre = operations.project(y, self.weight, plain.branches)
         else:
             widths = list(plain.widths)
-            parts = zip(y.split(widths, -1), self.weight.split(widths, 1), strict=True)
-            pre = torch.stack([torch.bmm(y_t, W_t.to(y_t.dtype)) for y_t, W_t in parts], 1)
+            parts = zip(y.split(widths, -1), operations.lowered(self.weight, y).split(widths, 1), strict=True)
+            pre = torch.stack([torch.bmm(y_t, W_t) for y_t, W_t in parts], 1)
         if self.norm is not None:
             if bias is not None:
-                pre, bias = pre + bias[:, :, None].to(pre.dtype), None
+                pre, bias = pre + operations.lowered(bias, pre)[:, :, None], None
             pre = torch.stack([norm(pre[:, t]) for t, norm in enumerate(self.norm)], 1)
         stochastic = plain.strategy == "stochastic"
         active = self.active if stochastic and self.training else None
@@ -283,7 +288,7 @@ class StackedSummed(StackedDCLLinear):
         pre = operations.project(self.branch(x), fusion.weight, fusion.plain.branches)
         bias = getattr(fusion, "bias", None)
         if bias is not None:
-            pre = pre + bias[:, :, None].to(pre.dtype)
+            pre = pre + operations.lowered(bias, pre)[:, :, None]
         return F.relu(pre).mean(1)
 
 
