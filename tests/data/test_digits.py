@@ -91,10 +91,10 @@ def test_digits():
 @pytest.mark.parametrize(
     ("name", "of_images", "of_labels"),
     [
-        ("MNIST-II-01", "5bd9f12e26f19126e1201f6b939b4fc25f8beafac5663497de824950ca0971e2", "78f52110"),
-        ("MNIST-II-05", "61adaf7fc69d2def5a583683a38c8549640f92388bec5303a26a40037560d635", "c371148b"),
-        ("MNIST-III-04", "3f9ac0b6bc466966cb4007e03fa15ed3b1252bebcd814964871ddcc0672e713b", "bf6899df"),
-        ("MNIST-III-10", "50e8689f699f2ce76ee28cfd3c295bccf72ecae5f7da3aa34368647a41a3f3ad", "bbd44748"),
+        ("MNIST-II-01", "ace83e1b398179b89180d15b94bd5eb562cc4ac22f10708cc63f44506355838f", "78f52110"),
+        ("MNIST-II-05", "dcaeeab33b4dda7787bc14b11c02eb410966707b6d115d28a94fd21cd1176f87", "c371148b"),
+        ("MNIST-III-04", "35f9524e88ee7da3aa8cbc10880c2088f853b7fd71369991ba71f31222e7226d", "bf6899df"),
+        ("MNIST-III-10", "62d738722852f93d8174d10102703bf77c6e3348647b07d714eb1159ebd72652", "bbd44748"),
     ],
 )
 def test_bytes_are_pinned(name, of_images, of_labels):

@@ -7,9 +7,9 @@ rotations turn clockwise. Only relative positions count, because the box of the 
 
 The paper shows its layouts in a figure and gives no numbers. These declarations follow its description: difficulty
 rises with the id, from plain neighbours over other arrangements, unequal sizes, turned and mirrored digits and overlap
-to noise. `STRENGTHS` holds one number a set, which multiplies every random variation and the noise of that set. The
-strengths are not fitted yet. They will be fitted to the paper's baseline errors on digits of the MNIST training set
-alone, and frozen here before any DCL network is trained on these sets.
+to noise. `STRENGTHS` holds one number a set, which multiplies every random variation and the noise of that set. They
+were fitted by `torch_dcl.paper.calibrate` so that the *baseline* LeNet errs as often as the paper's, on digits of the
+MNIST training set alone. So a table's baseline column is fitted, and only the other columns say something.
 """
 
 import difflib
@@ -108,23 +108,25 @@ class Layout:
 
 _RANGES = [field.name for field in fields(Layout) if field.name not in ("name", "digits", "strength")]
 
-# What a calibration changes, and all it changes.
+# Frozen on 2026-11-15, before any DCL network was trained on the sets. Beside each: the error of the baseline LeNet
+# that was reached on digits kept apart from MNIST's training set (mean, runs), and the paper's on its own set. All that
+# was tried is in results/calibration.json. The target of MNIST-III-01 was not reached by any arrangement of three digits.
 STRENGTHS = {
-    "MNIST-II-01": 1.0,
-    "MNIST-II-02": 1.0,
-    "MNIST-II-03": 1.0,
-    "MNIST-II-04": 1.0,
-    "MNIST-II-05": 1.0,
-    "MNIST-III-01": 1.0,
-    "MNIST-III-02": 1.0,
-    "MNIST-III-03": 1.0,
-    "MNIST-III-04": 1.0,
-    "MNIST-III-05": 1.0,
-    "MNIST-III-06": 1.0,
-    "MNIST-III-07": 1.0,
-    "MNIST-III-08": 1.0,
-    "MNIST-III-09": 1.0,
-    "MNIST-III-10": 1.0,
+    "MNIST-II-01": 0.7,  # 1.99 (4), paper 1.96
+    "MNIST-II-02": 0.7,  # 2.62 (4), paper 2.58
+    "MNIST-II-03": 1.65,  # 2.96 (3), paper 2.99
+    "MNIST-II-04": 1.01,  # 3.55 (3), paper 3.55
+    "MNIST-II-05": 1.25,  # 5.15 (6), paper 5.10
+    "MNIST-III-01": 0.5,  # 4.42 (1, without variation), paper 3.08
+    "MNIST-III-02": 0.7,  # 5.38 (4), paper 5.38
+    "MNIST-III-03": 1.74,  # 6.28 (3), paper 6.30
+    "MNIST-III-04": 0.73,  # 7.91 (3), paper 7.81
+    "MNIST-III-05": 1.19,  # 7.92 (3), paper 7.88
+    "MNIST-III-06": 1.38,  # 7.95 (3), paper 8.03
+    "MNIST-III-07": 0.96,  # 8.97 (3), paper 8.98
+    "MNIST-III-08": 1.05,  # 9.50 (3), paper 9.57
+    "MNIST-III-09": 0.7,  # 10.21 (4), paper 10.08
+    "MNIST-III-10": 0.51,  # 10.11 (3), paper 10.12
 }
 
 
@@ -148,7 +150,7 @@ _ALL = (
         shift=0.08, scale=0.12, rotation=12, noise=60,
     ),
     # Three digits: a triangle, a row, a diagonal, a column; then unequal sizes, turns, mirrors, overlap and noise.
-    _layout("MNIST-III-01", Digit(-0.50, -0.50), Digit(0.50, -0.50), Digit(0.00, 0.50), shift=0.04, scale=0.05),
+    _layout("MNIST-III-01", Digit(-0.55, -0.55), Digit(0.55, -0.55), Digit(0.00, 0.55), shift=0.04, scale=0.05),
     _layout("MNIST-III-02", Digit(-1.00, 0.00), Digit(0.00, 0.00), Digit(1.00, 0.00), shift=0.04, scale=0.05),
     _layout("MNIST-III-03", Digit(-0.75, -0.45), Digit(0.00, 0.00), Digit(0.75, 0.45), shift=0.06, scale=0.08),
     _layout(
