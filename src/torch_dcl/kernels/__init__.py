@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["usable"]
+__all__ = ["reachable", "usable"]
 
 
 @functools.cache
@@ -25,8 +25,11 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def reachable(x: Tensor) -> bool:
+    """Whether kernels can run where this tensor lies."""
+    return (x.is_cuda or (x.device.type == "cpu" and _interpreted())) and _has_triton()
+
+
 def usable(x: Tensor) -> bool:
     """Whether the kernels can take this tensor: on a GPU, of a type that they compute in."""
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or not _has_triton():
-        return False
-    return x.is_cuda or (x.device.type == "cpu" and _interpreted())
+    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and reachable(x)

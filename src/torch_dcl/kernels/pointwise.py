@@ -122,17 +122,18 @@ def _step_key(seed, step, layer, e):
     return _mix(_mix(x ^ layer.to(tl.uint32)) ^ tl.load(step).to(tl.uint32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "T"])
 def _draw_pairs(seed, step, active, layer, T):
     e = tl.program_id(0)
     drawn = _step_key(seed, step, layer, e)
-    first = (drawn % T).to(tl.int32)
-    second = (first + 1 + (_mix(drawn ^ 0x5BD1E995) % (T - 1)).to(tl.int32)) % T
-    tl.store(active + e * 2, tl.minimum(first, second).to(tl.int64))
-    tl.store(active + e * 2 + 1, tl.maximum(first, second).to(tl.int64))
+    again = _mix(drawn ^ 0x5BD1E995)
+    first = drawn.to(tl.int64) % T
+    second = (first + 1 + again.to(tl.int64) % (T - 1)) % T
+    tl.store(active + e * 2, tl.minimum(first, second))
+    tl.store(active + e * 2 + 1, tl.maximum(first, second))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _dropout(x, seed, step, out, layer, size, threshold, scale, BLOCK: tl.constexpr):
     e = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

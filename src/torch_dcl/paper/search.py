@@ -29,7 +29,7 @@ class Trial(NamedTuple):
 
 TRIALS = (
     Trial(0.02), Trial(0.04), Trial(0.07), Trial(0.12),
-    Trial(0.04, 1.0), Trial(0.07, 1.0), Trial(0.12, 1.0),
+    Trial(0.07, 3.0), Trial(0.12, 3.0), Trial(0.07, 1.0), Trial(0.12, 1.0),
 )  # fmt: skip
 SEARCHED_ON = ("MNIST-II-02", "MNIST-II-05", "MNIST-III-02", "MNIST-III-06", "MNIST-III-10")
 

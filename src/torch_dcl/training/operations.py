@@ -216,7 +216,7 @@ class _Dropout(torch.autograd.Function):
 
 def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
     """Draw each network's two active branches of a step into ``[E, 2]``."""
-    if active.is_cuda:
+    if kernels.reachable(active):
         from torch_dcl.kernels.pointwise import draw_pairs_ as draw  # noqa: PLC0415
 
         draw(active, seed, layer, step, branches)
@@ -260,7 +260,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Images ``[D, N, C, H, W]`` uint8 of datasets ``[E]`` at places ``[E, B]``, from 0 to 1: ``[E, B, C, H, W]``."""
-    if images.is_cuda and dtype in (torch.bfloat16, torch.float32):
+    if kernels.reachable(images) and dtype in (torch.bfloat16, torch.float32):
         from torch_dcl.kernels.pointwise import gather_images as gather  # noqa: PLC0415
 
         return gather(images, image_of, index.contiguous(), dtype)

@@ -1,0 +1,278 @@
+"""The kernels against plain torch in float64: the cases, for the interpreter on the CPU and for a GPU alike.
+
+Run as a program under TRITON_INTERPRET=1 it prints, as JSON, the relative errors of every case in float32.
+"""
+
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torch_dcl.functional import draw_pair
+from torch_dcl.training import operations
+from torch_dcl.training.fleet import _sgd_
+
+Errors = dict[str, float]
+Case = Callable[[str, torch.dtype], Errors]
+CASES: dict[str, Case] = {}
+
+SEEDS = torch.tensor([0, 2**63 - 1, 123_456, 2**32 + 5])
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """The norm of the difference over the norm; infinite where a value is not finite or the shape is another."""
+    found, exact = found.detach().cpu().double(), exact.detach().cpu().double()
+    if found.shape != exact.shape:
+        return float("inf")
+    error = (found - exact).norm() / exact.norm().clamp(min=1e-12)
+    return float(error) if error.isfinite() else float("inf")
+
+
+def compare(operation: Callable[..., Tensor], device: str, dtype: torch.dtype, **inputs: Tensor | None) -> Errors:
+    """Output and gradients, by the kernels in `dtype` and by plain torch in float64 from the same numbers."""
+    results = []
+    incoming = None
+    for place, kind in (("cpu", torch.float64), (device, dtype)):
+        given = {
+            name: x if x is None or not x.is_floating_point() else x.to(dtype).to(place, kind).requires_grad_()
+            for name, x in inputs.items()
+        }
+        given = {name: x.to(place) if x is not None and not x.is_floating_point() else x for name, x in given.items()}
+        y = operation(**given)
+        incoming = torch.randn(y.shape).to(dtype) if incoming is None else incoming
+        leaves = {name: x for name, x in given.items() if x is not None and x.requires_grad}
+        gradients = torch.autograd.grad(y, leaves.values(), incoming.to(place, y.dtype))
+        results.append({"output": y, **dict(zip(leaves, gradients, strict=True))})
+    exact, found = results
+    return {name: relative(found[name], exact[name]) for name in exact}
+
+
+# Convolution: C, H, W, N, KH, KW, pool, relu, bias
+
+CONV = {
+    "one channel, pooled": (1, 8, 7, 5, 3, 3, 2, True, True),
+    "one channel, pooled, sides that leave a rest": (1, 7, 6, 3, 3, 3, 2, False, True),
+    "one filter of one value": (1, 5, 3, 1, 1, 1, 1, False, False),
+    "no bias": (2, 6, 5, 3, 2, 3, 1, True, False),
+    "no relu, not square": (3, 4, 9, 20, 3, 2, 1, False, True),
+    "long rows": (7, 7, 8, 6, 3, 5, 1, True, True),
+    "long rows, pooled": (7, 8, 9, 6, 3, 5, 2, True, True),
+    "long rows, pooled, nothing else": (7, 7, 9, 6, 2, 5, 2, False, False),
+    "several chunks and tiles of channels": (70, 4, 5, 4, 2, 3, 1, True, True),
+    "several chunks, pooled": (33, 5, 5, 4, 2, 2, 2, True, False),
+    "more filters than a tile": (2, 5, 5, 70, 3, 2, 1, True, True),
+    "more filters than a tile, pooled": (17, 5, 5, 70, 2, 2, 2, True, True),
+    "a sum in several parts": (1, 15, 14, 2, 2, 2, 1, True, True),
+}
+
+
+def _conv_case(C: int, H: int, W: int, N: int, KH: int, KW: int, pool: int, relu: bool, bias: bool) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        E, B = 2, 3
+        return compare(
+            lambda x, weight, bias: operations.conv(x, weight, bias, pool=pool, relu=relu), device, dtype,
+            x=torch.randn(E, B, C, H, W), weight=torch.randn(E, N, C, KH, KW), bias=torch.randn(E, N) if bias else None,
+        )  # fmt: skip
+
+    return run
+
+
+def _conv_cut_off(device: str, dtype: torch.dtype) -> Errors:
+    """Every response below zero: nothing comes out and no gradient goes back."""
+    return compare(
+        lambda x, weight, bias: operations.conv(x, weight, bias, pool=2, relu=True), device, dtype,
+        x=torch.rand(2, 2, 1, 5, 5), weight=torch.rand(2, 3, 1, 2, 2), bias=torch.full((2, 3), -50.0),
+    )  # fmt: skip
+
+
+def _conv_not_a_number(device: str, dtype: torch.dtype) -> Errors:
+    """A network that has diverged shows it, and the other one does not notice."""
+    errors = {}
+    for pool in (1, 2):
+        x, weight = torch.randn(2, 2, 1, 5, 5), torch.randn(2, 3, 1, 2, 2)
+        weight[0] = torch.nan
+        y = operations.conv(x.to(device, dtype), weight.to(device, dtype), None, pool=pool, relu=True)
+        errors[f"pool {pool}, the diverged one"] = float(not y[0].isnan().all())
+        errors[f"pool {pool}, the other one"] = float(not y[1].isfinite().all())
+    return errors
+
+
+CASES |= {f"conv, {name}": _conv_case(*sizes) for name, sizes in CONV.items()}
+CASES |= {"conv, cut off by relu": _conv_cut_off, "conv, not a number": _conv_not_a_number}
+
+
+# Fusion: T, active, bias, what the responses are multiplied by, and what is added to them
+
+FUSE = {
+    "two branches": (2, None, True, 1.0, 0.0),
+    "two branches without bias": (2, None, False, 1.0, 0.0),
+    "two branches, large": (2, None, True, 1e12, 0.0),
+    "two branches, small": (2, None, False, 1e-6, 0.0),
+    "two branches, most of them dead": (2, None, True, 1.0, -2.0),
+    "two branches, all dead": (2, None, True, 1.0, -50.0),
+    "three branches": (3, None, True, 1.0, 0.0),
+    "three branches without bias": (3, None, False, 1.0, 0.0),
+    "three branches, large": (3, None, True, 1e12, 0.0),
+    "three branches, most of them dead": (3, None, True, 1.0, -2.0),
+    "three branches, all dead": (3, None, False, 1.0, -50.0),
+    "a pair of three": (3, [[0, 2], [1, 2], [0, 1]], True, 1.0, 0.0),
+    "a pair of three without bias": (3, [[1, 2], [0, 2], [0, 2]], False, 1.0, 0.0),
+    "a pair of five, many dead": (5, [[0, 4], [2, 3], [1, 3]], True, 1.0, -1.0),
+}
+
+
+def _fuse_case(T: int, active: list[list[int]] | None, bias: bool, scale: float, shift: float) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        E, B, N = 3, 11, 101
+        return compare(
+            lambda pre, bias, active: operations.fuse(pre, bias, 10.0**-T, active=active), device, dtype,
+            pre=torch.randn(E, T, B, N) * scale + shift, bias=torch.randn(E, T, N) if bias else None,
+            active=None if active is None else torch.tensor(active),
+        )  # fmt: skip
+
+    return run
+
+
+CASES |= {f"fusion, {name}": _fuse_case(*sizes) for name, sizes in FUSE.items()}
+
+
+# Draws
+
+
+def _dropout_case(shape: tuple[int, ...], p: float, layer: int, step: int) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        x = torch.rand(len(SEEDS), *shape) + 0.5
+
+        def drop(x: Tensor) -> Tensor:
+            return operations.dropout(x, SEEDS.to(x.device), layer, torch.tensor([step], device=x.device), p)
+
+        plain, drawn = drop(x.double()), drop(x.to(device, dtype))
+        errors = compare(drop, device, dtype, x=x)
+        return {**errors, "places dropped by one of the two alone": ((plain == 0) != (drawn.cpu() == 0)).sum().item()}
+
+    return run
+
+
+DROPOUT = {
+    "half": ((3, 500), 0.5, 77, 5),
+    "a layer and a step of 32 bits": ((2, 700), 0.25, 4_000_000_000, 2**31 + 3),
+    "an odd size": ((1, 3, 31), 0.9, 1, 0),
+}
+CASES |= {f"dropout, {name}": _dropout_case(*sizes) for name, sizes in DROPOUT.items()}
+
+
+def _pairs(device: str, dtype: torch.dtype) -> Errors:
+    from torch_dcl.kernels.pointwise import draw_pairs_
+
+    errors = {}
+    for T in (3, 4, 5, 8):
+        for layer, step in ((0, 0), (77, 5), (4_000_000_000, 2**31 + 3)):
+            active = torch.zeros(len(SEEDS), 2, dtype=torch.int64, device=device)
+            draw_pairs_(active, SEEDS.to(device), layer, torch.tensor([step], device=device), T)
+            key = torch.stack((SEEDS, torch.full_like(SEEDS, layer), torch.full_like(SEEDS, step)), -1)
+            errors[f"T = {T}, step {step}"] = (active.cpu() != draw_pair(key, T)).sum().item()
+    return errors
+
+
+CASES["pairs"] = _pairs
+
+
+# The optimiser
+
+
+def _sgd_case(
+    *, nesterov: bool, clip: bool, hold: bool, factors: tuple[float, float], rates: list[float], low: bool
+) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        E, T = 3, 3
+        p, m, g = torch.randn(3, E, T * 5, 101).unbind(0)
+        g = g.to(dtype)
+        results = []
+        for place, wide in (("cpu", torch.float64), (device, torch.float32)):
+            there = {"device": place, "dtype": wide}
+            mine = p.to(**there, copy=True)
+            moment = m.to(**there, copy=True)
+            operations.keep_low_copy(mine, dtype if low else None)
+            _sgd_(
+                mine, moment, g.to(place, wide if place == "cpu" else dtype), torch.tensor(rates, **there),
+                torch.tensor([0.01, 0.02, 0.0], **there), torch.tensor([0.5, 1.0, 0.1], **there) if clip else None,
+                0.9, nesterov, factors, torch.tensor([[0, 2], [1, 2], [0, 1]], device=place) if hold else None, T,
+            )  # fmt: skip
+            results.append((mine, moment))
+        (exact, exact_moment), (mine, moment) = results
+        errors = {"weights": relative(mine, exact), "moments": relative(moment, exact_moment)}
+        resting = torch.tensor(rates) == 0
+        errors["weights at rest that moved"] = (mine.cpu()[resting] != p[resting]).sum().item()
+        errors["moments at rest that moved"] = (moment.cpu()[resting] != m[resting]).sum().item()
+        if hold:
+            idle = mine.cpu().view(E, T, -1)[0, 1]
+            errors["weights of idle branches that moved"] = (idle != p.view(E, T, -1)[0, 1]).sum().item()
+        if low:
+            moved = ~resting
+            copy = mine.low.detach().cpu()
+            errors["copies that differ"] = (copy[moved] != mine.cpu().to(dtype)[moved]).sum().item()
+        return errors
+
+    return run
+
+
+PLAIN_SGD = {
+    "nesterov": False, "clip": False, "hold": False, "factors": (1.0, 1.0), "rates": [0.1, 0.2, 0.3], "low": False,
+}  # fmt: skip
+SGD = {
+    "plain": {},
+    "nesterov": {"nesterov": True},
+    "clipped": {"clip": True},
+    "with factors": {"factors": (2.0, 0.5)},
+    "a network at rest": {"rates": [0.1, 0.0, 0.3], "low": True},
+    "idle branches": {"hold": True, "low": True},
+    "everything": {
+        "nesterov": True, "clip": True, "hold": True, "factors": (2.0, 0.0), "rates": [0.1, 0.2, 0.0], "low": True,
+    },
+}  # fmt: skip
+CASES |= {f"sgd, {name}": _sgd_case(**{**PLAIN_SGD, **changes}) for name, changes in SGD.items()}
+
+
+# Cross-entropy and images
+
+
+def _entropy_case(classes: int, scale: float) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        labels = torch.randint(0, classes, (2, 5))
+        return compare(
+            lambda logits: operations.cross_entropy(logits, labels.to(logits.device)), device, dtype,
+            logits=torch.randn(2, 5, classes) * scale,
+        )  # fmt: skip
+
+    return run
+
+
+ENTROPY = {"10 classes": (10, 1.0), "2 classes": (2, 3.0), "1023 classes": (1023, 5.0), "huge logits": (37, 1e4)}
+CASES |= {f"cross-entropy, {name}": _entropy_case(*sizes) for name, sizes in ENTROPY.items()}
+
+
+def _gather_case(shape: tuple[int, ...]) -> Case:
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        from torch_dcl.kernels.pointwise import gather_images
+
+        images = torch.randint(0, 256, (2, 9, *shape), dtype=torch.uint8)
+        which, index = torch.tensor([1, 0, 1]), torch.randint(0, 9, (3, 4))
+        found = gather_images(images.to(device), which.to(device), index.to(device), dtype)
+        exact = torch.stack([images[d, i] for d, i in zip(which, index, strict=True)]).double() / 255
+        return {"images": relative(found, exact)}
+
+    return run
+
+
+CASES |= {f"images, {name}": _gather_case(s) for name, s in {"grey": (1, 5, 7), "large": (3, 41, 37)}.items()}
+
+
+def errors_of(name: str, device: str, dtype: torch.dtype) -> Errors:
+    """Run one case, always from the same random numbers."""
+    torch.manual_seed(0)
+    return CASES[name](device, dtype)
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: errors_of(name, "cpu", torch.float32) for name in CASES}))
