@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torch_dcl import kernels
 from torch_dcl.functional import draw_pair
 from torch_dcl.training import operations
 from torch_dcl.training.fleet import _sgd_
@@ -46,6 +47,15 @@ def compare(operation: Callable[..., Tensor], device: str, dtype: torch.dtype, *
         results.append({"output": y, **dict(zip(leaves, gradients, strict=True))})
     exact, found = results
     return {name: relative(found[name], exact[name]) for name in exact}
+
+
+def _used(device: str, dtype: torch.dtype) -> Errors:
+    """Plain torch would agree with itself, so make sure that it is not asked."""
+    used = kernels.usable(torch.zeros(1, dtype=dtype, device=device))
+    return {"kernels that are not used": float(not used), "float64": float(kernels.usable(torch.zeros(1).double()))}
+
+
+CASES["use"] = _used
 
 
 # Convolution: C, H, W, N, KH, KW, pool, relu, bias

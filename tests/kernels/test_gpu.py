@@ -1,0 +1,164 @@
+"""The kernels on a GPU, against plain torch in float64; and fleets on a GPU, against fleets on the CPU."""
+
+import importlib.util
+
+import pytest
+import torch
+from tests.kernels import cases
+from torch import nn
+
+from torch_dcl import DCLLinear
+from torch_dcl.data import digits
+from torch_dcl.paper import columns
+from torch_dcl.training import Fleet, Member, Schedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize("name", cases.CASES)
+def test_a_kernel_agrees_with_plain_torch(name, dtype, tolerance):
+    errors = cases.errors_of(name, "cuda", dtype)
+    assert {what: error for what, error in errors.items() if not error <= tolerance} == {}
+
+
+def small(seed):
+    """Convolutions, batch norm, dropout and a stochastic layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+        DCLLinear(128, 32, branches=3, width=8, strategy="stochastic"), nn.Dropout(0.3), nn.Linear(32, 100),
+    )  # fmt: skip
+
+
+NETWORKS = {
+    "small": small,
+    "baseline": lambda seed: columns.build("baseline", 100, seed),
+    "A3S": lambda seed: columns.build("A3S", 100, seed),
+    "B3D": lambda seed: columns.build("B3D", 100, seed),
+    "summed": lambda seed: columns.build("summed", 100, seed),
+}
+every_network = pytest.mark.parametrize("kind", NETWORKS)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return {name: digits.generate(name, "train", indices=range(400)) for name in ("MNIST-II-01", "MNIST-II-03")}
+
+
+def members(epochs=2, clip=5.0):
+    return [
+        Member(
+            f"network {i}", f"MNIST-II-0{1 + 2 * (i % 2)}", i, 0.005 * (i + 1), Schedule(epochs, warmup=5), clip=clip
+        )
+        for i in range(3)
+    ]
+
+
+def fleets(kind, data, count, **arguments):
+    networks = [NETWORKS[kind](seed) for seed in range(3)]
+    return [Fleet(networks, members(), data, batch=20, **arguments) for _ in range(count)]
+
+
+def worst_difference(model, other):
+    others = other.state_dict()
+    return max(
+        float((value - others[name]).norm() / others[name].norm().clamp(min=1e-3))
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    )
+
+
+@every_network
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
+def test_a_fleet_trained_by_a_cuda_graph_ends_as_one_trained_step_by_step(kind, precision, data, monkeypatch):
+    captured, eager = fleets(kind, data, 2, device="cuda", precision=precision)
+    captured.train()
+    assert captured._graph is not None
+    monkeypatch.setattr(Fleet, "_capture", lambda _: None)
+    eager.train()
+    assert eager._graph is None
+    close = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}[precision]
+    for i in range(3):
+        assert worst_difference(captured.network(i), eager.network(i)) < close
+        start = NETWORKS[kind](i)
+        assert worst_difference(captured.network(i), start) > 1e-3, "the training should have moved the weights"
+    torch.testing.assert_close(
+        torch.tensor(captured.history.train_loss), torch.tensor(eager.history.train_loss), rtol=close, atol=0
+    )
+
+
+def first_epochs(kind, data, precision):
+    """Fleets of the same networks after an epoch on the CPU and one on a GPU."""
+    networks = [NETWORKS[kind](seed) for seed in range(3)]
+    wide = "float64" if precision == "float64" else "float32"
+    cpu = Fleet(networks, members(), data, batch=20, precision=wide)
+    gpu = Fleet(networks, members(), data, batch=20, device="cuda", precision=precision)
+    for fleet in (cpu, gpu):
+        fleet.train(1)
+    return cpu, gpu
+
+
+@every_network
+@pytest.mark.parametrize(("precision", "close"), [("float32", 1e-4), (None, 2e-2)])
+def test_the_losses_of_the_first_epoch_are_those_on_the_cpu(kind, precision, close, data):
+    cpu, gpu = first_epochs(kind, data, precision)
+    assert gpu.precision == (precision or "bfloat16")
+    found, expected = torch.tensor(gpu.history.train_loss), torch.tensor(cpu.history.train_loss)
+    torch.testing.assert_close(found, expected, rtol=close, atol=0)
+    assert all(parameter.dtype == torch.float32 for parameter in gpu.network(0).parameters())
+
+
+@every_network
+def test_a_fleet_in_float64_ends_with_the_weights_of_the_cpu(kind, data):
+    cpu, gpu = first_epochs(kind, data, "float64")
+    for i in range(3):
+        assert worst_difference(gpu.network(i), cpu.network(i)) < 1e-8
+
+
+def test_a_network_that_diverges_on_a_gpu_leaves_the_others_alone(data):
+    networks = [NETWORKS["A3S"](seed) for seed in range(3)]
+    healthy = Fleet(networks, members(), data, batch=20, device="cuda", precision="float32")
+    healthy.train()
+    networks[1].fc2.weight.data.fill_(torch.nan)
+    fleet = Fleet(networks, members(), data, batch=20, device="cuda", precision="float32")
+    assert fleet.train().stopped == {1: 0}
+    for i in (0, 2):
+        assert worst_difference(fleet.network(i), healthy.network(i)) < 1e-5
+
+
+def test_evaluation_on_a_gpu_is_that_of_the_networks_on_the_cpu(data):
+    (fleet,) = fleets("small", data, 1, device="cuda", precision="float32")
+    fleet.train(1)
+    found = fleet.evaluate(data)
+    for i, member in enumerate(fleet.members):
+        images, labels = data[member.data]
+        with torch.no_grad():
+            logits = fleet.network(i)(images[:, None].float() / 255)
+        torch.testing.assert_close(
+            found.losses[i].cpu().float(), nn.functional.cross_entropy(logits, labels), rtol=1e-4, atol=0
+        )
+        assert (found.predictions[i].cpu() != logits.argmax(1)).sum() <= 1, "one may lie on the border"
+
+
+def test_training_in_two_slices_on_a_gpu_is_training_in_one(data):
+    whole, sliced = fleets("A3S", data, 2, device="cuda", precision="float32")
+    whole.train()
+    sliced.train(1)
+    sliced.evaluate(data)
+    sliced.train(1)
+    for i in range(3):
+        assert worst_difference(sliced.network(i), whole.network(i)) < 1e-5
