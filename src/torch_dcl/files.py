@@ -3,18 +3,45 @@
 A file written here is either the old one or the whole new one, even when the process is killed or the machine
 loses power half way. The new content goes into a private folder beside the target, is synced to the disk, and
 then takes the target's name in one step.
+
+A *sealed* file holds tensors (safetensors) and a description, and knows its own SHA-256: the one of the whole file with
+these 64 digits set to zero. So a change of any byte is found. The description is one entry of the metadata, because
+safetensors writes several in any order, and the same content shall give the same file.
 """
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["replacing", "sha256_bytes", "sha256_file", "write_bytes", "write_text"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SealedError",
+    "read_sealed",
+    "replacing",
+    "sha256_bytes",
+    "sha256_file",
+    "write_bytes",
+    "write_sealed",
+    "write_text",
+]
+
+_MARK = rb"\"sha256\": \""  # in the header the JSON text is a JSON string
+_BLANK = "0" * 64
+_MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
+
+
+class SealedError(ValueError):
+    """A sealed file that is damaged, was altered, or is something else."""
 
 
 @contextlib.contextmanager
@@ -108,6 +135,91 @@ def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
+
+
+def write_sealed(
+    path: str | os.PathLike[str], key: str, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]
+) -> str:
+    """Write tensors and a description to one file, all or nothing.
+
+    Args:
+        path: The file to create or replace. Its folder must exist.
+        key: What kind of file it is; `read_sealed` asks for it.
+        tensors: By name. They are brought to the CPU, and copied where they are views.
+        about: The description, as plain data.
+
+    Returns:
+        The SHA-256 that the file carries.
+
+    Raises:
+        OSError: As `replacing`, or the disk refused the data.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    # Copies where they are views: safetensors writes whole storages only.
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {key: json.dumps({**about, "sha256": _BLANK}, sort_keys=True)}
+    with replacing(path) as aside:
+        try:
+            save_file(whole, aside, metadata)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}; free space, or choose another path") from error
+        found, place = _seal(aside)
+        with aside.open("r+b") as file:
+            file.seek(place)
+            file.write(found.encode())
+    return found
+
+
+def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tensor], dict[str, Any]]":
+    """Read what `write_sealed` wrote, after checking every byte.
+
+    Args:
+        path: The file.
+        key: What kind of file it must be.
+
+    Returns:
+        Tensors by name, on the CPU, and the description.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SealedError: The file is damaged, was altered, or is of another kind.
+    """
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    found, place = _seal(path)
+    with path.open("rb") as file:
+        file.seek(place)
+        carried = file.read(64).decode("ascii", "replace")
+    if found != carried:
+        raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {found}, it carries {carried}")
+    try:
+        with safe_open(path, "pt") as opened:
+            about: dict[str, Any] = json.loads((opened.metadata() or {})[key])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise SealedError(f"{path} is no file of the kind {key} ({error})") from error
+    about.pop("sha256", None)
+    return tensors, about
+
+
+def _seal(path: Path) -> tuple[str, int]:
+    """The SHA-256 of a sealed file with its own digits set to zero, and where these digits are."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+        header = file.read(length) if length <= min(_MAX_HEADER, path.stat().st_size - 8) else b""
+        place = header.find(_MARK) + len(_MARK)
+        if header.count(_MARK) != 1 or place + 64 > len(header):
+            raise SealedError(f"{path} is damaged or not a sealed file")
+        digest = hashlib.sha256(start + header[:place] + _BLANK.encode() + header[place + 64 :])
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest(), 8 + place
 
 
 def _check_target(path: str | os.PathLike[str], target: Path) -> None:

@@ -100,7 +100,7 @@ def test_other_files_are_refused(tmp_path):
     save_file({"a": torch.zeros(3)}, tmp_path / "other.safetensors")
     (tmp_path / "text").write_text("a long enough text that is no safetensors file")
     for name in ("other.safetensors", "text"):
-        with pytest.raises(DataError, match=f"{name} is damaged or not prepared data"):
+        with pytest.raises(DataError, match=f"{name} is damaged or not a sealed file"):
             read_prepared(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="gone does not exist"):
         read_prepared(tmp_path / "gone")

@@ -1,9 +1,9 @@
 """How hard the multi-digit sets are, fitted to the paper's baseline column.
 
-The paper shows its layouts in a figure and gives no numbers. The layouts of `torch_dcl.data.layouts` follow the figure's
-description, and one number a set, its strength, scales every random variation and the noise. This finds the strengths
-with which the *baseline* LeNet errs as often as the paper's, on digits of MNIST's training set alone. No DCL network is
-involved, and the baseline column of every table says that it was fitted.
+The paper shows its layouts in a figure and gives no numbers. The layouts of `torch_dcl.data.layouts` follow the
+figure's description, and one number a set, its strength, scales every random variation and the noise. This finds the
+strengths with which the *baseline* LeNet errs as often as the paper's, on digits of MNIST's training set alone. No DCL
+network is involved, and the baseline column of every table says that it was fitted.
 """
 
 import dataclasses
@@ -104,7 +104,6 @@ def calibrate(
     """
     fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in sets}
     most = {name: largest_strength(LAYOUTS[name]) for name in sets}
-
 
     def attempt(wanted: dict[str, list[float]], seeds: range) -> None:
         jobs = [

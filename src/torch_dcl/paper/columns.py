@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
-from torch_dcl.models import LeNet, lenet, variant_plan
+from torch_dcl.models import lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
@@ -38,19 +38,22 @@ def build(column: str, classes: int, seed: int, *, filters: int | None = None) -
         seed: What the start is drawn from; torch's own generator is left as it was.
         filters: Filters of a branch in place of the paper's fifth; for the DCL columns alone.
     """
+    # Before the seed is set: planning makes a network of its own, and only the first time.
+    plain = column in ("baseline", "oracle", "narrow", "summed")
+    plans = () if plain else _plans(column, classes, filters)
+    narrow = _narrow_filters(classes) if column == "narrow" else 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if column in ("baseline", "oracle"):
-            return lenet(classes)
-        if column == "narrow":
-            return _narrow(classes)
         model = lenet(classes)
+        if column == "narrow":
+            model.fc1, model.fc2 = nn.Linear(_FC1_IN, narrow), nn.Linear(narrow, classes)
+            torch.manual_seed(seed)
+            model.reset_parameters()
         if column == "summed":
             model.fc1 = SummedLinear.like(model.fc1, branches=2, width=_FC1 // 5)  # type: ignore[assignment]
-        else:
-            for plans in _plans(column, classes, filters):
-                convert_(model, plans, init="random")
-        return model
+        for each in plans:
+            convert_(model, each, init="random")
+    return model
 
 
 @functools.cache
@@ -60,14 +63,10 @@ def weights(column: str, classes: int, *, filters: int | None = None) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
 
 
-def _narrow(classes: int) -> LeNet:
-    """LeNet with so few filters in its first fully-connected layer that it has the weights of DCL-A2."""
+def _narrow_filters(classes: int) -> int:
+    """So few filters in the first fully-connected layer that the network has the weights of DCL-A2."""
     fixed = weights("baseline", classes) - _FC1 * (_FC1_IN + classes)
-    filters = round((weights("A2", classes) - fixed) / (_FC1_IN + classes))
-    model = lenet(classes)
-    model.fc1, model.fc2 = nn.Linear(_FC1_IN, filters), nn.Linear(filters, classes)
-    model.reset_parameters()
-    return model
+    return round((weights("A2", classes) - fixed) / (_FC1_IN + classes))
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """The multi-digit sets as the protocol uses them: for choosing, and once for the table.
 
-For choosing (learning rates, and how hard a set is) the digits of MNIST's training set are parted: the first five sixths
-are written with to train on, the last sixth to judge with, with another seed. The test set's digits play no part in it.
+For choosing (learning rates, and how hard a set is) the digits of MNIST's training set are parted: the first five
+sixths are written with to train on, the last sixth to judge with, with another seed. The test set's digits play no part
+in it.
 """
 
 import dataclasses
@@ -74,9 +75,7 @@ def make_sets(
             ("train", "test"), cut, (sets.train, sets.judge), images or (None, None), strict=True
         ):
             indices = None if most is None else range(most)
-            into[layout.name] = generate(
-                layout, split, seed=seed, device=device, mnist=segments, indices=indices
-            )
+            into[layout.name] = generate(layout, split, seed=seed, device=device, mnist=segments, indices=indices)
     return sets
 
 

@@ -150,9 +150,7 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outc
             )
             networks.append(build(job.column, job.classes, seed, filters=job.filters))
             owner.append(job)
-    fleet = Fleet(
-        networks, members, train, batch=settings.batch, precision=settings.precision, device=settings.device
-    )
+    fleet = Fleet(networks, members, train, batch=settings.batch, precision=settings.precision, device=settings.device)
     judged: list[list[float]] = []
     fleet.train(on_epoch=(lambda f: judged.append(f.evaluate(judge).losses.tolist())) if settings.curves else None)
     seen = fleet.evaluate(judge)

@@ -1,8 +1,8 @@
 """How every column of Table 1 gets its learning rate: the same trials for all, on digits that are not the test set's.
 
-A trial is a learning rate and a bound on the gradient's norm. Each is trained with one seed on five of the fifteen sets,
-and judged on digits of MNIST's training set that were kept apart. A column takes, for two and for three digits, the trial
-with the lowest mean error. Baseline, oracle and controls go through the same trials as the DCL networks.
+A trial is a learning rate and a bound on the gradient's norm. Each is trained with one seed on five of the fifteen
+sets, and judged on digits of MNIST's training set that were kept apart. A column takes, for two and for three digits,
+the trial with the lowest mean error. Baseline, oracle and controls go through the same trials as the DCL networks.
 """
 
 import json
@@ -72,7 +72,7 @@ def choose(outcomes: Iterable[Outcome]) -> Choice:
         by_trial = errors.setdefault(job.column, {}).setdefault(job.digits, {})
         by_trial.setdefault(Trial(job.lr, job.clip), []).append(100.0 if outcome.stopped is not None else outcome.error)
     return {
-        column: {count: min(trials, key=lambda trial: mean(trials[trial])) for count, trials in by_count.items()}  # noqa: B023
+        column: {count: min(trials, key=lambda trial: mean(trials[trial])) for count, trials in by_count.items()}
         for column, by_count in errors.items()
     }
 

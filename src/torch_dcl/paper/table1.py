@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,7 @@ class Estimate:
         return self.images / images_per_second / 60
 
 
-def jobs_of(
-    columns: Sequence[str], sets: Sequence[str], seeds: int, choice: Choice
-) -> list[Job]:
+def jobs_of(columns: Sequence[str], sets: Sequence[str], seeds: int, choice: Choice) -> list[Job]:
     """Every entry of the table as a job; a seed is the same in every column."""
     jobs = []
     for column in columns:
@@ -167,21 +165,20 @@ def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minu
         classes = 10 ** len(LAYOUTS[name].digits)
         paper = TABLE1[name].get(column)
         networks = len(LAYOUTS[name].digits) if column == "oracle" else 1
-        cells.append(
-            Cell(
-                name, column, tuple(o.error for o in group), tuple(o.job.seed for o in group),
-                weights(column, classes) * networks,
-                None if paper is None else paper.mean, None if paper is None else paper.std,
-                tuple(o.train_loss for o in group), tuple(o.test_loss for o in group),
-                tuple(o.job.seed for o in group if o.stopped is not None), column == "baseline",
-            )  # fmt: skip
-        )
+        cell = Cell(
+            name, column, tuple(o.error for o in group), tuple(o.job.seed for o in group),
+            weights(column, classes) * networks,
+            None if paper is None else paper.mean, None if paper is None else paper.std,
+            tuple(o.train_loss for o in group), tuple(o.test_loss for o in group),
+            tuple(o.job.seed for o in group if o.stopped is not None), column == "baseline",
+        )  # fmt: skip
+        cells.append(cell)
     here = environment()
     schedule = settings.schedule
     protocol = {
         "digits": digits.source,
-        "schedule": f"{schedule.epochs} epochs, warm-up over {schedule.warmup} steps, rate times {schedule.factor:g} after "
-        f"{' and '.join(f'{100 * drop:.0f} %' for drop in schedule.drops)}, batch {settings.batch}",
+        "schedule": f"{schedule.epochs} epochs, batch {settings.batch}, warm-up over {schedule.warmup} steps, rate "
+        f"times {schedule.factor:g} after {' and '.join(f'{100 * drop:.0f} %' for drop in schedule.drops) or 'nothing'}",
         "precision": settings.precision or "bfloat16 on a GPU, float32 on a CPU",
         "learning rates": "chosen on digits of the training set by the same trials for every column",
         "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",
@@ -213,5 +210,3 @@ def _outcome(record: Mapping[str, Any]) -> Outcome:
     losses = {name: math.inf if record[name] is None else record[name] for name in ("train_loss", "test_loss")}
     curves = (list(record["curves"][0]), list(record["curves"][1]))
     return Outcome(_job(record["job"]), record["error"], stopped=record["stopped"], curves=curves, **losses)
-
-

@@ -5,16 +5,19 @@ fleet, and every random number is a function of its own (seed, epoch, step). So 
 alone and among others. On a GPU a step is captured once as a CUDA graph and replayed.
 """
 
+import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torch_dcl import kernels
 from torch_dcl.data.draws import draw
+from torch_dcl.files import read_sealed, write_sealed
 from torch_dcl.training import operations
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.schedule import Schedule
@@ -23,6 +26,7 @@ from torch_dcl.training.stack import Stack
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 
 Precision = Literal["bfloat16", "float32", "float64"]
+_KEY = "torch_dcl_fleet"
 Labelled = tuple[Tensor, Tensor]
 
 
@@ -137,15 +141,14 @@ class Fleet:
         self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._factors = {name: (1.0, 1.0) if factors is None else factors(name) for name in self._parameters}
         self._held = self.stack.held()
-        place = {"device": self.device, "dtype": wide}
-        self._rates = self._table().to(**place)
-        self._decay = torch.tensor([member.weight_decay for member in members], **place)
+        self._rates = self._table().to(self.device, wide)
+        self._decay = torch.tensor([member.weight_decay for member in members], device=self.device, dtype=wide)
         clips = [member.clip for member in members]
-        self._clip = None if all(map(math.isinf, clips)) else torch.tensor(clips, **place)
+        self._clip = None if all(map(math.isinf, clips)) else torch.tensor(clips, device=self.device, dtype=wide)
         self._seed = torch.tensor([m.seed & 0x7FFFFFFFFFFFFFFF for m in members], device=self.device)
         self._step = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._alive = torch.ones(len(members), dtype=torch.bool, device=self.device)
-        self._loss = torch.zeros(len(members), **place)
+        self._loss = torch.zeros(len(members), device=self.device, dtype=wide)
         self._order = torch.zeros(len(members), self.data.count, dtype=torch.int64, device=self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -181,7 +184,7 @@ class Fleet:
 
         Args:
             data: By the names that members know.
-            batch: Images at a time. Statistics of batch norms are the running ones, so it does not matter to the result.
+            batch: Images at a time; it does not matter to the result.
         """
         resident = _Resident(data, [member.data for member in self.members], self.device)
         predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
@@ -197,6 +200,74 @@ class Fleet:
             wrong += (chosen != labels).sum(1)
         self.stack.train()
         return Evaluation(predictions, 100 * wrong / resident.count, losses / resident.count)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write everything that training goes on from, between two epochs, to one checked file.
+
+        Args:
+            path: Where to, for example ``"fleet.safetensors"``. Its folder must exist.
+
+        Returns:
+            The SHA-256 that the file carries.
+        """
+        tensors = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
+        tensors |= {f"moment.{name}": value for name, value in self._moments.items()}
+        tensors["alive"] = self._alive
+        about = {
+            "epoch": self.epoch,
+            "train_loss": self.history.train_loss,
+            "stopped": {str(row): epoch for row, epoch in self.history.stopped.items()},
+            "members": self._described(),
+        }
+        return write_sealed(path, _KEY, tensors, _finite(about))
+
+    @torch.no_grad()
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from what `save` wrote: the weights at the end are the same as without a break.
+
+        Args:
+            path: The file. It must be of a fleet of the same members, data apart.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            SealedError: The file is damaged, or is no checkpoint of a fleet.
+            ValueError: It is of another fleet; the message names the first difference.
+        """
+        tensors, about = read_sealed(path, _KEY)
+        here = _finite(self._described())
+        for row, (then, now) in enumerate(itertools.zip_longest(about["members"], here)):
+            if then != now:
+                if then is None or now is None:
+                    raise ValueError(f"{path} is of {len(about['members'])} networks, this fleet has {len(here)}")
+                what = next(name for name in now if then.get(name) != now[name])
+                raise ValueError(
+                    f"{path} is of another fleet: {what} of network {row} was {then.get(what)!r}, here it is {now[what]!r}"
+                )
+        mine = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
+        mine |= {f"moment.{name}": value for name, value in self._moments.items()}
+        mine["alive"] = self._alive
+        shapes = [{name: (t.shape, t.dtype) for name, t in given.items()} for given in (tensors, mine)]
+        if shapes[0] != shapes[1]:
+            wrong = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})[0]
+            raise ValueError(f"{path} is of another fleet: {wrong} is not there, or of another shape or type")
+        for name, value in mine.items():
+            value.copy_(tensors[name])
+        for parameter in self._parameters.values():
+            copy = low_copy(parameter)
+            if copy is not None:
+                copy.copy_(parameter)
+        self.epoch = about["epoch"]
+        lost = math.nan  # what JSON has no word for
+        losses = [[lost if loss is None else loss for loss in epoch] for epoch in about["train_loss"]]
+        self.history = History(losses, {int(row): epoch for row, epoch in about["stopped"].items()})
+
+    def _described(self) -> list[dict[str, Any]]:
+        """What a checkpoint must agree with."""
+        common = {
+            "batch": self.batch, "momentum": self.momentum, "nesterov": self.nesterov, "precision": self.precision,
+            "images": self.data.count,
+        }  # fmt: skip
+        return [{**asdict(member), **common} for member in self.members]
 
     def _table(self) -> Tensor:
         """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
@@ -267,7 +338,7 @@ class Fleet:
             self._loss.copy_(loss)
             self._step.copy_(step)
 
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -309,6 +380,15 @@ class _Resident:
         return images, self.labels[self.label_of, index]
 
 
+def _finite(value: Any) -> Any:
+    """Plain data with None for what is no finite number, as JSON wants it."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _sgd_(
     p: Tensor, m: Tensor, g: Tensor, rate: Tensor, decay: Tensor, scale: Tensor | None,
     momentum: float, nesterov: bool, factors: tuple[float, float], active: Tensor | None, branches: int,
@@ -344,9 +424,7 @@ def _sgd_(
         copy.detach().copy_(p.detach())
 
 
-def _check(
-    networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int
-) -> None:
+def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
     if len(networks) != len(members):
         raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
     if not networks:

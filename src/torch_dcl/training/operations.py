@@ -107,9 +107,7 @@ class _Conv(torch.autograd.Function):
     """`conv` by the kernels, channels last."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pool: int, relu: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pool: int, relu: bool) -> Tensor:
         from torch_dcl.kernels.conv import conv_forward, pack_weight  # noqa: PLC0415
 
         packed = pack_weight(weight)

@@ -173,5 +173,5 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
         raise RunError(f"{folder} holds a run already; go on with it by --resume, or choose another folder")
     if before != text:
         changes = difflib.unified_diff(before.splitlines(), text.splitlines(), "then", "now", lineterm="", n=0)
-        difference = "\n".join(list(changes)[2:])
-        raise RunError(f"{folder} was begun with another recipe:\n{difference}\nask for the same, or choose another folder")
+        shown = "\n".join(list(changes)[2:])
+        raise RunError(f"{folder} was begun with another recipe:\n{shown}\nask for the same, or choose another folder")

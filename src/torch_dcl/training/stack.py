@@ -6,7 +6,7 @@ in is ``[E, B, C, H, W]``, one batch for each network; what goes out is ``[E, B,
 
 import operator
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -74,8 +74,9 @@ class Stack(nn.Module):
     def advance(self, seed: Tensor, step: Tensor) -> None:
         """Draw what is drawn once a step, dropout masks and branches, for seeds ``[E]`` and a count."""
         for module in self.body.modules():
-            if module is not self.body and isinstance(getattr(module, "advance", None), Callable):  # type: ignore[arg-type]
-                module.advance(seed, step)  # type: ignore[operator]
+            advance = getattr(module, "advance", None)
+            if callable(advance):
+                advance(seed, step)
 
     def compute_in(self, dtype: torch.dtype) -> None:
         """Keep copies of float32 parameters in a lower type for the products to read."""
@@ -107,7 +108,9 @@ class Stack(nn.Module):
     def network(self, index: int) -> nn.Module:
         """One network by itself, on the CPU, with its weights copied."""
         model: nn.Module = deepcopy(self._template)
-        model.load_state_dict({n: value.detach().cpu().clone() for n, value in self.state_of(index).items()}, assign=True)
+        model.load_state_dict(
+            {n: value.detach().cpu().clone() for n, value in self.state_of(index).items()}, assign=True
+        )
         return model
 
     def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -142,7 +142,7 @@ class StackedConv2d(StackedLayer):
     def simple(self) -> bool:
         """Whether `operations.conv` can do it."""
         plain = self.plain
-        return plain.stride == (1, 1) and plain.dilation == (1, 1) and plain.groups == 1
+        return bool(plain.stride == (1, 1) and plain.dilation == (1, 1) and plain.groups == 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[E, B, C, H, W]`` to ``[E, B, N, H', W']``."""
@@ -150,11 +150,10 @@ class StackedConv2d(StackedLayer):
         E, B = x.shape[:2]
         if self.simple:
             return operations.conv(self._padded(x), self.weight, bias, pool=self.pool, relu=self.relu)
-        weight, bias = operations.lowered(self.weight, x), None if bias is None else operations.lowered(bias, x).flatten()
+        weight = operations.lowered(self.weight, x)
+        bias = None if bias is None else operations.lowered(bias, x).flatten()
         side_by_side = self._padded(x).transpose(0, 1).flatten(1, 2)
-        y = F.conv2d(
-            side_by_side, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups
-        )
+        y = F.conv2d(side_by_side, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups)
         return y.view(B, E, -1, *y.shape[2:]).transpose(0, 1)
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -251,7 +250,8 @@ class StackedFusion(StackedLayer):
             pre = operations.project(y, self.weight, plain.branches)
         else:
             widths = list(plain.widths)
-            parts = zip(y.split(widths, -1), operations.lowered(self.weight, y).split(widths, 1), strict=True)
+            W = operations.lowered(self.weight, y)
+            parts = zip(torch.split(y, widths, -1), torch.split(W, widths, 1), strict=True)
             pre = torch.stack([torch.bmm(y_t, W_t) for y_t, W_t in parts], 1)
         if self.norm is not None:
             if bias is not None:
@@ -317,12 +317,14 @@ def _activation(layers: Sequence[DCLLinear] | Sequence[DCLConv2d]) -> nn.Module 
     return build_stacked([a for a in activations if a is not None], "branch_activation")
 
 
-for _kind in (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity):
-    register_stacked(_kind, _Elementwise)
-for _kind in (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.LocalResponseNorm):
-    register_stacked(_kind, _Each)
-for _kind in (nn.BatchNorm1d, nn.BatchNorm2d):
-    register_stacked(_kind, StackedBatchNorm)
+_SIMPLE: dict[Build, tuple[type[nn.Module], ...]] = {
+    _Elementwise: (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity),
+    _Each: (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.LocalResponseNorm),
+    StackedBatchNorm: (nn.BatchNorm1d, nn.BatchNorm2d),
+}
+for _build, _kinds in _SIMPLE.items():
+    for _kind in _kinds:
+        register_stacked(_kind, _build)
 register_stacked(nn.Dropout, StackedDropout)
 register_stacked(nn.Flatten, _Flatten)
 register_stacked(nn.Linear, StackedLinear)
