@@ -313,13 +313,12 @@ def test_other_precisions_train_to_much_the_same(precision):
 # Networks that stop
 
 
-def three(middle, networks=None, **arguments):
+def three(middle, networks, **arguments):
     """A fleet of three members, the middle one as given."""
     torch.manual_seed(1)
     data = some_sets()
     outer = [Member(name, name, seed, 0.05, Schedule(3), clip=2.0) for seed, name in enumerate(("one", "two"))]
-    networks = networks or [tiny(norm=True) for _ in range(3)]
-    return Fleet(networks, [outer[0], middle, outer[1]], data, batch=4, **arguments), data
+    return Fleet(networks, [outer[0], middle, outer[1]], data, batch=4, **arguments)
 
 
 HEALTHY = Member("middle", "three", seed=9, lr=0.05, schedule=Schedule(3))
@@ -329,7 +328,7 @@ HEALTHY = Member("middle", "three", seed=9, lr=0.05, schedule=Schedule(3))
 @pytest.mark.parametrize("how", ["a huge rate", "weights that are not numbers"])
 def test_a_network_that_diverges_stops_and_leaves_the_others_alone(how, precision):
     networks = [tiny(norm=True) for _ in range(3)]
-    expected, _ = three(HEALTHY, networks, precision=precision)
+    expected = three(HEALTHY, networks, precision=precision)
     expected.train()
     assert expected.history.stopped == {}
     networks = copy.deepcopy(networks)
@@ -338,7 +337,7 @@ def test_a_network_that_diverges_stops_and_leaves_the_others_alone(how, precisio
         middle = dataclasses.replace(HEALTHY, lr=1e6, weight_decay=1.0)
     else:
         networks[1][-1].weight.data[0, 0] = torch.nan
-    fleet, _ = three(middle, networks, precision=precision)
+    fleet = three(middle, networks, precision=precision)
     history = fleet.train()
     assert list(history.stopped) == [1]
     for i in (0, 2):
@@ -366,7 +365,7 @@ def test_a_network_that_diverges_is_reported_with_its_epoch_and_left_where_it_wa
 def test_a_network_that_stopped_stays_stopped():
     networks = [tiny() for _ in range(3)]
     networks[1][-1].bias.data[0] = torch.inf
-    fleet, _ = three(HEALTHY, networks)
+    fleet = three(HEALTHY, networks)
     fleet.train(1)
     before = fleet.network(1)
     fleet.train()

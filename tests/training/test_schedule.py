@@ -54,12 +54,12 @@ def test_the_rate_drops_after_parts_of_the_training():
 
 @pytest.mark.parametrize("epochs", [0, -3])
 def test_a_training_without_epochs_is_refused(epochs):
-    with pytest.raises(ValueError, match=f"epochs must be at least 1, got {epochs}"):
+    with pytest.raises(ValueError, match=f"epochs must be a whole number of at least 1, got {epochs}"):
         Schedule(epochs)
 
 
 def test_a_negative_warmup_is_refused():
-    with pytest.raises(ValueError, match="warmup must not be negative, got -1"):
+    with pytest.raises(ValueError, match="warmup must be a whole number of steps, got -1"):
         Schedule(1, warmup=-1)
 
 

@@ -58,6 +58,12 @@ def _product(
 
 
 @triton.jit
+def _larger(best, which, other, place):
+    larger = (other > best) | (other != other)  # NaN wins, and stays
+    return tl.where(larger, other, best), tl.where(larger, place, which)
+
+
+@triton.jit
 def _forward(
     x_all, w_all, bias_all, out_all, which_all, positions, image_size, H, W, PH, PW, N, NP,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, BIAS: tl.constexpr,
@@ -76,9 +82,7 @@ def _forward(
         for place in tl.static_range(1, 4):
             shifted = base + (place // 2 * W + place % 2) * C
             other = _product(x, w, shifted, inside, n, W, NP, C, ROW, KH, BM, BN, BK, FLAT, PRECISION)
-            larger = other > best
-            which = tl.where(larger, place, which)
-            best = tl.where(larger, other, best)
+            best, which = _larger(best, which, other, place)
     _finish(bias_all, out_all, which_all, best, which, e, p, n, inside, positions, N, RELU, BIAS)
 
 
@@ -109,12 +113,10 @@ def _forward_pooled(
         a01 = tl.dot(a, _filter(w, row, r - C, n, NP, ROW, KH), a01, input_precision=PRECISION)
         a10 = tl.dot(a, _filter(w, row - 1, r, n, NP, ROW, KH), a10, input_precision=PRECISION)
         a11 = tl.dot(a, _filter(w, row - 1, r - C, n, NP, ROW, KH), a11, input_precision=PRECISION)
-    which = tl.where(a01 > a00, 1, 0)
-    best = tl.where(a01 > a00, a01, a00)
-    which = tl.where(a10 > best, 2, which)
-    best = tl.where(a10 > best, a10, best)
-    which = tl.where(a11 > best, 3, which)
-    best = tl.where(a11 > best, a11, best)
+    which = tl.zeros((BM, BN), tl.int32)
+    best, which = _larger(a00, which, a01, 1)
+    best, which = _larger(best, which, a10, 2)
+    best, which = _larger(best, which, a11, 3)
     _finish(bias_all, out_all, which_all, best, which, e, p, n, inside, positions, N, RELU, BIAS)
 
 

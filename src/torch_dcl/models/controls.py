@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.layers import DCLLinear
+from torch_dcl.layers import DCLLinear, Responses, _mean_square
 
 __all__ = ["SummedLinear"]
 
@@ -37,10 +37,15 @@ class SummedLinear(DCLLinear):
         """Start as the DCL layer does, but with the variance that the mean of T responses needs."""
         super().reset_parameters()
         for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
-            bound = math.sqrt(3 / M) * math.sqrt(self.branches / 3)
+            bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * math.sqrt(self.branches / 3)
             nn.init.uniform_(W, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to the mean response."""
-        pre = self.fusion.respond(self._activate(self.branch(x)))
-        return torch.stack([F.relu(p) for p in pre]).mean(0)
+        return self.responses(x).z
+
+    def responses(self, x: Tensor) -> Responses:
+        """Look inside: all branches y, their responses v and the mean z."""
+        y = self._activate(self.branch(x))
+        v = tuple(F.relu(pre) for pre in self.fusion.respond(y))
+        return Responses(self.fusion.split(y), v, torch.stack(v).mean(0))

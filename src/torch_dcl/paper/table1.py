@@ -178,7 +178,7 @@ def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minu
     protocol = {
         "digits": digits.source,
         "schedule": f"{schedule.epochs} epochs, batch {settings.batch}, warm-up over {schedule.warmup} steps, rate "
-        f"times {schedule.factor:g} after {' and '.join(f'{100 * drop:.0f} %' for drop in schedule.drops) or 'nothing'}",
+        f"times {schedule.factor:g} after {' and '.join(f'{100 * drop:.0f} %' for drop in schedule.drops) or 'none'}",
         "precision": settings.precision or "bfloat16 on a GPU, float32 on a CPU",
         "learning rates": "chosen on digits of the training set by the same trials for every column",
         "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,10 @@ class Member:
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ValueError(f"the learning rate of {self.name!r} must be a positive number, got {self.lr}")
-        if not self.weight_decay >= 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"the weight decay of {self.name!r} must not be negative, got {self.weight_decay}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"the seed of {self.name!r} must be a whole number, got {self.seed!r}")
         if not self.clip > 0:
             raise ValueError(f"clip of {self.name!r} must be positive, got {self.clip}")
 
@@ -123,6 +125,10 @@ class Fleet:
         device: torch.device | str = "cpu",
     ) -> None:
         _check(networks, members, data, batch)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
+        if precision not in (None, *get_args(Precision)):
+            raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
         self.device = torch.device(device)
         if precision is None:
@@ -137,7 +143,9 @@ class Fleet:
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
         self.epoch = 0
-        self._parameters = dict(self.stack.named_stacked())
+        self.classes = self._count_classes()
+        _check_labels({member.data: data[member.data] for member in members}, self.classes)
+        self._parameters = {name: p for name, p in self.stack.named_stacked() if p.requires_grad}
         self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._factors = {name: (1.0, 1.0) if factors is None else factors(name) for name in self._parameters}
         self._held = self.stack.held()
@@ -186,6 +194,8 @@ class Fleet:
             data: By the names that members know.
             batch: Images at a time; it does not matter to the result.
         """
+        _check_data(data, self.members)
+        _check_labels({member.data: data[member.data] for member in self.members}, self.classes)
         resident = _Resident(data, [member.data for member in self.members], self.device)
         predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
@@ -241,7 +251,8 @@ class Fleet:
                     raise ValueError(f"{path} is of {len(about['members'])} networks, this fleet has {len(here)}")
                 what = next(name for name in now if then.get(name) != now[name])
                 raise ValueError(
-                    f"{path} is of another fleet: {what} of network {row} was {then.get(what)!r}, here it is {now[what]!r}"
+                    f"{path} is of another fleet: {what} of network {row} was {then.get(what)!r}, "
+                    f"here it is {now[what]!r}"
                 )
         mine = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
         mine |= {f"moment.{name}": value for name, value in self._moments.items()}
@@ -268,6 +279,14 @@ class Fleet:
             "images": self.data.count,
         }  # fmt: skip
         return [{**asdict(member), **common} for member in self.members]
+
+    def _count_classes(self) -> int:
+        """How many classes the networks tell apart, from one image through a plain one."""
+        with torch.no_grad():
+            network = self.stack.network(0).eval()
+            like = next(iter(network.parameters()))
+            image = torch.zeros(1, *self.data.images.shape[2:], dtype=like.dtype)
+            return int(network(image).shape[-1])
 
     def _table(self) -> Tensor:
         """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
@@ -302,6 +321,7 @@ class Fleet:
         """One step, on the device from beginning to end."""
         place = self._step % self.steps_per_epoch * self.batch + torch.arange(self.batch, device=self.device)
         images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
+        before = [(buffer, buffer.clone()) for buffer in self.stack.buffers()]
         self.stack.advance(self._seed, self._step)
         losses = operations.cross_entropy(self.stack(images), labels).mean(1)
         gradients = torch.autograd.grad(losses.sum(), [operations.leaf(p) for p in self._parameters.values()])
@@ -310,6 +330,8 @@ class Fleet:
             rate = self._rates.index_select(0, self._step)[0] * self._alive
             self._loss += losses
             self._update(gradients, rate)
+            for buffer, old in before:  # a network at rest keeps its statistics as well
+                buffer.copy_(torch.where((rate != 0).view(-1, *(1,) * (old.dim() - 1)), buffer, old))
             self._step += 1
 
     def _update(self, gradients: Sequence[Tensor], rate: Tensor) -> None:
@@ -357,20 +379,20 @@ class _Resident:
     """Data of all members on the device; images that several names share lie there once."""
 
     def __init__(self, data: Mapping[str, Labelled], names: Sequence[str], device: torch.device) -> None:
-        images: dict[int, int] = {}
+        images: dict[tuple[object, ...], int] = {}
         kept: list[Tensor] = []
         labels: dict[str, int] = {}
         for name in dict.fromkeys(names):
             given = data[name][0]
-            if given.data_ptr() not in images:
-                images[given.data_ptr()] = len(kept)
+            if _same(given) not in images:
+                images[_same(given)] = len(kept)
                 kept.append(given.to(device))
             labels[name] = len(labels)
         self.images = torch.stack(kept)
         if self.images.dim() == 4:
             self.images = self.images[:, :, None]
         self.labels = torch.stack([data[name][1].to(device) for name in labels])
-        self.image_of = torch.tensor([images[data[name][0].data_ptr()] for name in names], device=device)
+        self.image_of = torch.tensor([images[_same(data[name][0])] for name in names], device=device)
         self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
         self.count = self.images.shape[1]
 
@@ -378,6 +400,11 @@ class _Resident:
         """Images ``[E, B, C, H, W]``, divided by 255, and labels ``[E, B]`` of the places ``[E, B]``."""
         images = operations.gather_images(self.images, self.image_of, index, dtype)
         return images, self.labels[self.label_of, index]
+
+
+def _same(images: Tensor) -> tuple[object, ...]:
+    """What two views of the same values agree in."""
+    return images.device, images.data_ptr(), images.shape, images.stride()
 
 
 def _finite(value: Any) -> Any:
@@ -429,6 +456,13 @@ def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mappi
         raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
     if not networks:
         raise ValueError("a fleet needs at least one network")
+    count = _check_data(data, members)
+    if not 1 <= batch <= count:
+        raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")
+
+
+def _check_data(data: Mapping[str, Labelled], members: Sequence[Member]) -> int:
+    """Refuse data that members cannot use together; give how many images there are."""
     sizes = set()
     for member in members:
         if member.data not in data:
@@ -441,8 +475,17 @@ def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mappi
             )
         if len(images) != len(labels):
             raise ValueError(f"{member.data!r} has {len(images)} images and {len(labels)} labels")
+        if labels.dtype != torch.int64 or labels.dim() != 1:
+            raise ValueError(f"labels of {member.data!r} must be int64 [N], got {labels.dtype} {list(labels.shape)}")
         sizes.add(tuple(images.shape))
     if len(sizes) > 1:
         raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; train them in fleets apart")
-    if not 1 <= batch <= min(size[0] for size in sizes):
-        raise ValueError(f"batch must be from 1 to the {min(s[0] for s in sizes)} images of the data, got {batch}")
+    return int(sizes.pop()[0])
+
+
+def _check_labels(data: Mapping[str, Labelled], classes: int) -> None:
+    for name, (_, labels) in data.items():
+        low, high = (int(extreme) for extreme in torch.aminmax(labels))
+        if low < 0 or high >= classes:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name!r} has the label {wrong}, but the networks tell {classes} classes apart, from 0")

@@ -22,7 +22,7 @@ __all__ = [
 
 def keep_low_copy(parameter: Tensor, dtype: torch.dtype | None) -> None:
     """Give a parameter a copy of another type, or with None take it away. The optimiser keeps it up to date."""
-    copy = None if dtype is None else parameter.detach().to(dtype).requires_grad_()
+    copy = None if dtype is None else parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
     parameter.low = copy  # type: ignore[attr-defined]
 
 
@@ -179,11 +179,13 @@ def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tens
         seed: ``[E]`` int64.
         layer: A number of 32 bits that tells this layer from others.
         step: ``[1]`` int64; it must not move on between forward and backward.
-        p: From 0 to below 1.
+        p: From 0 to 1.
     """
+    if p >= 1:
+        return torch.zeros_like(x) * x  # with a gradient, which is zero
     if x.dim() == 5:
-        last = dropout(x.permute(0, 1, 3, 4, 2).contiguous(), seed, layer, step, p)
-        return last.permute(0, 1, 4, 2, 3)
+        last = x.permute(0, 1, 3, 4, 2)
+        return dropout(last.flatten(2), seed, layer, step, p).view(last.shape).permute(0, 1, 4, 2, 3)
     if kernels.usable(x):
         kept: Tensor = _Dropout.apply(x.contiguous(), seed, layer, step, p)
         return kept

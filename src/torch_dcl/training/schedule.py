@@ -25,10 +25,12 @@ class Schedule:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {self.epochs}")
-        if self.warmup < 0:
-            raise ValueError(f"warmup must not be negative, got {self.warmup}")
+        if not isinstance(self.epochs, int) or self.epochs < 1:
+            raise ValueError(f"epochs must be a whole number of at least 1, got {self.epochs!r}")
+        if not isinstance(self.warmup, int) or self.warmup < 0:
+            raise ValueError(f"warmup must be a whole number of steps, got {self.warmup!r}")
+        if not 0 < self.factor <= 1:
+            raise ValueError(f"factor must be above 0 and at most 1, got {self.factor!r}")
         if list(self.drops) != sorted(self.drops) or any(not 0 < drop < 1 for drop in self.drops):
             raise ValueError(f"drops must rise and lie between 0 and 1, got {self.drops}")
 

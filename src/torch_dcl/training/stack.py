@@ -62,6 +62,11 @@ class Stack(nn.Module):
             if isinstance(module, StackedFusion):  # the name of the DCL layer, as in torch_dcl.stochastic
                 module.layer = zlib.crc32(name.removesuffix(".fusion").encode())
         object.__setattr__(self, "_template", deepcopy(first).cpu())  # not a part of the stack
+        known = self.body.state_dict().keys()
+        self._apart = [
+            {name: t.detach().cpu().clone() for name, t in _everything(network).items() if name not in known}
+            for network in networks
+        ]  # what the forward pass does not use
         self.train(first.training)
 
     _template: nn.Module
@@ -108,9 +113,13 @@ class Stack(nn.Module):
     def network(self, index: int) -> nn.Module:
         """One network by itself, on the CPU, with its weights copied."""
         model: nn.Module = deepcopy(self._template)
-        model.load_state_dict(
-            {n: value.detach().cpu().clone() for n, value in self.state_of(index).items()}, assign=True
-        )
+        state = {name: value.detach().cpu().clone() for name, value in self.state_of(index).items()}
+        apart = self._apart[index]
+        needed = model.state_dict().keys()
+        model.load_state_dict({**{n: t for n, t in apart.items() if n in needed}, **state}, assign=True)
+        for name, buffer in model.named_buffers():
+            if name in apart:
+                buffer.copy_(apart[name])
         return model
 
     def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -191,15 +200,15 @@ def _merge(graph: torch.fx.Graph, layers: dict[str, nn.Module]) -> None:
 
 
 def _is_relu(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
-    if node.op == "call_module":
-        return isinstance(getattr(layers[str(node.target)], "plain", None), nn.ReLU)
+    if node.op == "call_module":  # exactly: a subclass may compute something else
+        return type(getattr(layers[str(node.target)], "plain", None)) is nn.ReLU
     return node.target in (torch.relu, F.relu, "relu", "relu_")
 
 
 def _is_pool(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
     plain: Any = getattr(layers[str(node.target)], "plain", None) if node.op == "call_module" else None
     return (
-        isinstance(plain, nn.MaxPool2d)
+        type(plain) is nn.MaxPool2d
         and all(_both(n) == (2, 2) for n in (plain.kernel_size, plain.stride))
         and _both(plain.padding) == (0, 0)
         and _both(plain.dilation) == (1, 1)
@@ -212,16 +221,43 @@ def _both(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
 
 
+def _everything(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, also those that a state dict leaves out."""
+    return {**dict(network.named_buffers()), **network.state_dict()}
+
+
+def _settings(network: nn.Module) -> list[tuple[str, type, dict[str, object]]]:
+    """What two networks must agree in: every module's kind, and its numbers, words and tuples."""
+    plain = (int, float, str, tuple, type(None))
+    return [
+        (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "advanced"})
+        for name, module in network.named_modules()
+    ]
+
+
 def _check_alike(networks: Sequence[nn.Module]) -> None:
     if not networks:
         raise ValueError("a stack needs at least one network")
     first = networks[0]
+    names: dict[int, str] = {}
+    for name, parameter in first.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            raise TypeError(f"{names[id(parameter)]!r} and {name!r} are one parameter; a stack cannot keep them tied")
+        names[id(parameter)] = name
     shapes = {name: (value.shape, value.dtype) for name, value in first.state_dict().items()}
-    text = repr(first)
+    wanted = _settings(first)
     for i, network in enumerate(networks[1:], 1):
-        if type(network) is not type(first) or repr(network) != text:
-            raise ValueError(f"network {i} of the stack is of another architecture than network 0; stack them apart")
-        if {name: (value.shape, value.dtype) for name, value in network.state_dict().items()} != shapes:
-            raise ValueError(f"network {i} of the stack has other parameters than network 0; stack them apart")
         if network.training != first.training:
             raise ValueError(f"network {i} of the stack is in another mode (train or eval) than network 0")
+        found = _settings(network)
+        if found != wanted:
+            where = next((a[0] for a, b in zip(found, wanted, strict=False) if a != b), "")
+            raise ValueError(
+                f"network {i} of the stack is of another architecture than network 0"
+                f"{f' (layer {where!r})' if where else ''}; stack them apart"
+            )
+        if {name: (value.shape, value.dtype) for name, value in network.state_dict().items()} != shapes:
+            raise ValueError(
+                f"network {i} of the stack is of another architecture than network 0 (other parameters); "
+                "stack them apart"
+            )

@@ -243,8 +243,8 @@ class StackedFusion(StackedLayer):
             self.key[:, 2].copy_(step.expand_as(seed))
             operations.draw_pairs_(self.active, seed, self.layer, step, self.plain.branches)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """Project, rectify, fuse."""
+    def respond(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All responses ``[E, T, B, K2]`` before their ReLU, and the biases that are still to be added."""
         plain, bias = self.plain, getattr(self, "bias", None)
         if len(set(plain.widths)) == 1:
             pre = operations.project(y, self.weight, plain.branches)
@@ -257,9 +257,14 @@ class StackedFusion(StackedLayer):
             if bias is not None:
                 pre, bias = pre + operations.lowered(bias, pre)[:, :, None], None
             pre = torch.stack([norm(pre[:, t]) for t, norm in enumerate(self.norm)], 1)
-        stochastic = plain.strategy == "stochastic"
+        return pre, bias
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Project, rectify, fuse."""
+        pre, bias = self.respond(y)
+        stochastic = self.plain.strategy == "stochastic"
         active = self.active if stochastic and self.training else None
-        return operations.fuse(pre, bias, plain.eps, active=active, pairs=stochastic and not self.training)
+        return operations.fuse(pre, bias, self.plain.eps, active=active, pairs=stochastic and not self.training)
 
 
 class StackedDCLLinear(StackedLayer):
@@ -275,18 +280,18 @@ class StackedDCLLinear(StackedLayer):
         """``[E, B, ..., K1]`` to ``[E, B, ..., K2]``."""
         y = self.branch(x)
         y = y if self.branch_activation is None else self.branch_activation(y)
-        z: Tensor = self.fusion(y.flatten(1, -2))
-        return z.view(*x.shape[:-1], -1)
+        return self._fused(y.flatten(1, -2)).view(*x.shape[:-1], -1)
+
+    def _fused(self, y: Tensor) -> Tensor:
+        z: Tensor = self.fusion(y)
+        return z
 
 
 class StackedSummed(StackedDCLLinear):
     """Branches averaged instead of multiplied."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[E, B, K1]`` to ``[E, B, K2]``."""
-        fusion = self.fusion
-        pre = operations.project(self.branch(x), fusion.weight, fusion.plain.branches)
-        bias = getattr(fusion, "bias", None)
+    def _fused(self, y: Tensor) -> Tensor:
+        pre, bias = self.fusion.respond(y)
         if bias is not None:
             pre = pre + operations.lowered(bias, pre)[:, :, None]
         return F.relu(pre).mean(1)

@@ -1,0 +1,13 @@
+"""The command ``dcl``: arguments, progress and printing. What it does is done in the other rooms.
+
+torch and everything heavy is imported inside the commands, so that help answers at once.
+"""
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command with the arguments of the process."""
+    from torch_dcl.cli.app import app  # noqa: PLC0415
+
+    app(prog_name="dcl")

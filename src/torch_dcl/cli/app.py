@@ -1,0 +1,382 @@
+"""The verbs of ``dcl``, with their options and examples."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_dcl.cli.names import UsageError, nearest, read_sets, split
+from torch_dcl.cli.recipes import ABOUT
+from torch_dcl.cli.screen import command, console, print_json
+
+__all__ = ["app"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    name="dcl",
+    context_settings=HELP,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Deep Collaborative Learning for PyTorch: large layers replaced by small multiplied branches.",
+    epilog="New here? [bold]dcl demo[/bold] takes two minutes.",
+)
+data_app = typer.Typer(
+    context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True, pretty_exceptions_enable=False
+)
+app.add_typer(data_app, name="data")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
+Mnist = Annotated[
+    str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib import metadata  # noqa: PLC0415
+
+        sys.stdout.write(f"torch-dcl {metadata.version('torch-dcl')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Deep Collaborative Learning for PyTorch: large layers replaced by small multiplied branches."""
+    del version
+
+
+@app.command(context_settings=HELP)
+@command
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("runs/demo"),
+    images: Annotated[int, typer.Option(help="Images to train on.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Passes over them.")] = 0,
+    seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
+) -> None:
+    """The idea in two minutes on a laptop: three networks, a verdict, a report.
+
+    \b
+    [bold]Examples[/bold]
+      dcl demo
+      dcl demo --epochs 8 --seeds 5 --out my-demo
+    """
+    from torch_dcl.cli import demo as work  # noqa: PLC0415
+
+    work.run_demo(out, images=images or work.IMAGES, epochs=epochs or work.EPOCHS, seeds=seeds)
+
+
+@app.command(context_settings=HELP)
+@command
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="torchvision:NAME, timm:NAME, a bare name, module:function or file.py:function.")
+    ],
+    measure: Annotated[bool, typer.Option("--measure", help="Time every unit, plain and converted.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.")] = None,
+    branches: Annotated[int, typer.Option(help="Branches of a unit.")] = 2,
+    ratio: Annotated[float, typer.Option(help="Filters of a branch, as a part of the unit's.")] = 0.25,
+    input_size: Annotated[str | None, typer.Option(help="Of one input: 3,224,224.", metavar="C,H,W")] = None,
+    device: Annotated[str, typer.Option(help="Where to run and measure: cpu, cuda, auto.")] = "cpu",
+    as_json: AsJson = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
+) -> None:
+    """Which layers of a network pay, which do not, and why.
+
+    \b
+    [bold]Examples[/bold]
+      dcl plan vgg16
+      dcl plan torchvision:vgg16 --measure --only 'classifier.*'
+      dcl plan timm:resnet50 --branches 3 --ratio 0.2 -o plan.json
+      dcl plan my_package.nets:make --input-size 1,28,28
+    """
+    from torch_dcl.cli.places import read_device  # noqa: PLC0415
+    from torch_dcl.cli.plans import find_model, read_size  # noqa: PLC0415
+    from torch_dcl.convert import plan as make_plan  # noqa: PLC0415
+    from torch_dcl.files import write_text  # noqa: PLC0415
+
+    size = read_size(input_size) if input_size else None
+    network, known = find_model(model)
+    size = size or known
+    if size is None:
+        raise UsageError(f"the size of {model}'s input is not known; give it, such as --input-size 3,224,224")
+    made = make_plan(network.to(read_device(device)), size, branches=branches, ratio=ratio, measure=measure)
+    if only:
+        try:
+            made = made.only(*split(only))
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if output is not None:
+        write_text(output, made.to_json() + "\n")
+    if as_json:
+        print_json(made.to_json())
+    else:
+        screen = console()
+        screen.print(str(made), markup=False, soft_wrap=True)
+        if output is not None:
+            screen.print(f"\nWritten to [bold]{output}[/bold]")
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    return [name for name in ABOUT if name.startswith(incomplete)]
+
+
+@app.command(context_settings=HELP)
+@command
+def run(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe, a TOML file, or a run folder.", metavar="NAME|FILE", autocompletion=_complete_recipe
+        ),
+    ],
+    sets: Annotated[str | None, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Which columns: baseline,A2,low-rank or all.", metavar="NAMES")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, auto.")] = None,
+    data: Annotated[str | None, typer.Option(help="A folder with the idx files of MNIST.", metavar="FOLDER")] = None,
+    pairs: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting of the recipe. May be repeated.", metavar="KEY=VALUE")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder.  [dim]\\[default: runs/NAME][/dim]")
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Begin no further fleet after so many minutes.")] = None,
+) -> None:
+    """Run a recipe: the paper's tables, on your machine.
+
+    \b
+    [bold]Examples[/bold]
+      dcl run table1 --dry-run
+      dcl run table1 --smoke
+      dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --data mnist/
+      dcl run runs/table1 --resume
+      dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine
+      torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/
+    """  # fmt: skip
+    from torch_dcl.cli.run import dry_run, make_task, run_task  # noqa: PLC0415
+
+    named: dict[str, Any] = {
+        "sets": sets, "models": models, "seeds": seeds, "epochs": epochs, "device": device, "data": data,
+    }  # fmt: skip
+    task = make_task(recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry)
+    if dry:
+        dry_run(task)
+    else:
+        run_task(task)
+
+
+@app.command("ls", context_settings=HELP)
+@command
+def list_all(
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe or a run folder to print as TOML.", autocompletion=_complete_recipe)
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="The folder with the runs.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit.
+
+    \b
+    [bold]Examples[/bold]
+      dcl ls
+      dcl ls table1 > mine.toml
+      dcl ls runs/table1
+    """
+    from torch_dcl.cli.folders import as_row, find_runs, say  # noqa: PLC0415
+    from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
+
+    if name is not None:
+        given, _ = find_recipe(name if name in ABOUT or Path(name).exists() else _in(runs, name))
+        if as_json:
+            print_json({"recipe": given.name, **given.values})
+        else:
+            sys.stdout.write(as_toml(given))
+        return
+    found = find_runs(runs)
+    if as_json:
+        print_json({"recipes": ABOUT, "runs": [as_row(state) for state in found]})
+        return
+    from rich.table import Table  # noqa: PLC0415
+
+    screen = console()
+    colours = {"running": "cyan", "finished": "green", "incomplete": "yellow", "damaged": "red"}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("recipe", style="bold", no_wrap=True)
+    table.add_column("what it runs")
+    for recipe, about in ABOUT.items():
+        table.add_row(recipe, about)
+    screen.print(table)
+    screen.print()
+    if not found:
+        screen.print(f"No runs in {runs}/ yet. [dim]Try: dcl run table1 --smoke[/dim]")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("run", "recipe", "state", "begun"):
+        table.add_column(column, no_wrap=column != "state")
+    for state in found:
+        begun = (state.started or "")[:16].replace("T", " ")
+        table.add_row(f"[bold]{state.path}[/bold]", state.recipe, f"[{colours[state.state]}]{say(state)}[/]", begun)
+    screen.print(table)
+
+
+def _in(runs: Path, name: str) -> str:
+    """A run's folder from its name alone."""
+    return str(runs / name) if (runs / name).is_dir() else name
+
+
+@data_app.callback()
+@command
+def data(context: typer.Context, as_json: AsJson = False) -> None:
+    """What data is here, and where it is looked for. Make it, draw it, check it.
+
+    \b
+    [bold]Examples[/bold]
+      dcl data
+      dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits
+      dcl data sheet -o sheet.png
+      dcl data check data/digits
+    """
+    if context.invoked_subcommand is None:
+        from torch_dcl.cli.datasets import show  # noqa: PLC0415
+
+        show(as_json=as_json)
+
+
+@data_app.command(context_settings=HELP)
+@command
+def digits(
+    sets: Sets = "all",
+    mnist: Mnist = None,
+    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data/digits"),
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, auto. The bytes are the same.")] = "auto",
+    images: Annotated[int | None, typer.Option(help="Only the first images of each part, to try things out.")] = None,
+) -> None:
+    """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with.
+
+    \b
+    [bold]Examples[/bold]
+      dcl data digits --sets II-01
+      dcl data digits --mnist mnist/ --out data/digits
+    """
+    from torch_dcl.cli.datasets import write_digits  # noqa: PLC0415
+
+    write_digits(read_sets(sets), mnist, out, device, images)
+
+
+@data_app.command(context_settings=HELP)
+@command
+def sheet(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
+        "sheet.png"
+    ),
+    sets: Sets = "all",
+    mnist: Mnist = None,
+    samples: Annotated[int, typer.Option(help="Images of each set.")] = 12,
+) -> None:
+    """Draw the sets: where the digits stand, how they vary, and samples.
+
+    \b
+    [bold]Examples[/bold]
+      dcl data sheet -o sheet.png
+      dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg
+    """
+    from torch_dcl.cli.datasets import write_sheet  # noqa: PLC0415
+
+    write_sheet(output, read_sets(sets), mnist, samples)
+
+
+@data_app.command("check", context_settings=HELP)
+@command
+def check_data(
+    paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
+) -> None:
+    """Check prepared files, byte for byte.
+
+    \b
+    [bold]Examples[/bold]
+      dcl data check data/digits
+      dcl data check data/digits/MNIST-II-01.safetensors
+    """
+    from torch_dcl.cli.datasets import check  # noqa: PLC0415
+
+    if not check(paths, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=HELP)
+@command
+def report(
+    runs: Annotated[list[str], typer.Argument(help="Run folders, or files table1.json.", metavar="RUN…")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+) -> None:
+    """One page of one or several runs: the verdict, the paper's numbers beside yours, figures.
+
+    \b
+    [bold]Examples[/bold]
+      dcl report runs/table1
+      dcl report runs/table1 runs/mine -o both.html
+    """
+    from torch_dcl.cli.reports import make_report  # noqa: PLC0415
+    from torch_dcl.files import write_text  # noqa: PLC0415
+
+    if not output.parent.is_dir():
+        raise UsageError(f"{output} cannot be written: the folder {output.parent} does not exist")
+    write_text(output, make_report(runs))
+    console().print(f"Written to [bold]{output.resolve()}[/bold]", soft_wrap=True)
+
+
+@app.command(context_settings=HELP)
+@command
+def doctor(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; without any, all in runs/.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is installed and found here, what is missing, and what to do about it.
+
+    \b
+    [bold]Examples[/bold]
+      dcl doctor
+      dcl doctor runs/table1 --json
+    """
+    from rich.table import Table  # noqa: PLC0415
+
+    from torch_dcl.cli.doctor import examine  # noqa: PLC0415
+    from torch_dcl.cli.folders import find_runs  # noqa: PLC0415
+
+    known = [Path(state.path) for state in find_runs(Path("runs"))]
+    for path in runs or []:
+        if not path.is_dir():
+            raise UsageError(f"{path} is no run folder; {nearest(str(path), map(str, known))}")
+    checks = examine(runs or known)
+    bad = [check for check in checks if check["state"] == "problem"]
+    if as_json:
+        print_json({"ok": not bad, "checks": checks})
+    else:
+        screen = console()
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for column in range(3):
+            table.add_column(no_wrap=column < 2, overflow="fold")
+        signs = {"ok": "[green]ok[/green]", "note": "[yellow]–[/yellow]", "problem": "[red]problem[/red]"}
+        for check in checks:
+            words = check["found"] + (f"\n[dim]→ {check['remedy']}[/dim]" if check["remedy"] else "")
+            for name, digest in check.get("sha256", {}).items():
+                words += f"\n[dim]{digest[:16]}  {name}[/dim]"
+            table.add_row(signs[check["state"]], check["name"], words)
+        screen.print(table)
+        count = len(bad)
+        screen.print(f"\n{count} {'problem' if count == 1 else 'problems'}." if bad else "\nAll is well.")
+    if bad:
+        raise typer.Exit(1)

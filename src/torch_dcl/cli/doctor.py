@@ -1,0 +1,114 @@
+"""``dcl doctor``: what is installed and found here, what is missing, and what to do about it."""
+
+import contextlib
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["examine"]
+
+Check = dict[str, Any]
+
+
+def examine(runs: list[Path]) -> list[Check]:
+    """All checks: name, state (ok, note, problem), what was found, and what to do.
+
+    Args:
+        runs: Run folders to look into.
+    """
+    return [*_versions(), *_devices(), *_data(), *(_run(path) for path in runs)]
+
+
+def _check(name: str, state: str, found: str, remedy: str = "") -> Check:
+    return {"name": name, "state": state, "found": found, "remedy": remedy}
+
+
+def _version(name: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def _versions() -> list[Check]:
+    import torch  # noqa: PLC0415
+
+    from torch_dcl import __version__  # noqa: PLC0415
+
+    rows = [
+        _check("torch-dcl", "ok", f"{__version__}, in {Path(__file__).parents[1]}"),
+        _check("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
+        _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"),
+    ]
+    for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
+        found = _version(name)
+        rows.append(_check(name, "ok" if found else "problem", found or "missing",
+                           "" if found else f"pip install {name} ({use})"))  # fmt: skip
+    for name, use in (("timm", "dcl plan timm:NAME"), ("scipy", "SVHN"), ("onnx", "export to ONNX")):
+        found = _version(name)
+        rows.append(_check(name, "ok" if found else "note", found or "not installed",
+                           "" if found else f"only for {use}: pip install {name}"))  # fmt: skip
+    return rows
+
+
+def _devices() -> list[Check]:
+    import torch  # noqa: PLC0415
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        why = "torch is built for CUDA, but sees no device" if built else "torch is built for the CPU alone"
+        remedy = (
+            "look at nvidia-smi and CUDA_VISIBLE_DEVICES" if built else "for a GPU, install torch as pytorch.org says"
+        )
+        return [_check("GPU", "note", why, f"everything runs on the CPU; {remedy}"),
+                _check("Triton", "note", "not used without a GPU")]  # fmt: skip
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        rows.append(_check(f"GPU {index}", "ok", f"{about.name}, {about.total_memory / 2**30:.0f} GiB"))
+    triton = _version("triton")
+    rows.append(_check("Triton", "ok" if triton else "problem", triton or "missing",
+                       "" if triton else "pip install triton; without it a GPU computes in plain torch"))  # fmt: skip
+    return rows
+
+
+def _data() -> list[Check]:
+    from torch_dcl.cli.datasets import what_is_here  # noqa: PLC0415
+    from torch_dcl.data import mnist_excerpt  # noqa: PLC0415
+
+    rows = []
+    for row in what_is_here():
+        if row["name"] == "mnist-excerpt":
+            try:
+                mnist_excerpt("test")
+                rows.append(_check("embedded digits", "ok", f"{row['about']}, their SHA-256 is right"))
+            except (OSError, ValueError) as error:
+                rows.append(_check("embedded digits", "problem", str(error), "install torch-dcl again"))
+        else:
+            words = f"{row['about']}, {row['found']}" if row["found"] else "not found"
+            rows.append(_check(row["name"], "ok" if row["found"] else "note", words, row["remedy"] or ""))
+    return rows
+
+
+def _run(path: Path) -> Check:
+    from torch_dcl.cli.folders import say, state_of  # noqa: PLC0415
+    from torch_dcl.files import sha256_file  # noqa: PLC0415
+
+    state = state_of(path)
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("lock")]
+    hashes = {file.name: sha256_file(file) for file in files}
+    told = say(state)
+    kind = {"damaged": "problem", "incomplete": "note"}.get(state.state, "ok")
+    remedy = f"dcl run {path} --resume" if state.state == "incomplete" else ""
+    if state.state == "damaged":
+        remedy = "repair what the message names, or remove the folder"
+    if (path / "table1.json").exists():
+        from torch_dcl.paper import TableError, load  # noqa: PLC0415
+
+        try:
+            load(path / "table1.json")
+        except TableError as error:
+            kind, told, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
+    return {**_check(str(path), kind, told, remedy), "sha256": hashes}
