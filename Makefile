@@ -27,7 +27,7 @@ help: ## show this list
 	@echo
 	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS=$(PYTEST_ARGS)"
 
-demo: env ## plan AlexNet, then train a plain and a converted LeNet on real digits
+demo: env ## the idea in two minutes: three networks on two-digit numbers, and a report
 	@$(RUN) examples/demo.py
 
 test: env-dev ## run the tests (no GPU needed)

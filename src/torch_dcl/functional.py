@@ -170,16 +170,26 @@ class _Fuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
-        dtype = saved[0].dtype
-        v = [_respond(p) for p in saved]
-        grad_z = _cast(grad_outputs[0], v[0].dtype)
-        grads: list[Tensor | None] = [None] * len(v)
-        for group in ctx.groups:
-            parts = _group_gradients(grad_z, [v[t] for t in group], ctx.eps, 1 / len(ctx.groups))
-            for t, part in zip(group, parts, strict=True):
-                before = grads[t]
-                grads[t] = part if before is None else before + part
-        return None, None, *(None if g is None else _saturate(g, dtype) for g in grads)
+        return None, None, *_gradients(grad_outputs[0], saved, ctx.groups, ctx.eps)
+
+
+def fuse_gradients(grad: Tensor, pre: Sequence[Tensor], eps: float, *, pairs: bool) -> list[Tensor]:
+    """The gradients of the responses in :func:`fuse_branches`, or in :func:`fuse_pairs`, without autograd."""
+    T = len(pre)
+    groups = tuple(combinations(range(T), 2)) if pairs else (tuple(range(T)),)
+    return [g for g in _gradients(grad, pre, groups, eps) if g is not None]
+
+
+def _gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) -> list[Tensor | None]:
+    v = [_respond(p) for p in pre]
+    grad_z = _cast(grad, v[0].dtype)
+    grads: list[Tensor | None] = [None] * len(v)
+    for group in groups:
+        parts = _group_gradients(grad_z, [v[t] for t in group], eps, 1 / len(groups))
+        for t, part in zip(group, parts, strict=True):
+            before = grads[t]
+            grads[t] = part if before is None else before + part
+    return [None if g is None else _saturate(g, pre[0].dtype) for g in grads]
 
 
 def _respond(pre: Tensor) -> Tensor:

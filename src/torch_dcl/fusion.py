@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.functional import check_eps, draw_pair, fuse_branches, fuse_pairs
+from torch_dcl.functional import check_eps, draw_pair
+from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs, project_and_fuse
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -167,12 +168,29 @@ class ConceptFusion(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         """Fuse the output of stage 1, all branches in it."""
-        pre = self.respond(y)
-        if self.strategy == "deterministic":
-            return fuse_branches(pre, self.eps)
-        if self.training:
+        stochastic = self.strategy == "stochastic"
+        if stochastic and self.training:
+            pre = self.respond(y)
             return fuse_branches([_pick(pre, index) for index in self.active.unbind(0)], self.eps)
-        return fuse_pairs(pre, self.eps)
+        if self.norm is None:
+            return self._project_and_fuse(y, self.weight, self.bias, self.widths, pairs=stochastic)
+        pre = self.respond(y)
+        return fuse_pairs(pre, self.eps) if stochastic else fuse_branches(pre, self.eps)
+
+    def _project_and_fuse(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], *, pairs: bool
+    ) -> Tensor:
+        """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
+        channels = y.dim() - 1 - self.spatial
+        if self.spatial and y.stride(channels) == 1 and len(weight) > 1:
+            by_position = y.movedim(channels, -1)
+            rows = by_position.reshape(-1, len(weight))
+            z = project_and_fuse(rows, weight, bias, widths, self.eps, pairs=pairs, keep=False)
+            return z.view(*by_position.shape[:-1], -1).movedim(-1, channels)
+        biases = (None,) * len(widths) if bias is None else bias.unbind(0)
+        parts = zip(torch.split(y, list(widths), channels), torch.split(weight, list(widths)), biases, strict=True)
+        pre = [_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in parts]
+        return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
     @property
     def gathers(self) -> bool:
@@ -186,11 +204,8 @@ class ConceptFusion(nn.Module):
 
     def forward_pair(self, y: Tensor) -> Tensor:
         """Fuse the output of a stage 1 that computed the two active branches alone."""
-        M = self.widths[0]
-        W = self.gather(self.weight)
-        bias = (None, None) if self.bias is None else self.bias.index_select(0, self.active).unbind(0)
-        halves = zip(torch.split(y, M, dim=-1 - self.spatial), torch.split(W, M), bias, strict=True)
-        return fuse_branches([_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in halves], self.eps)
+        bias = None if self.bias is None else self.bias.index_select(0, self.active)
+        return self._project_and_fuse(y, self.gather(self.weight), bias, self.widths[:2], pairs=False)
 
     def extra_repr(self) -> str:
         """The arguments, for printing."""

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.functional import fuse_branches, fuse_pairs
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
+from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 

@@ -53,27 +53,29 @@ def main(
 
 
 @app.command(context_settings=HELP)
-@command
+@command(
+    "dcl demo",
+    "dcl demo --epochs 8 --seeds 5 --out my-demo",
+)
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("runs/demo"),
     images: Annotated[int, typer.Option(help="Images to train on.")] = 0,
     epochs: Annotated[int, typer.Option(help="Passes over them.")] = 0,
     seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
 ) -> None:
-    """The idea in two minutes on a laptop: three networks, a verdict, a report.
-
-    \b
-    [bold]Examples[/bold]
-      dcl demo
-      dcl demo --epochs 8 --seeds 5 --out my-demo
-    """
+    """The idea in two minutes on a laptop: three networks, a verdict, a report."""
     from torch_dcl.cli import demo as work  # noqa: PLC0415
 
     work.run_demo(out, images=images or work.IMAGES, epochs=epochs or work.EPOCHS, seeds=seeds)
 
 
 @app.command(context_settings=HELP)
-@command
+@command(
+    "dcl plan vgg16",
+    "dcl plan torchvision:vgg16 --measure --only 'classifier.*'",
+    "dcl plan timm:resnet50 --branches 3 --ratio 0.2 -o plan.json",
+    "dcl plan my_package.nets:make --input-size 1,28,28",
+)
 def plan(
     model: Annotated[
         str, typer.Argument(help="torchvision:NAME, timm:NAME, a bare name, module:function or file.py:function.")
@@ -87,15 +89,7 @@ def plan(
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
 ) -> None:
-    """Which layers of a network pay, which do not, and why.
-
-    \b
-    [bold]Examples[/bold]
-      dcl plan vgg16
-      dcl plan torchvision:vgg16 --measure --only 'classifier.*'
-      dcl plan timm:resnet50 --branches 3 --ratio 0.2 -o plan.json
-      dcl plan my_package.nets:make --input-size 1,28,28
-    """
+    """Which layers of a network pay, which do not, and why."""
     from torch_dcl.cli.places import read_device  # noqa: PLC0415
     from torch_dcl.cli.plans import find_model, read_size  # noqa: PLC0415
     from torch_dcl.convert import plan as make_plan  # noqa: PLC0415
@@ -128,7 +122,14 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 
 @app.command(context_settings=HELP)
-@command
+@command(
+    "dcl run table1 --dry-run",
+    "dcl run table1 --smoke",
+    "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --data mnist/",
+    "dcl run runs/table1 --resume",
+    "dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine",
+    "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/",
+)
 def run(
     recipe: Annotated[
         str,
@@ -155,17 +156,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Begin no further fleet after so many minutes.")] = None,
 ) -> None:
-    """Run a recipe: the paper's tables, on your machine.
-
-    \b
-    [bold]Examples[/bold]
-      dcl run table1 --dry-run
-      dcl run table1 --smoke
-      dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --data mnist/
-      dcl run runs/table1 --resume
-      dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine
-      torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/
-    """  # fmt: skip
+    """Run a recipe: the paper's tables, on your machine."""
     from torch_dcl.cli.run import dry_run, make_task, run_task  # noqa: PLC0415
 
     named: dict[str, Any] = {
@@ -179,7 +170,11 @@ def run(
 
 
 @app.command("ls", context_settings=HELP)
-@command
+@command(
+    "dcl ls",
+    "dcl ls table1 > mine.toml",
+    "dcl ls runs/table1",
+)
 def list_all(
     name: Annotated[
         str | None, typer.Argument(help="A recipe or a run folder to print as TOML.", autocompletion=_complete_recipe)
@@ -187,14 +182,7 @@ def list_all(
     runs: Annotated[Path, typer.Option(help="The folder with the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit.
-
-    \b
-    [bold]Examples[/bold]
-      dcl ls
-      dcl ls table1 > mine.toml
-      dcl ls runs/table1
-    """
+    """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
     from torch_dcl.cli.folders import as_row, find_runs, say  # noqa: PLC0415
     from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
 
@@ -238,17 +226,14 @@ def _in(runs: Path, name: str) -> str:
 
 
 @data_app.callback()
-@command
+@command(
+    "dcl data",
+    "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits",
+    "dcl data sheet -o sheet.png",
+    "dcl data check data/digits",
+)
 def data(context: typer.Context, as_json: AsJson = False) -> None:
-    """What data is here, and where it is looked for. Make it, draw it, check it.
-
-    \b
-    [bold]Examples[/bold]
-      dcl data
-      dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits
-      dcl data sheet -o sheet.png
-      dcl data check data/digits
-    """
+    """What data is here, and where it is looked for. Make it, draw it, check it."""
     if context.invoked_subcommand is None:
         from torch_dcl.cli.datasets import show  # noqa: PLC0415
 
@@ -256,7 +241,10 @@ def data(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @data_app.command(context_settings=HELP)
-@command
+@command(
+    "dcl data digits --sets II-01",
+    "dcl data digits --mnist mnist/ --out data/digits",
+)
 def digits(
     sets: Sets = "all",
     mnist: Mnist = None,
@@ -264,20 +252,17 @@ def digits(
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, auto. The bytes are the same.")] = "auto",
     images: Annotated[int | None, typer.Option(help="Only the first images of each part, to try things out.")] = None,
 ) -> None:
-    """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with.
-
-    \b
-    [bold]Examples[/bold]
-      dcl data digits --sets II-01
-      dcl data digits --mnist mnist/ --out data/digits
-    """
+    """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
     from torch_dcl.cli.datasets import write_digits  # noqa: PLC0415
 
     write_digits(read_sets(sets), mnist, out, device, images)
 
 
 @data_app.command(context_settings=HELP)
-@command
+@command(
+    "dcl data sheet -o sheet.png",
+    "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
+)
 def sheet(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
         "sheet.png"
@@ -286,30 +271,21 @@ def sheet(
     mnist: Mnist = None,
     samples: Annotated[int, typer.Option(help="Images of each set.")] = 12,
 ) -> None:
-    """Draw the sets: where the digits stand, how they vary, and samples.
-
-    \b
-    [bold]Examples[/bold]
-      dcl data sheet -o sheet.png
-      dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg
-    """
+    """Draw the sets: where the digits stand, how they vary, and samples."""
     from torch_dcl.cli.datasets import write_sheet  # noqa: PLC0415
 
     write_sheet(output, read_sets(sets), mnist, samples)
 
 
 @data_app.command("check", context_settings=HELP)
-@command
+@command(
+    "dcl data check data/digits",
+    "dcl data check data/digits/MNIST-II-01.safetensors",
+)
 def check_data(
     paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
 ) -> None:
-    """Check prepared files, byte for byte.
-
-    \b
-    [bold]Examples[/bold]
-      dcl data check data/digits
-      dcl data check data/digits/MNIST-II-01.safetensors
-    """
+    """Check prepared files, byte for byte."""
     from torch_dcl.cli.datasets import check  # noqa: PLC0415
 
     if not check(paths, as_json=as_json):
@@ -317,18 +293,15 @@ def check_data(
 
 
 @app.command(context_settings=HELP)
-@command
+@command(
+    "dcl report runs/table1",
+    "dcl report runs/table1 runs/mine -o both.html",
+)
 def report(
     runs: Annotated[list[str], typer.Argument(help="Run folders, or files table1.json.", metavar="RUN…")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
 ) -> None:
-    """One page of one or several runs: the verdict, the paper's numbers beside yours, figures.
-
-    \b
-    [bold]Examples[/bold]
-      dcl report runs/table1
-      dcl report runs/table1 runs/mine -o both.html
-    """
+    """One page of one or several runs: the verdict, the paper's numbers beside yours, figures."""
     from torch_dcl.cli.reports import make_report  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
 
@@ -339,18 +312,15 @@ def report(
 
 
 @app.command(context_settings=HELP)
-@command
+@command(
+    "dcl doctor",
+    "dcl doctor runs/table1 --json",
+)
 def doctor(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; without any, all in runs/.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is installed and found here, what is missing, and what to do about it.
-
-    \b
-    [bold]Examples[/bold]
-      dcl doctor
-      dcl doctor runs/table1 --json
-    """
+    """What is installed and found here, what is missing, and what to do about it."""
     from rich.table import Table  # noqa: PLC0415
 
     from torch_dcl.cli.doctor import examine  # noqa: PLC0415

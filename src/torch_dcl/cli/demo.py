@@ -26,8 +26,8 @@ SET = "MNIST-II-01"
 COLUMNS = {"baseline": "plain", "A2": "DCL-A2", "low-rank": "low-rank"}
 WORDS = {
     "baseline": "LeNet as it is",
-    "A2": "its first full layer as two multiplied branches",
-    "low-rank": "the same layer as one branch, of equal weights",
+    "A2": "fc1 as two multiplied branches",
+    "low-rank": "fc1 as one branch of equal weights",
 }
 CAVEAT = "A small excerpt and few epochs: this shows the tool, and neither confirms nor refutes the paper."
 # By time alone: about 90 seconds on two cores.
@@ -125,16 +125,16 @@ def result_table(entries: list[Entry]) -> "Table":
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("network", "weights", "test error %, mean ± std (n)", "every seed", "time"):
-        table.add_column(name, justify="left" if name == "network" else "right")
+    for name in ("network", "weights", "test error % (n)", "every seed", "time"):
+        table.add_column(name, justify="left" if name == "network" else "right", no_wrap=name != "network")
     for entry in entries:
         state = _error(entry)
         if not entry.errors:
             state = "[dim]…[/dim]" if entry.loss is None else f"[dim]training, loss {entry.loss:.2f}[/dim]"
         each = " ".join(f"{error:.1f}" for error in entry.errors)
         spent = say_minutes(entry.seconds) if entry.errors else ""
-        table.add_row(f"[bold]{entry.named}[/bold]  [dim]{WORDS[entry.column]}[/dim]", f"{entry.weights:,}", state, each,
-                      spent)  # fmt: skip
+        name = f"[bold]{entry.named}[/bold]\n[dim]{WORDS[entry.column]}[/dim]"
+        table.add_row(name, f"{entry.weights:,}", state, each, spent)
     return table
 
 

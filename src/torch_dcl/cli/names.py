@@ -40,7 +40,7 @@ def read_sets(given: str | Sequence[str]) -> list[str]:
     """
     from torch_dcl.paper.reported import SETS  # noqa: PLC0415
 
-    chosen = set()
+    chosen: set[str] = set()
     for name in split(given):
         full = name.upper() if name.upper().startswith("MNIST-") else f"MNIST-{name.upper()}"
         if name.lower() == "all":
@@ -65,7 +65,7 @@ def read_names(given: str | Sequence[str], known: Sequence[str], what: str) -> l
     Raises:
         UsageError: There is no such name.
     """
-    chosen = set()
+    chosen: set[str] = set()
     by_low = {name.lower(): name for name in known}
     for name in split(given):
         # The paper writes DCL-A2, the columns are called A2.

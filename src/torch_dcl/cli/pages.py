@@ -19,7 +19,8 @@ figure svg{display:block;max-width:100%;height:auto}
 figure img{display:block;max-width:100%;height:auto;border-radius:4px}
 figcaption{color:var(--soft);font-size:13.5px;line-height:1.5;margin-top:10px;max-width:80ch}
 .dark{display:none}
-@media (prefers-color-scheme:dark){.dark{display:block}.light{display:none}figure img{filter:invert(1) hue-rotate(180deg)}}
+@media (prefers-color-scheme:dark){.dark{display:block}.light{display:none}
+figure img{filter:invert(1) hue-rotate(180deg)}}
 .run{margin-top:72px;padding-top:10px;border-top:3px solid var(--ink)}
 .run h1{font-size:24px}
 thead th[data-sort]{cursor:pointer;user-select:none}

@@ -79,7 +79,7 @@ def _timm(name: str) -> tuple["nn.Module", Size | None]:
         import timm  # noqa: PLC0415
     except ImportError:
         raise UsageError("timm is not installed; pip install timm") from None
-    if name.split(".")[0] not in (known := timm.list_models()):
+    if name.partition(".")[0] not in (known := timm.list_models()):
         raise UsageError(f"timm has no network {name!r}; {_near(name, known)}")
     model: nn.Module = timm.create_model(name, pretrained=False)
     about: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
@@ -124,10 +124,10 @@ def _module(home: str) -> ModuleType:
     try:
         return importlib.import_module(home)
     except ModuleNotFoundError as error:
-        if error.name and home.split(".")[0] != error.name.split(".")[0]:
+        if error.name and home.partition(".")[0] != error.name.partition(".")[0]:
             raise
         raise UsageError(
-            f"there is no module {home!r}; write torchvision:NAME, timm:NAME, or a module that can be imported from here"
+            f"there is no module {home!r}; write torchvision:NAME, timm:NAME, or a module that can be imported"
         ) from None
 
 

@@ -66,8 +66,8 @@ def keys_of(name: str) -> dict[str, Key]:
             "models": Key(list(MODELS), "which columns; the last three are controls, not in the paper", few),
             "seeds": Key(5, "networks of each column on each set", 2),
             **training,
-            "train_images": Key(0, "the first images of a set to train on; 0 for all 60,000", 200),
-            "test_images": Key(0, "the first images of a set to test with; 0 for all 10,000", 100),
+            "train_images": Key(0, "the first images of a set to train on; 0 for all 60,000", 100),
+            "test_images": Key(0, "the first images of a set to test with; 0 for all 10,000", 50),
             "curves": Key("no", 'judge after every epoch, for the figure of losses: "yes" or "no"'),
         }
     if name == "table1-search":

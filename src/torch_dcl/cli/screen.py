@@ -55,42 +55,52 @@ def fail(message: str) -> None:
     console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
 
 
-def command(function: Command) -> Command:
-    """Make a function a command: errors in one line, exit codes, and ``--debug`` for the traceback.
+def command(*examples: str) -> Callable[[Command], Command]:
+    """Make a function a command: errors in one line, exit codes, ``--debug`` for the traceback, examples in its help.
 
     1 is an error of the run, 2 wrong usage, 130 an interruption.
+
+    Args:
+        *examples: Lines for the help.
     """
-    signature = inspect.signature(function, eval_str=True)
-    debug_option = typer.Option("--debug", help="Show the traceback of an error.")
-    debug_parameter = inspect.Parameter(
-        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, debug_option]
-    )
 
-    @functools.wraps(function)
-    def guarded(*args: Any, debug: bool = False, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except UsageError as error:
-            fail(str(error))
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            console(stderr=True).print("Interrupted.")
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError, ArithmeticError) as error:
-            # typer.Exit is a RuntimeError.
-            if isinstance(error, typer.Exit):
-                raise
-            if debug:
-                traceback.print_exc()
-            # The text of a KeyError is a repr.
-            fail(str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error) or repr(error))
-            raise typer.Exit(1) from None
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def guarded(*args: Any, debug: bool = False, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except ERRORS as error:
+                # typer.Exit is a RuntimeError.
+                if isinstance(error, typer.Exit | BrokenPipeError):
+                    raise
+                if debug:
+                    traceback.print_exc()
+                # The text of a KeyError is a repr.
+                told = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+                fail(told or repr(error))
+                raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+            except KeyboardInterrupt:
+                console(stderr=True).print("Interrupted.")
+                raise typer.Exit(130) from None
 
-    parameters = [*signature.parameters.values(), debug_parameter]
-    guarded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return guarded  # type: ignore[return-value]
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [*signature.parameters.values(), _DEBUG]
+        guarded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        # A paragraph after \b keeps its lines.
+        shown = "\n".join(f"  {example}" for example in examples).replace("[", "\\[")
+        guarded.__doc__ = f"{function.__doc__}\n\n\b\n[bold]Examples[/bold]\n{shown}"
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+ERRORS = (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, ArithmeticError)
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
+)
 
 
 def say_minutes(seconds: float) -> str:

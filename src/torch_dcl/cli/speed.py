@@ -25,7 +25,9 @@ def speed_of(device: str) -> Speed:
         if "H200" in name:
             return Speed(H200, "as measured on an H200, results/fleet.csv")
         return Speed(_trial(device, 64, 2000), f"measured just now on {name}")
-    return Speed(_trial(device, 6, 200), f"measured just now on this CPU, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    words = f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return Speed(_trial(device, 6, 200), words)
 
 
 def _trial(device: str, networks: int, images: int) -> float:

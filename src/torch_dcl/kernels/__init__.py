@@ -1,10 +1,10 @@
-"""The arithmetic of stacked networks fused for the GPU, in Triton. Plain torch does the same everywhere else.
+"""The same arithmetic fused for the GPU, in Triton. Plain torch does it everywhere else.
 
-Every module here holds kernels and the functions that launch them, and nothing that decides when: the rooms below ask
-`usable` first. Triton is imported with the first kernel, never with the package.
+`dispatch` says which path a DCL layer takes; `fused` has its kernels. `conv` and `pointwise` are for stacked networks,
+whose operations in `torch_dcl.training` ask `usable` first. Triton is imported with the first kernel, never with the
+package.
 """
 
-import functools
 import importlib.util
 import os
 
@@ -13,21 +13,14 @@ from torch import Tensor
 
 __all__ = ["reachable", "usable"]
 
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _interpreted() -> bool:
-    """Whether Triton runs its kernels as Python on the CPU (TRITON_INTERPRET=1), as the tests do without a GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+# Looked up once: a compiled network must find constants here.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as Python on the CPU, as the tests do
 
 
 def reachable(x: Tensor) -> bool:
     """Whether kernels can run where this tensor lies."""
-    return (x.is_cuda or (x.device.type == "cpu" and _interpreted())) and _has_triton()
+    return _HAS_TRITON and (x.is_cuda or (_INTERPRETED and x.device.type == "cpu"))
 
 
 def usable(x: Tensor) -> bool:

@@ -220,11 +220,21 @@ def _common(x: Tensor, T: int, pairs: bool) -> dict[str, object]:
     return {"T": T, "PAIRS": pairs, "LARGEST": torch.finfo(x.dtype).max}
 
 
+def _in_the_layout_of(like: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors as they lie in memory where they lie as ``like`` does; copies of the others."""
+    strides = like.stride()
+    return [t if t.stride() == strides else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in tensors]
+
+
 def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    """z of two or three contiguous responses of one shape; with ``pairs`` the mean over the pairs of three."""
+    """z of two or three responses of one shape; with ``pairs`` the mean over the pairs of three.
+
+    The layout is that of the first, channels_last for example, if it has no gaps.
+    """
     T, out = len(pre), torch.empty_like(pre[0])
     size = out.numel()
     if size:
+        pre = _in_the_layout_of(out, pre)
         floor = _floor(eps, 2 if pairs else T)
         _fuse_forward[(triton.cdiv(size, _BLOCK),)](
             pre[0], pre[1], pre[-1], out, size, floor, **_common(out, T, pairs), BLOCK=_BLOCK
@@ -233,10 +243,11 @@ def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
 
 
 def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    """The gradients of the responses."""
-    T, out = len(pre), [torch.empty_like(p) for p in pre]
+    """The gradients of the responses, each in the layout of the first."""
+    T, out = len(pre), [torch.empty_like(pre[0]) for _ in pre]
     size = grad.numel()
     if size:
+        grad, *pre = _in_the_layout_of(out[0], [grad, *pre])
         floor = _floor(eps, 2 if pairs else T)
         _fuse_backward[(triton.cdiv(size, _BLOCK),)](
             grad, pre[0], pre[1], pre[-1], out[0], out[1], out[-1], size, floor, **_common(grad, T, pairs), BLOCK=_BLOCK

@@ -1,0 +1,163 @@
+"""`dcl plan`, `dcl data`, `dcl demo`, and what the screen shows where there is no terminal."""
+
+import io
+import json
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from torch_dcl.cli.demo import CAVEAT, Entry, verdict
+from torch_dcl.cli.screen import Bar, say_minutes
+
+NET = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+
+def sized():
+    model = make()
+    model.input_size = (1, 28, 28)
+    return model
+"""
+
+
+def test_plan_of_a_torchvision_network(dcl):
+    shown = dcl("plan", "torchvision:alexnet", "--only", "classifier.*")
+    assert "classifier.1" in shown
+    assert "Weights (no biases): 61," in shown
+    assert dcl("plan", "alexnet", "--only", "classifier.*") == shown
+
+
+def test_plan_of_a_timm_network_as_json(dcl, folder):
+    pytest.importorskip("timm")
+    shown = json.loads(dcl("plan", "timm:resnet18", "--json", "-o", "plan.json", "--branches", "3", "--ratio", "0.2"))
+    assert shown["torch_dcl_plan"] == 1
+    assert json.loads((folder / "plan.json").read_text()) == shown
+    assert {len(row["widths"]) for row in shown["rows"] if row["selected"]} == {3}
+
+
+def test_plan_of_ones_own_network(dcl, folder):
+    (folder / "my_own_net.py").write_text(NET)
+    assert "--input-size" in dcl("plan", "my_own_net.py:make", code=2)
+    shown = dcl("plan", "my_own_net.py:make", "--input-size", "1,28,28")
+    assert "784→512" in shown
+    assert dcl("plan", "my_own_net:sized") == shown
+    assert "ms" in dcl("plan", "my_own_net.py:sized", "--measure")
+
+
+def test_plan_refuses_a_unit_that_is_not_there(dcl):
+    assert "clasifier" in dcl("plan", "alexnet", "--only", "clasifier.*", code=2)
+
+
+def test_plan_of_an_input_that_does_not_fit_is_an_error_of_the_run(dcl):
+    shown = dcl("plan", "alexnet", "--input-size", "3,8,8", code=1)
+    assert shown.startswith("Error: ")
+
+
+def test_data_says_what_is_here_and_where_it_looks(dcl, folder):
+    shown = json.loads(dcl("data", "--json"))
+    rows = {row["name"]: row for row in shown["data"]}
+    assert rows["mnist-excerpt"]["found"]
+    assert rows["mnist"]["found"] is None
+    assert shown["places"] == ["data", str(folder / "cache" / "torch_dcl")]
+    assert "put its four idx files into data/mnist" in dcl("data")
+
+
+def test_digits_are_written_and_checked(dcl, folder):
+    dcl("data", "digits", "--sets", "II-01,III-10", "--images", "30")
+    assert sorted(p.name for p in (folder / "data/digits").iterdir()) == [
+        "MNIST-II-01.safetensors", "MNIST-III-10.safetensors",
+    ]  # fmt: skip
+    assert dcl("data", "check", "data/digits").count("sound") == 2
+    assert "2 prepared files" in dcl("data")
+    file = folder / "data/digits/MNIST-II-01.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    shown = dcl("data", "check", "data/digits", code=1)
+    assert "damaged" in shown
+    assert shown.count("sound") == 1
+    assert [row["sound"] for row in json.loads(dcl("data", "check", file, "--json", code=1))] == [False]
+
+
+def test_the_sheet_is_drawn(dcl, folder):
+    dcl("data", "sheet", "--sets", "II-01", "--samples", "2", "-o", "sheet.png")
+    assert (folder / "sheet.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_trains_three_kinds_and_writes_a_page(dcl, folder):
+    shown = dcl("demo", "--images", "100", "--epochs", "1", "--seeds", "2")
+    assert all(name in shown for name in ("plain", "DCL-A2", "low-rank", "335,500", CAVEAT[:30]))
+    assert "of the DCL layer" in shown or "No filter can be shown" in shown
+    page = (folder / "runs/demo/report.html").read_text()
+    assert str((folder / "runs/demo/report.html").resolve()) in shown.replace("\n", "")
+    assert "data:image/png;base64," in page
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+
+
+def entries(plain, ours, low_rank):
+    return [Entry("baseline", 1000, plain), Entry("A2", 700, ours), Entry("low-rank", 700, low_rank)]
+
+
+def test_the_verdict_follows_the_numbers():
+    told = verdict(entries([10.0, 11.0, 12.0], [9.0, 10.1, 10.9], [8.0, 9.0, 10.0]))
+    assert told[0] == "DCL-A2 has 30 % fewer weights than the plain network."
+    assert told[1].startswith("It errs less often than the plain one (−1.00 points")
+    assert told[2].startswith("It errs more often than the low-rank one (+1.00 points")
+    assert told[-1] == CAVEAT
+
+
+def test_the_verdict_does_not_claim_what_is_not_clear():
+    told = verdict(entries([10.0, 11.0, 12.0], [12.0, 8.0, 12.0], [10.0, 10.0, 12.5]))
+    assert all(sentence.startswith("Its errors cannot be told") for sentence in told[1:3])
+    assert "one seed cannot say more" in verdict(entries([10.0], [9.0], [8.0]))[1]
+
+
+def test_without_a_terminal_there_are_plain_lines_and_no_early_guess():
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    with Bar(console, 4, "networks", every=0.05) as bar:
+        bar.now("A2")
+        assert bar.left is None
+        for _ in range(20):
+            if out.getvalue():
+                break
+            time.sleep(0.05)
+        bar.advance()
+        assert bar.left is None
+    assert out.getvalue().startswith("0 of 4 networks · 0 s · A2\n")
+    assert "\x1b" not in out.getvalue()
+    bar.advance()
+    bar._start -= 60
+    assert bar.left == pytest.approx(60, rel=0.1)
+    assert "about 1:0" in bar.line()
+
+
+def test_what_was_done_before_does_not_count_for_the_time_left():
+    bar = Bar(Console(file=io.StringIO()), 100, "networks")
+    bar.begin_at(90)
+    bar.advance(2)
+    bar._start -= 10
+    assert bar.left == pytest.approx(40, rel=0.1)
+
+
+def test_in_a_terminal_the_bar_goes_away():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    with Bar(console, 2, "sets", above=lambda: "a table") as bar:
+        bar.now("II-01")
+        bar.note("written")
+        bar.advance()
+        bar._live.refresh()
+    shown = out.getvalue()
+    assert "a table" in shown
+    assert "1 of 2 sets" in shown
+    assert "written" in shown
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3725, "1:02 h")])
+def test_times_are_for_people(seconds, words):
+    assert say_minutes(seconds) == words

@@ -1,0 +1,167 @@
+"""Help, names, exit codes: what a newcomer meets first."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets
+
+VERBS = ("demo", "plan", "run", "ls", "data", "report", "doctor")
+
+
+def test_help_lists_the_seven_verbs(dcl):
+    shown = dcl("--help")
+    assert all(f"│ {verb} " in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    "words", [*((verb,) for verb in VERBS), ("data", "digits"), ("data", "sheet"), ("data", "check")]
+)
+def test_every_command_has_examples_in_its_help(dcl, words):
+    for option in ("--help", "-h"):
+        shown = dcl(*words, option)
+        assert "Examples" in shown
+        assert f"dcl {' '.join(words)}" in shown.split("Examples")[1]
+
+
+def test_nothing_typed_shows_the_help(dcl):
+    assert "Usage: dcl" in dcl(code=2)
+
+
+def test_the_version(dcl):
+    assert dcl("--version").startswith("torch-dcl ")
+
+
+LEAN = """
+import json, sys, types
+# The package without its own imports: what is loaded here is loaded by the command.
+package = types.ModuleType("torch_dcl")
+package.__path__ = [{path!r}]
+sys.modules["torch_dcl"] = package
+sys.argv = ["dcl", *{words!r}]
+from torch_dcl.cli import main
+try:
+    main()
+except SystemExit as done:
+    code = done.code
+print(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["data", "--help"], ["rn"]])
+def test_help_loads_nothing_heavy(words):
+    import torch_dcl
+
+    program = LEAN.format(path=torch_dcl.__path__[0], words=words)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    code, loaded = json.loads(done.stdout.splitlines()[-1])
+    assert code == (2 if words == ["rn"] else 0)
+    assert [name for name in ("torch", "numpy", "torchvision", "matplotlib", "safetensors") if name in loaded] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["rnu"], "run"),
+        (["run", "tabel1"], "table1"),
+        (["run", "table1", "--sets", "II-1"], "MNIST-II-01"),
+        (["run", "table1", "--models", "basline"], "baseline"),
+        (["run", "table1", "--set", "epoch=3"], "epochs"),
+        (["run", "table1", "--set", "precision=float23"], "float32"),
+        (["run", "table1", "--dryrun"], "--dry-run"),
+        (["plan", "torchvision:vgg61"], "vgg16"),
+        (["plan", "resnet5O"], "resnet50"),
+        (["data", "digits", "--sets", "III-1O"], "MNIST-III-10"),
+    ],
+)
+def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
+    shown = dcl(*words, code=2)
+    assert offered in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["run", "table1", "--set", "epochs"], "key=value"),
+        (["run", "table1", "--set", "epochs=many"], "a whole number"),
+        (["run", "table1", "--epochs", "0"], "at least 1"),
+        (["run", "table1", "--seeds", "0"], "at least 1"),
+        (["run", "table1", "--sets", ","], "no set is named"),
+        (["run", "table1", "--set", "drops=0.9,0.6"], "drops must rise"),
+        (["run", "table1", "--minutes", "0"], "above 0"),
+        (["run", "table1", "--data", "nowhere"], "no idx files"),
+        (["run", "table1", "--device", "quantum"], "--device cpu"),
+        (["run", "table1", "--resume"], "no run in runs/table1"),
+        (["run", "missing.toml"], "does not exist"),
+        (["run", "."], "no recipe.toml"),
+        (["run"], "Missing argument"),
+        (["run", "table1-search", "--set", "trials=fast"], "0.07 clip 3"),
+        (["ls", "table9"], "table1"),
+        (["plan", "vgg16", "--input-size", "big"], "3,224,224"),
+        (["plan", "nowhere:net"], "no module"),
+        (["plan", "nowhere.py:net"], "does not exist"),
+        (["plan", "json:dump"], "without arguments"),
+        (["plan", "json:dumq"], "dump"),
+        (["plan", "time:time"], "not a torch network"),
+        (["report", "runs/none"], "no run"),
+        (["report", "."], "no recipe.json"),
+        (["report", ".", "-o", "missing/report.html"], "does not exist"),
+        (["data", "check", "nothing.safetensors"], "does not exist"),
+        (["data", "check", "."], "no prepared file"),
+        (["data", "sheet", "-o", "sheet.gif"], ".png, .svg or .pdf"),
+        (["data", "sheet", "--samples", "0"], "at least 1"),
+        (["data", "digits", "--images", "0"], "at least 1"),
+        (["doctor", "runs/none"], "no run folder"),
+        (["demo", "--seeds", "0"], "at least 1"),
+    ],
+)
+def test_wrong_usage_says_what_to_type_and_ends_with_2(dcl, words, told):
+    shown = dcl(*words, code=2)
+    assert told in " ".join(shown.split())
+    assert "Traceback" not in shown
+
+
+def test_sets_may_be_named_short_or_long_in_any_order():
+    assert read_sets("iii-10, MNIST-II-01,II-01") == ["MNIST-II-01", "MNIST-III-10"]
+    assert len(read_sets("all")) == 15
+
+
+def test_models_may_be_named_as_the_paper_does():
+    assert read_names(["DCL-A2", "BASELINE"], ["baseline", "oracle", "A2"], "model") == ["baseline", "A2"]
+    with pytest.raises(UsageError, match="did you mean A2"):
+        read_names("A22", ["baseline", "A2"], "model")
+
+
+def test_where_no_name_is_near_all_are_listed():
+    assert nearest("zzzz", ["alpha", "beta"]) == "there are alpha, beta"
+    assert nearest("zzzz", []) == "there are none"
+
+
+def test_debug_shows_the_traceback(dcl, folder, monkeypatch, capfd):
+    from torch_dcl.cli import datasets
+
+    def broken(**_):
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setattr(datasets, "show", broken)
+    assert dcl("data", code=1).splitlines() == ["Error: the disk is on fire"]
+    assert "Traceback" in dcl("data", "--debug", code=1) + capfd.readouterr().err
+
+
+def test_python_m_is_the_same_and_usage_ends_with_2(process):
+    done = process("run", "tabel1")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "Error: there is no recipe 'tabel1'; did you mean table1? `dcl ls` lists them"
+    assert done.stdout == ""
+
+
+def test_completion_of_the_shell_knows_the_recipes(process, monkeypatch, environment, folder):
+    words = {"_DCL_COMPLETE": "complete_bash", "COMP_WORDS": "dcl run tab", "COMP_CWORD": "2"}
+    program = "import sys; sys.argv[0] = 'dcl'; from torch_dcl.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**environment, **words}
+    )
+    assert done.stdout.split() == ["table1", "table1-search"]

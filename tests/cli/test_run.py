@@ -1,0 +1,240 @@
+"""`dcl run` and `dcl ls`, `dcl report`, `dcl doctor` on what it leaves: the whole way, tiny, on the CPU."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+TINY = (
+    "--set",
+    "train_images=50",
+    "--set",
+    "test_images=50",
+    "--set",
+    "epochs=1",
+    "--set",
+    "batch=50",
+    "--set",
+    "warmup=0",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished smoke run of Table 1, and what was printed."""
+    from typer.testing import CliRunner
+
+    from torch_dcl.cli.app import app
+
+    out = tmp_path_factory.mktemp("finished") / "smoke"
+    done = CliRunner(env={"NO_COLOR": "1"}).invoke(app, ["run", "table1", "--smoke", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return out, done.output
+
+
+@pytest.fixture
+def run(finished, folder):
+    """A copy of it at runs/smoke."""
+    shutil.copytree(finished[0], folder / "runs" / "smoke")
+    return folder / "runs" / "smoke"
+
+
+def test_smoke_prints_the_table_and_leaves_files(finished):
+    from torch_dcl.paper import load
+
+    out, shown = finished
+    table = load(out / "table1.json")
+    assert table.sets == ("MNIST-II-01", "MNIST-III-01")
+    assert {cell.column for cell in table.cells} == {"baseline", "A2", "low-rank"}
+    assert "a trial, not the protocol" in table.title
+    assert any("first 100 images" in line for line in table.deviations)
+    assert "1.96(03)" in shown
+    assert "129 of 135 cells were not run" in shown
+    assert (out / "table1.html").read_text().startswith("<!doctype html>")
+    assert {"recipe.toml", "recipe.json", "outcomes.jsonl", "environment.jsonl"} <= {p.name for p in out.iterdir()}
+
+
+def test_a_second_smoke_takes_another_folder(dcl, folder, run):
+    (folder / "runs" / "table1-smoke").mkdir()
+    shown = dcl("run", "table1", "--smoke", "--sets", "II-01", "--models", "baseline", "--seeds", "1", *TINY)
+    assert "runs/table1-smoke-2" in shown
+
+
+def test_a_finished_run_is_not_overwritten(dcl, run):
+    assert "--resume" in dcl("run", "table1", "--smoke", "--out", "runs/smoke", code=1)
+
+
+def test_resume_of_a_finished_run_trains_nothing(dcl, run):
+    before = (run / "outcomes.jsonl").read_text()
+    shown = dcl("run", "runs/smoke", "--resume")
+    assert "12 of 12 entries are done already" in shown
+    assert (run / "outcomes.jsonl").read_text() == before
+
+
+def test_a_changed_recipe_is_refused_with_the_difference(dcl, run):
+    shown = dcl("run", "runs/smoke", "--resume", "--seeds", "3", code=1)
+    assert "another recipe" in shown
+    assert re.search(r'^- *"seeds": 2', shown, re.M)
+    assert re.search(r'^\+ *"seeds": 3', shown, re.M)
+
+
+def test_resume_goes_on_where_it_was_left(dcl, run):
+    lines = (run / "outcomes.jsonl").read_text().splitlines(keepends=True)
+    (run / "outcomes.jsonl").write_text("".join(lines[:-2]) + '{"job": {"col')
+    (run / "table1.json").unlink()
+    assert "incomplete, 10 of 12 entries" in dcl("ls")
+    dcl("run", "runs/smoke", "--resume")
+    after = [json.loads(line) for line in (run / "outcomes.jsonl").read_text().splitlines() if line.endswith("}")]
+    assert len({json.dumps(record["job"]) for record in after}) == 12
+    assert "finished, 12 entries" in dcl("ls")
+
+
+def test_time_that_is_up_says_how_to_go_on(dcl, folder):
+    words = ("run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", *TINY)
+    shown = dcl(*words, "--minutes", "1e-9")
+    assert "Time is up" in shown
+    assert "dcl run runs/table1 --resume" in shown
+    assert "0 of 2 entries" in shown
+    dcl("run", "runs/table1", "--resume")
+    assert "finished, 2 entries" in dcl("ls")
+
+
+def test_a_folder_in_use_is_refused_with_the_pid(dcl, run):
+    with (run / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        assert f"running (pid {os.getpid()}), 12 of 12" in dcl("ls")
+        assert str(os.getpid()) in dcl("run", "runs/smoke", "--resume", code=1)
+    (run / "lock").write_text("999999999\n")
+    assert "finished" in dcl("ls")
+
+
+def test_ls_without_runs_says_what_to_try(dcl):
+    assert "No runs in runs/ yet" in dcl("ls")
+
+
+def test_ls_json_has_recipes_and_states(dcl, run):
+    shown = json.loads(dcl("ls", "--json"))
+    assert "table1" in shown["recipes"]
+    state = shown["runs"][0]
+    assert (state["path"], state["state"], state["done"], state["total"]) == ("runs/smoke", "finished", 12, 12)
+
+
+def test_ls_of_a_run_prints_its_recipe(dcl, run):
+    assert "train_images = 100" in dcl("ls", "runs/smoke")
+    assert dcl("ls", "smoke") == dcl("ls", "runs/smoke")
+
+
+def test_a_damaged_run_is_named(dcl, run):
+    lines = (run / "outcomes.jsonl").read_text().splitlines()
+    (run / "outcomes.jsonl").write_text("\n".join([lines[0][:20], *lines[1:]]) + "\n")
+    assert "damaged" in dcl("ls")
+    assert "1 problem." in dcl("doctor", code=1)
+
+
+def test_the_dry_run_counts_and_writes_nothing(dcl, folder):
+    shown = " ".join(dcl("run", "table1", "--dry-run").split())
+    assert "15 sets, 825 entries" in shown
+    # 10 columns of one network, and the oracle with one for each digit: 75 times 10, and 5 · (5 · 2 + 10 · 3).
+    assert "networks 950" in shown
+    assert "1,368,000,000 to train on" in shown
+    assert "measured just now on this CPU" in shown
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "networks"), [("table1-search", "networks 504"), ("calibration", "networks 210")])
+def test_the_dry_run_of_the_other_recipes(dcl, name, networks):
+    shown = " ".join(dcl("run", name, "--dry-run").split())
+    assert networks in shown
+
+
+def test_search_smoke(dcl, folder):
+    words = ("--set", "batch=1000", "--sets", "II-01", "--models", "baseline,A2")
+    shown = dcl("run", "table1-search", "--smoke", "--out", "runs/s", *words)
+    assert "Chosen learning rates" in shown
+    found = json.loads((folder / "runs/s/search.json").read_text())
+    assert found["choice"]["A2"] == {"2": {"lr": 0.02, "clip": None}}
+    assert "finished, 2 entries" in dcl("ls")
+    dcl("run", "runs/s", "--resume")
+    assert len((folder / "runs/s/trials.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environment):
+    words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/r", *TINY]
+    # So many epochs that the second fleet is still at it when the interrupt comes.
+    words[-1:] = ["warmup=1", "--set", "most=1", "--set", "train_images=400", "--set", "epochs=20"]
+    command = [sys.executable, "-m", "torch_dcl", *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
+    )
+    file = folder / "runs/r/outcomes.jsonl"
+    for _ in range(600):
+        if file.exists() and file.read_text().count("\n") or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, shown
+    assert "runs/r is incomplete, 1 of 2 entries" in shown
+    assert "dcl run runs/r --resume" in shown
+    assert "Traceback" not in shown
+
+
+def test_the_report_is_one_page_that_asks_for_nothing(dcl, run, folder):
+    dcl("report", "runs/smoke", "-o", "report.html")
+    page = (folder / "report.html").read_text()
+    assert page.count("<html") == 1
+    assert "data:image/png;base64," in page
+    assert page.count('id="run1-differences-') > 2
+    assert "Losses by epoch on MNIST-III-10 (--set curves=yes): not run." in page
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_several_runs_stand_on_one_page_with_ids_of_their_own(dcl, run, folder):
+    other = folder / "runs" / "<b>other"
+    shutil.copytree(run, other)
+    dcl("report", "runs/smoke", str(other), "-o", "both.html")
+    page = (folder / "both.html").read_text()
+    assert "Report of 2 runs" in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert "&lt;b&gt;other" in page
+    assert "<b>other" not in page
+
+
+def test_a_run_that_has_not_ended_is_reported_as_far_as_it_is(dcl, run, folder):
+    lines = (run / "outcomes.jsonl").read_text().splitlines(keepends=True)
+    (run / "outcomes.jsonl").write_text("".join(lines[:2]))
+    (run / "table1.json").unlink()
+    dcl("report", "runs/smoke")
+    assert "not run" in (folder / "report.html").read_text()
+
+
+def test_a_report_of_a_damaged_table_says_where(dcl, run):
+    (run / "table1.json").write_text("{}")
+    assert "table1.json: cells is missing" in dcl("report", "runs/smoke", code=1)
+    assert "cells is missing" in dcl("doctor", code=1)
+
+
+def test_doctor_names_versions_devices_data_and_hashes(dcl, run):
+    shown = json.loads(dcl("doctor", "--json"))
+    assert shown["ok"]
+    checks = {check["name"]: check for check in shown["checks"]}
+    assert {"torch-dcl", "Python", "torch", "Triton", "embedded digits", "mnist", "runs/smoke"} <= set(checks)
+    assert re.fullmatch("[0-9a-f]{64}", checks["runs/smoke"]["sha256"]["table1.json"])
+    assert all(check["remedy"] for check in shown["checks"] if check["state"] == "note" and check["name"] != "Triton")
+    assert "All is well." in dcl("doctor")
+
+
+def test_other_ranks_of_torchrun_are_silent(dcl, run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert dcl("ls") == ""

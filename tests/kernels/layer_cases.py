@@ -1,0 +1,156 @@
+"""The fusion's kernels, and the layers that use them, against the reference in float64.
+
+For the interpreter on the CPU and for a GPU alike; run as a program it prints the relative errors as JSON.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from copy import deepcopy
+
+import torch
+from tests.kernels.cases import Errors, relative
+from torch import nn
+
+from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, functional
+from torch_dcl.kernels import dispatch
+
+CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {}
+
+
+def reference(pre, eps, pairs):
+    return (functional.fuse_pairs if pairs else functional.fuse_branches)(pre, eps)
+
+
+def compared(fast, exact, inputs, device, dtype):
+    """Outputs and gradients of two functions on the same rounded inputs."""
+    rounded = [t.to(dtype) for t in inputs]
+    given = [t.to(device).requires_grad_() for t in rounded]
+    wide = [t.double().requires_grad_() for t in rounded]
+    z, expected = fast(*given), exact(*wide)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    found = torch.autograd.grad(z, given, grad.to(device))
+    wanted = torch.autograd.grad(expected, wide, grad.double())
+    errors = {"z": relative(z, expected)}
+    return errors | {f"gradient {i}": relative(a, b) for i, (a, b) in enumerate(zip(found, wanted, strict=True))}
+
+
+def fuse_case(T, pairs, shape, change, device, dtype):
+    torch.manual_seed(T)
+    pre = [torch.randn(shape) for _ in range(T)]
+    if change == "dead":
+        pre[0].abs_().neg_()
+        pre[1].flatten()[::2] = 0
+    if change == "large and small":
+        # Apart from each other, so that a norm does not hide the small ones behind the large ones.
+        scale = torch.logspace(-4, 4, pre[0].numel()).view(shape)
+        pre = [pre[0] * scale, pre[1] / scale, *pre[2:]]
+    eps = 10.0 ** -(2 if pairs else T)
+    fast = dispatch.fuse_pairs if pairs else dispatch.fuse_branches
+    with dispatch.watch() as ran:
+        errors = compared(lambda *p: fast(p, eps), lambda *p: reference(p, eps, pairs), pre, device, dtype)
+    assert sum(count for path, count in ran.items() if path.endswith("kernel")) == 1, ran
+    return errors
+
+
+for _T, _pairs in ((2, False), (3, False), (3, True)):
+    for _shape in ((1,), (3, 7), (2, 5, 211)):
+        for _change in ("", "dead", "large and small"):
+            name = f"fuse T={_T}{' pairs' if _pairs else ''} {_shape} {_change}"
+            CASES[name] = functools.partial(fuse_case, _T, _pairs, _shape, _change)
+
+
+def project_case(T, pairs, P, M, K2, bias, device, dtype):
+    torch.manual_seed(P)
+    inputs = [torch.randn(P, T * M), torch.randn(T * M, K2) / M**0.5]
+    if bias:
+        inputs.append(torch.randn(T, K2))
+    eps = 10.0 ** -(2 if pairs else T)
+
+    def exact(y, weight, *rest):
+        parts = zip(y.split(M, 1), weight.split(M), rest[0] if rest else [0] * T, strict=True)
+        return reference([y_t @ W_t + b_t for y_t, W_t, b_t in parts], eps, pairs)
+
+    def fast(y, weight, *rest):
+        return dispatch.project_and_fuse(y, weight, rest[0] if rest else None, [M] * T, eps, pairs=pairs, keep=False)
+
+    with dispatch.watch() as ran:
+        errors = compared(fast, exact, inputs, device, dtype)
+    assert ran == {"project_and_fuse: kernel": 1}, ran
+    return errors
+
+
+for _T, _pairs in ((2, False), (3, False), (3, True)):
+    for _P, _M, _K2 in ((1, 1, 1), (3, 20, 7), (150, 20, 65), (40, 100, 130)):
+        for _bias in (True, False):
+            name = f"project T={_T}{' pairs' if _pairs else ''} P={_P} M={_M} K2={_K2} {'bias' if _bias else ''}"
+            CASES[name] = functools.partial(project_case, _T, _pairs, _P, _M, _K2, _bias)
+
+
+def layer_case(kind, settings, training, device, dtype):
+    """A layer with its kernels against the same layer in float64 without them."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layer, x = DCLLinear(24, 40, **settings), torch.randn(9, 24)
+    else:
+        layer, x = DCLConv2d(6, 20, 3, padding=1, **settings), torch.randn(2, 6, 5, 7)
+        x = x.to(memory_format=torch.channels_last)
+        layer = layer.to(memory_format=torch.channels_last)
+    layer = layer.to(dtype).train(training)
+    advance_branches_(layer, 3)
+    wide = deepcopy(layer).double()
+    advance_branches_(wide, 3)
+    layer = layer.to(device)
+    given, exact = x.to(device, dtype).requires_grad_(), x.to(dtype).double().requires_grad_()
+    with dispatch.watch() as ran:
+        z = layer(given)
+    assert not [path for path in ran if path.endswith("reference")], ran
+    assert ran, "no kernel ran"
+    with dispatch.disabled(), dispatch.watch() as unfused:
+        expected = wide(exact)
+    assert not [path for path in unfused if path.endswith("kernel")], unfused
+    if kind != "linear":
+        assert z.is_contiguous(memory_format=torch.channels_last)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    found = torch.autograd.grad(z, [given, *layer.parameters()], grad.to(device))
+    wanted = torch.autograd.grad(expected, [exact, *wide.parameters()], grad.double())
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    errors = {"z": relative(z, expected)}
+    return errors | {n: relative(a, b) for n, a, b in zip(names, found, wanted, strict=True)}
+
+
+_SETTINGS = {
+    "T=2": {"branches": 2, "width": 8},
+    "T=3": {"branches": 3, "width": 8},
+    "T=3 stochastic": {"branches": 3, "width": 8, "strategy": "stochastic"},
+    "no bias": {"branches": 2, "width": 8, "bias": False},
+    "norm": {"branches": 2, "width": 8, "norm_layer": nn.BatchNorm2d, "bias": False},
+}
+for _kind in ("linear", "conv"):
+    for _name, _settings in _SETTINGS.items():
+        if (_kind, _name) == ("linear", "norm"):
+            continue
+        for _training in (True, False):
+            name = f"{_kind} {_name} {'training' if _training else 'evaluation'}"
+            CASES[name] = functools.partial(layer_case, _kind, _settings, _training)
+
+
+def second_derivative(device, dtype):
+    """A gradient of a gradient goes through the reference."""
+    torch.manual_seed(0)
+    layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last)
+    found = []
+    for place, kind in ((device, dtype), ("cpu", torch.float64)):
+        model = layer.to(place, kind)
+        given = x.to(dtype).to(place, kind).requires_grad_()
+        (first,) = torch.autograd.grad(model(given).square().sum(), given, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), given)[0])
+    return {"second derivative": relative(*found)}
+
+
+CASES["second derivative"] = second_derivative
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: case("cpu", torch.float32) for name, case in CASES.items()}))

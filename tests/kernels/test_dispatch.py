@@ -1,0 +1,100 @@
+"""Which path a fusion takes, and that every path gives the same."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels import layer_cases
+
+from torch_dcl import DCLConv2d, functional
+from torch_dcl.kernels import dispatch
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
+)
+
+
+def run(program, **environment):
+    paths = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, *program],
+        env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def errors():
+    return run([Path(layer_cases.__file__)], TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", layer_cases.CASES)
+def test_an_interpreted_kernel_agrees_with_the_reference_in_float64(errors, name):
+    # A response near zero carries its rounding into the slopes of the others.
+    allowed = {what: 1e-5 if what == "z" else 5e-5 for what in errors[name]}
+    assert {what: error for what, error in errors[name].items() if not error <= allowed[what]} == {}
+
+
+def test_on_the_cpu_the_reference_runs_and_says_so():
+    layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=torch.channels_last)
+    with dispatch.watch() as ran:
+        layer(torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last))
+    assert ran == {"project_and_fuse: reference": 1, "fuse_branches: reference": 1}
+
+
+def test_watching_ends_with_the_block():
+    with dispatch.watch() as ran:
+        pass
+    dispatch.fuse_branches([torch.ones(2), torch.ones(2)], 0.01)
+    assert not ran
+
+
+@needs_triton
+def test_the_environment_and_the_block_turn_kernels_off():
+    program = """
+import json, torch
+from torch_dcl.kernels import dispatch
+pre = [torch.ones(4), torch.ones(4)]
+with dispatch.watch() as ran:
+    dispatch.fuse_branches(pre, 0.01)
+    with dispatch.disabled():
+        dispatch.fuse_branches(pre, 0.01)
+    dispatch.fuse_branches(pre, 0.01)
+print(json.dumps(ran))
+"""
+    kernel, reference = "fuse_branches: kernel", "fuse_branches: reference"
+    assert run(["-c", program], TRITON_INTERPRET="1") == {kernel: 2, reference: 1}
+    assert run(["-c", program], TRITON_INTERPRET="1", TORCH_DCL_KERNELS="0") == {reference: 3}
+
+
+@pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
+def test_the_operations_are_what_torch_expects_of_operations(T, pairs):
+    pre = [torch.randn(3, 5, requires_grad=True) for _ in range(T)]
+    torch.library.opcheck(torch.ops.torch_dcl.fuse.default, (pre, 0.01, pairs))
+    y, weight = torch.randn(6, T * 4, requires_grad=True), torch.randn(T * 4, 7, requires_grad=True)
+    for bias in (None, torch.randn(T, 7, requires_grad=True)):
+        torch.library.opcheck(torch.ops.torch_dcl.project.default, (y, weight, bias, T, 0.01, pairs))
+
+
+@pytest.mark.parametrize("in_dims", [((0, 1),), ((0, None),), ((1, 0),)])
+def test_the_operations_go_through_vmap(in_dims):
+    a, b = torch.rand(4, 4), torch.rand(4, 4)
+    b = b[0] if in_dims[0][1] is None else b
+    mapped = torch.vmap(lambda p, q: torch.ops.torch_dcl.fuse([p, q], 0.01, False), in_dims[0])
+    plain = torch.vmap(lambda p, q: functional.fuse_branches([p, q], 0.01), in_dims[0])
+    torch.testing.assert_close(mapped(a, b), plain(a, b))
+
+
+def test_the_projection_goes_through_vmap_with_weights_of_its_own():
+    y, weight, bias = torch.randn(3, 5, 8), torch.randn(3, 8, 6), torch.randn(2, 6)
+    mapped = torch.vmap(lambda v, w: torch.ops.torch_dcl.project(v, w, bias, 2, 0.01, False))(y, weight)
+    for i in range(3):
+        pre = [y[i, :, 4 * t : 4 * t + 4] @ weight[i, 4 * t : 4 * t + 4] + bias[t] for t in range(2)]
+        torch.testing.assert_close(mapped[i], functional.fuse_branches(pre, 0.01))
