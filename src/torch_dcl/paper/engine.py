@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.paper.columns import build
@@ -62,6 +63,8 @@ class Outcome:
     """The epoch in which training diverged."""
     curves: tuple[list[float], list[float]] = field(default=([], []), repr=False)
     """Training and test loss by epoch, where they were asked for."""
+    network: nn.Module | None = field(default=None, repr=False, compare=False)
+    """The trained network, where it was asked for; never of an oracle."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,8 @@ class Settings:
     """Networks of a fleet."""
     curves: bool = False
     """Whether to judge after every epoch."""
+    networks: bool = False
+    """Whether to give the trained networks."""
 
 
 Report = Callable[[str], None]
@@ -174,5 +179,7 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outc
         if settings.curves:
             curves = ([epoch[rows[0]] for epoch in fleet.history.train_loss], [epoch[rows[0]] for epoch in judged])
             outcome = replace(outcome, curves=curves)
+        if settings.networks and job.column != "oracle":
+            outcome = replace(outcome, network=fleet.network(rows[0]))
         outcomes.append(outcome)
     return outcomes

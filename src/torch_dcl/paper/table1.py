@@ -197,7 +197,8 @@ def _finite(value: Any) -> Any:
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
-    record = dataclasses.asdict(outcome)
+    record = dataclasses.asdict(dataclasses.replace(outcome, network=None))
+    del record["network"]
     record["curves"] = [list(curve) for curve in outcome.curves]
     return dict(_finite(record))
 
@@ -207,6 +208,6 @@ def _job(record: Mapping[str, Any]) -> Job:
 
 
 def _outcome(record: Mapping[str, Any]) -> Outcome:
-    losses = {name: math.inf if record[name] is None else record[name] for name in ("train_loss", "test_loss")}
+    train, test = (math.inf if record[name] is None else record[name] for name in ("train_loss", "test_loss"))
     curves = (list(record["curves"][0]), list(record["curves"][1]))
-    return Outcome(_job(record["job"]), record["error"], stopped=record["stopped"], curves=curves, **losses)
+    return Outcome(_job(record["job"]), record["error"], test, train, record["stopped"], curves)
