@@ -83,7 +83,7 @@ def main() -> None:
         print("  ".join(f"{row[c]}" for c in COLUMNS), flush=True)
     if arguments.out:
         with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 

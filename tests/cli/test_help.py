@@ -71,7 +71,7 @@ def test_help_loads_nothing_heavy(words):
         (["run", "table1", "--set", "epoch=3"], "epochs"),
         (["run", "table1", "--set", "precision=float23"], "float32"),
         (["run", "table1", "--dryrun"], "--dry-run"),
-        (["plan", "torchvision:vgg61"], "vgg16"),
+        (["plan", "torchvision:vgg_16"], "vgg16"),
         (["plan", "resnet5O"], "resnet50"),
         (["data", "digits", "--sets", "III-1O"], "MNIST-III-10"),
     ],

@@ -60,14 +60,17 @@ def keys_of(name: str) -> dict[str, Key]:
         "precision": Key("auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU'),
         "most": Key(160, "networks of a fleet at most"),
     }
+    images = {
+        "train_images": Key(0, "the first images of a set to train on; 0 for all 60,000", 100),
+        "test_images": Key(0, "the first images of a set to test with; 0 for all 10,000", 50),
+    }
     if name == "table1":
         return {
             "sets": Key(list(SETS), "which of the fifteen", two),
             "models": Key(list(MODELS), "which columns; the last three are controls, not in the paper", few),
             "seeds": Key(5, "networks of each column on each set", 2),
             **training,
-            "train_images": Key(0, "the first images of a set to train on; 0 for all 60,000", 100),
-            "test_images": Key(0, "the first images of a set to test with; 0 for all 10,000", 50),
+            **images,
             "curves": Key("no", 'judge after every epoch, for the figure of losses: "yes" or "no"'),
         }
     if name == "table1-search":
@@ -78,6 +81,7 @@ def keys_of(name: str) -> dict[str, Key]:
             "trials": Key(trials, "learning rates, and where it is bounded the gradient's norm", trials[:1]),
             "seed": Key(100, "one that the table does not use"),
             **training,
+            **images,
         }
     return {
         "sets": Key(list(SETS), "which of the fifteen", two[:1]),

@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ class Task:
     @property
     def images(self) -> tuple[int, int] | None:
         """How many images to train on and to test with; None for all."""
-        if self.recipe.name != "table1":
+        if "train_images" not in self.recipe.values:
             return None
         asked = self.recipe["train_images"] or 60_000, self.recipe["test_images"] or 10_000
         return None if asked == (60_000, 10_000) else asked
@@ -324,31 +323,33 @@ def _alone() -> None:
 
 
 def _search(task: Task) -> bool:
-    """Column by column, so that what is done can be kept."""
-    from torch_dcl.paper.search import Trial, as_json, search  # noqa: PLC0415
+    """The trials of `torch_dcl.paper.search`, fleet by fleet, so that what is done is kept."""
+    from torch_dcl.paper.digitsets import make_sets  # noqa: PLC0415
+    from torch_dcl.paper.engine import plan_fleets, run_jobs  # noqa: PLC0415
+    from torch_dcl.paper.search import as_json  # noqa: PLC0415
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
     _alone()
-    recipe, start = task.recipe, time.perf_counter()
-    trials = [Trial(*trial) for trial in read_trials(recipe["trials"])]
+    start, jobs = time.perf_counter(), jobs_of(task)
+
     with RunFolder.open(task.out, _plain(task), resume=task.resume) as folder:
-        counts = Counter(record["column"] for record in folder.read("trials"))
-        known = {column for column, count in counts.items() if count >= len(trials) * len(recipe["sets"])}
-        jobs = jobs_of(task)
+
+        def keep(found: "list[Outcome]") -> None:
+            for row in as_json(found):
+                folder.append("trials", row)
+
+        known = {_outcome(row).job for row in folder.read("trials")}
+        left = [job for job in jobs if job not in known]
         with Bar(console(), sum(job.networks for job in jobs), "networks") as bar:
-            bar.begin_at(sum(job.networks for job in jobs if job.column in known))
-            for column in recipe["models"]:
-                if column in known:
-                    continue
+            bar.begin_at(sum(job.networks for job in jobs if job in known))
+            bar.now("writing the sets")
+            sets = make_sets(
+                task.digits, task.recipe["sets"], "choose", device=task.settings.device, images=task.images
+            )
+            for fleet in plan_fleets(left, task.settings.most):
                 if time.perf_counter() - start > task.seconds:
                     return False
-                bar.now(column)
-                found = search(
-                    task.digits, task.settings, columns=[column], sets=recipe["sets"], trials=trials,
-                    seed=recipe["seed"], report=_listener(bar),
-                )  # fmt: skip
-                for row in as_json(found):
-                    folder.append("trials", row)
+                run_jobs(fleet, sets, task.settings, _listener(bar), keep)
         _print_choice(task, folder)
     return True
 
@@ -362,7 +363,8 @@ def _print_choice(task: Task, folder: "RunFolder") -> None:
 
     rows = folder.read("trials")
     choice = choose([_outcome(row) for row in rows])
-    table = Table(box=None, title="Chosen learning rates, and bounds on the gradient's norm", title_justify="left")
+    console().print("Chosen learning rates, and bounds on the gradient's norm:")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("model")
     counts = sorted({count for by_count in choice.values() for count in by_count})
     for count in counts:
@@ -431,7 +433,8 @@ def _print_fitted(task: Task, tried: dict[str, dict[float, list[float]]]) -> Non
     from torch_dcl.paper.statistics import mean, signed  # noqa: PLC0415
     from torch_dcl.training.runs import environment  # noqa: PLC0415
 
-    table = Table(box=None, title="Strengths at which the baseline errs as the paper's does", title_justify="left")
+    console().print("Strengths at which the baseline errs as the paper's does:")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("set", "strength", "error % (n)", "paper %", "off"):
         table.add_column(name, justify="left" if name == "set" else "right")
     rows = []

@@ -1,0 +1,89 @@
+"""The kernels of the fusion against the bandwidth of a copy.
+
+    python benchmarks/kernels.py --out results/kernels.csv
+
+Bytes are counted once for every value read and every value written; the share is of the bytes a second that a large
+device-to-device copy moves in the same run. Medians.
+"""
+
+import argparse
+import csv
+import statistics
+from pathlib import Path
+
+import torch
+
+from torch_dcl.files import replacing
+from torch_dcl.kernels import fused
+
+COLUMNS = ["kernel", "branches", "precision", "mib", "forward_ms", "full_ms", "forward_share", "full_share"]
+COLUMNS += ["copy_tb_s", "device", "torch"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="of one response")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for mib in arguments.mib:
+            for branches, pairs in ((2, False), (3, False), (3, True)):
+                size = mib * 2**20 // dtype.itemsize
+                # Several sets of inputs, so that no run finds its own in the cache.
+                sets = [[torch.randn(size, device="cuda", dtype=dtype) for _ in range(branches)] for _ in range(3)]
+                grad = torch.randn(size, device="cuda", dtype=dtype)
+                turn = iter(range(10**9))
+                eps = 10.0 ** -(2 if pairs else branches)
+
+                def forward(sets=sets, turn=turn, eps=eps, pairs=pairs):
+                    return fused.fuse_forward(sets[next(turn) % 3], eps, pairs)
+
+                def backward(sets=sets, turn=turn, eps=eps, pairs=pairs, grad=grad):
+                    return fused.fuse_backward(grad, sets[next(turn) % 3], eps, pairs)
+
+                one, two = time_of(forward), time_of(backward)
+                moved = [(branches + 1) * mib * 2**20, (2 * branches + 1) * mib * 2**20]
+                row = {
+                    "kernel": "fuse_pairs" if pairs else "fuse_branches", "branches": branches,
+                    "precision": str(dtype).removeprefix("torch."), "mib": mib,
+                    "forward_ms": f"{one:.4f}", "full_ms": f"{one + two:.4f}",
+                    "forward_share": f"{moved[0] / (1e-3 * one) / bandwidth:.3f}",
+                    "full_share": f"{sum(moved) / (1e-3 * (one + two)) / bandwidth:.3f}",
+                    "copy_tb_s": f"{bandwidth / 1e12:.2f}",
+                    "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                }  # fmt: skip
+                rows.append(row)
+                print("  ".join(str(rows[-1][name]) for name in COLUMNS[:9]), flush=True)
+    if arguments.out:
+        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.randn(2**28, device="cuda").to(torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-3 * time_of(lambda: target.copy_(source)))
+
+
+def time_of(work, rounds: int = 30) -> float:
+    """Median milliseconds by events."""
+    for _ in range(5):
+        work()
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""A DCL layer against the layer that it replaces, and against the other ways to have the same weights.
+
+    python benchmarks/layers.py --out results/layers.csv
+
+bf16 weights and activations, channels_last, cudnn.benchmark on. Forward, and forward with backward, are captured as
+CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take turns. The ratio is always to
+the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user gets it, and the run fails if its
+kernels did not run; `dcl-reference` is the same without them.
+"""
+
+import argparse
+import csv
+import statistics
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import torch_dcl as dcl
+from torch_dcl.files import replacing
+from torch_dcl.kernels import dispatch
+from torch_dcl.models import alexnet, variant_plan
+
+COLUMNS = ["case", "contender", "precision", "forward_ms", "full_ms", "forward_ratio", "full_ratio", "peak_mib"]
+COLUMNS += ["device", "torch"]
+
+
+def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> Callable:
+    def build():
+        plain = nn.Sequential(nn.Conv2d(channels, channels, kernel, padding=kernel // 2), nn.ReLU())
+        made = {
+            "plain": plain,
+            "dcl": dcl.DCLConv2d.like(plain[0], **{"branches": 2, "ratio": 1 / 4, **settings}),
+            "low-rank": nn.Sequential(
+                nn.Conv2d(channels, channels // 2, kernel, padding=kernel // 2, bias=False),
+                nn.Conv2d(channels // 2, channels, 1), nn.ReLU(),
+            ),
+        }  # fmt: skip
+        return made, torch.randn(batch, channels, side, side)
+
+    return build
+
+
+def linear(features: int, outputs: int, batch: int, **settings) -> Callable:
+    def build():
+        plain = nn.Sequential(nn.Linear(features, outputs), nn.ReLU())
+        made = {
+            "plain": plain,
+            "dcl": dcl.DCLLinear.like(plain[0], **{"branches": 2, "ratio": 1 / 4, **settings}),
+            "low-rank": nn.Sequential(
+                nn.Linear(features, outputs // 2, bias=False), nn.Linear(outputs // 2, outputs), nn.ReLU()
+            ),
+        }
+        return made, torch.randn(batch, features)
+
+    return build
+
+
+def whole_alexnet(batch: int) -> Callable:
+    def build():
+        plain = alexnet()
+        converted = deepcopy(plain)
+        dcl.convert_(converted, variant_plan(converted, "A2"), init="random")
+        return {"plain": plain, "dcl": converted}, torch.randn(batch, 3, 227, 227)
+
+    return build
+
+
+CASES: dict[str, Callable] = {
+    "conv512": conv(512, 28, 64),
+    "conv256": conv(256, 56, 64),
+    "fc-b1024": linear(9216, 4096, 1024),
+    "fc-b256": linear(9216, 4096, 256),
+    "conv512-t3": conv(512, 28, 64, branches=3, ratio=1 / 6),
+    "conv512-t3s": conv(512, 28, 64, branches=3, ratio=1 / 6, strategy="stochastic"),
+    "conv512-1x1": conv(512, 28, 64, kernel=1),
+    "conv512-b1": conv(512, 28, 1),
+    "conv512-b8": conv(512, 28, 8),
+    "fc-b1": linear(9216, 4096, 1),
+    "fc-b32": linear(9216, 4096, 32),
+    "alexnet-b256": whole_alexnet(256),
+    "alexnet-b32": whole_alexnet(32),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--precision", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    if arguments.precision == "float32":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    rows = []
+    for case in arguments.cases:
+        found = measure(case, arguments)
+        rows += found
+        for row in found:
+            print("  ".join(str(row[name]) for name in COLUMNS[:8]), flush=True)
+    if arguments.out:
+        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def measure(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    torch.manual_seed(0)
+    made, x = CASES[case]()
+    dtype = getattr(torch, arguments.precision)
+    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    x = x.to("cuda", dtype).contiguous(memory_format=layout)
+    training = case.startswith("alexnet")
+    ready: dict[str, nn.Module] = {}
+    for name, module in made.items():
+        module = module.to("cuda", dtype, memory_format=layout).train()  # noqa: PLW2901
+        if name == "dcl":
+            dcl.advance_branches_(module, 0)
+            with dispatch.watch() as ran:
+                module(x)
+            if any(path.endswith("reference") for path in ran) or not ran:
+                raise SystemExit(f"{case}: the kernels were meant to run, but {dict(ran)}")
+            if not training:
+                ready["dcl-reference"] = deepcopy(module)
+        ready[name] = module
+        if arguments.compiled and name in ("plain", "dcl"):
+            ready[f"{name}-compiled"] = torch.compile(deepcopy(module))
+    graphs = {name: capture(name, module, x, training=training) for name, module in ready.items()}
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in graphs}
+    for _ in range(arguments.rounds):
+        for name, (forward, full, _) in graphs.items():
+            times[name][0].append(spent(forward))
+            times[name][1].append(spent(full))
+    median = {name: [statistics.median(values) for values in both] for name, both in times.items()}
+    fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(2)]
+    return [
+        {
+            "case": case, "contender": name, "precision": arguments.precision,
+            "forward_ms": f"{forward:.4f}", "full_ms": f"{full:.4f}",
+            "forward_ratio": f"{forward / fastest[0]:.3f}", "full_ratio": f"{full / fastest[1]:.3f}",
+            "peak_mib": f"{graphs[name][2]:.0f}", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+        }
+        for name, (forward, full) in median.items()
+    ]  # fmt: skip
+
+
+def capture(name: str, module: nn.Module, x: torch.Tensor, *, training: bool):
+    """Graphs of a forward pass and of a whole step, and the memory of a step in MiB."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(not training)
+    optimizer = torch.optim.SGD(module.parameters(), 1e-4, 0.9, fused=True) if training else None
+    grad: torch.Tensor | None = None
+    quiet = dispatch.disabled() if name == "dcl-reference" else None
+
+    def forward() -> torch.Tensor:
+        return module(x)
+
+    def full() -> None:
+        nonlocal grad
+        for parameter in (*module.parameters(), x):
+            parameter.grad = None
+        z = forward()
+        grad = torch.randn_like(z) if grad is None else grad
+        z.backward(grad)
+        if optimizer is not None:
+            optimizer.step()
+
+    if quiet is not None:
+        quiet.__enter__()
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                full()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        full()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        graphs = []
+        for work in (no_grad(forward), full):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            graphs.append(graph)
+    finally:
+        if quiet is not None:
+            quiet.__exit__(None, None, None)
+    graphs[1].keep = (module, optimizer, x, grad)  # what the graph reads
+    return graphs[0], graphs[1], peak
+
+
+def no_grad(work: Callable) -> Callable:
+    def run() -> None:
+        with torch.no_grad():
+            work()
+
+    return run
+
+
+def spent(graph: torch.cuda.CUDAGraph, repeats: int = 5) -> float:
+    """Milliseconds of one replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(repeats):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+if __name__ == "__main__":
+    main()
