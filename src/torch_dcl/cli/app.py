@@ -342,7 +342,8 @@ def doctor(
         signs = {"ok": "[green]ok[/green]", "note": "[yellow]–[/yellow]", "problem": "[red]problem[/red]"}
         for check in checks:
             words = check["found"] + (f"\n[dim]→ {check['remedy']}[/dim]" if check["remedy"] else "")
-            for name, digest in check.get("sha256", {}).items():
+            # All hashes of all runs would bury the rest.
+            for name, digest in check.get("sha256", {}).items() if runs else ():
                 words += f"\n[dim]{digest[:16]}  {name}[/dim]"
             table.add_row(signs[check["state"]], check["name"], words)
         screen.print(table)

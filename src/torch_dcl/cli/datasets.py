@@ -20,9 +20,7 @@ def what_is_here() -> list[dict[str, Any]]:
     looked = places()
     for name, about, marks in _NAMED:
         found = next((str(place) for place in looked if _has(place, name, marks)), None)
-        remedy = (
-            f"put {marks[0]} into {looked[0]}" if name != "mnist" else f"put its four idx files into {looked[0]}/mnist"
-        )
+        remedy = f"put {_FILES.get(name, marks[0])} into {looked[0] / _FOLDERS.get(name, '')}"
         rows.append({"name": name, "found": found, "about": about, "remedy": None if found else remedy})
     for place in looked:
         files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
@@ -39,6 +37,10 @@ _NAMED = (
     ("cifar100", "50,000 + 10,000 images", ("cifar-100-binary.tar.gz", "cifar-100-binary", "cifar100")),
     ("svhn", "604,388 + 26,032 images", ("train_32x32.mat", "svhn/train_32x32.mat", "SVHN/train_32x32.mat")),
 )
+
+
+_FILES = {"mnist": "its four idx files", "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat"}
+_FOLDERS = {"mnist": "mnist", "svhn": "svhn"}
 
 
 def _has(place: Path, name: str, marks: tuple[str, ...]) -> bool:
@@ -65,9 +67,7 @@ def show(*, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     screen.print(f"Looked for in {', '.join(str(place) for place in places())}  (set TORCH_DCL_DATA to add a place)")
-    screen.print(
-        "Multi-digit sets are written when they are needed. As files: dcl data digits · a picture: dcl data sheet"
-    )
+    screen.print("Multi-digit sets are written when needed. Files: dcl data digits · a picture: dcl data sheet")
 
 
 def write_digits(sets: list[str], mnist: str | None, out: Path, device: str, images: int | None) -> None:

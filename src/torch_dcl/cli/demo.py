@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli import pages
 from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.screen import Bar, console, say_minutes
+from torch_dcl.cli.screen import Bar, bullets, console, say_minutes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,10 +84,8 @@ def run_demo(out: Path, *, images: int = IMAGES, epochs: int = EPOCHS, seeds: in
                 bar.note(f"{entry.named}: test error {_error(entry)}, {say_minutes(entry.seconds)}")
     screen.print(result_table(entries))
     told = verdict(entries)
-    for sentence in told:
-        screen.print(f"• {sentence}", markup=False)
     found, words = _responses(shown, sets)
-    screen.print(f"• {words}", markup=False)
+    bullets(screen, [*told[:-1], words, told[-1]])
     out.mkdir(parents=True, exist_ok=True)
     path = out / "report.html"
     _write_page(path, entries, told, found, words, images, epochs, seeds)
@@ -199,7 +197,7 @@ def _write_page(
     head = "".join(f'<th scope="col">{name}</th>' for name in ("network", "weights", "test error %, mean ± std (n)",
                                                                "every seed"))  # fmt: skip
     rows = "".join(
-        f'<tr><th scope="row"><b>{escape(entry.named)}</b> <span class="soft">{escape(WORDS[entry.column])}</span></th>'
+        f'<tr><th scope="row"><b>{escape(entry.named)}</b><small>{escape(WORDS[entry.column])}</small></th>'
         f"<td>{entry.weights:,}</td><td>{_error(entry)}</td><td>{' '.join(f'{e:.1f}' for e in entry.errors)}</td></tr>"
         for entry in entries
     )
@@ -212,9 +210,10 @@ def _write_page(
         "Command": f"dcl demo --images {images} --epochs {epochs} --seeds {seeds}",
     }
     listed = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in again.items())
+    lead = escape(" ".join(told[:-1])).replace("n = ", "n\u00a0=\u00a0").replace(" %", "\u00a0%")
     parts = [
         "<h1>dcl demo: two-digit numbers, three networks</h1>",
-        f'<p class="lead">{escape(" ".join(told[:-1]))}</p><p class="soft">{escape(told[-1])}</p>',
+        f'<p class="lead">{lead}</p><p class="soft">{escape(told[-1])}</p>',
         "<h2>Errors</h2>",
         f'<div class="box" tabindex="0" role="region" aria-label="Errors"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>",

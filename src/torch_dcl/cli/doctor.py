@@ -40,7 +40,7 @@ def _versions() -> list[Check]:
     rows = [
         _check("torch-dcl", "ok", f"{__version__}, in {Path(__file__).parents[1]}"),
         _check("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
-        _check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads on {os.cpu_count()} cores"),
+        _check("torch", "ok", f"{torch.__version__}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"),
     ]
     for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
         found = _version(name)

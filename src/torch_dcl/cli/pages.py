@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["figure", "inner", "not_run", "page", "sheet", "with_prefix"]
 
+SCALE = 1.5
+
 EXTRA = """
 figure{margin:22px 0 30px}
 figure svg{display:block;max-width:100%;height:auto}
-figure img{display:block;max-width:100%;height:auto;border-radius:4px}
+figure img{display:block;width:100%;min-width:640px;height:auto;border-radius:4px}
+th small{display:block;color:var(--soft);font-size:13px}
 figcaption{color:var(--soft);font-size:13.5px;line-height:1.5;margin-top:10px;max-width:80ch}
 .dark{display:none}
 @media (prefers-color-scheme:dark){.dark{display:block}.light{display:none}
@@ -112,10 +115,17 @@ def figure(draw: "Callable[[bool], Figure]", name: str) -> str:
 
     drawn = [draw(dark) for dark in (False, True)]
     parts = [
-        f'<div class="{kind}">{svg(made, name=f"{name}-{kind}")}</div>'
+        f'<div class="{kind}">{_larger(svg(made, name=f"{name}-{kind}"))}</div>'
         for made, kind in zip(drawn, ("light", "dark"), strict=True)
     ]
     return f"<figure>{''.join(parts)}<figcaption>{escape(str(drawn[0].get_label()))}</figcaption></figure>"
+
+
+def _larger(svg: str) -> str:
+    """The same, larger than on paper: a screen is read from farther away."""
+    head, close, rest = svg.partition(">")
+    head = re.sub(r'\b(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{SCALE * float(m[2]):g}pt"', head)
+    return head + close + rest
 
 
 def not_run(what: str) -> str:
@@ -134,6 +144,7 @@ def sheet(names: Sequence[str], mnist: Path | None = None, samples: int = 12) ->
         picture = base64.b64encode(path.read_bytes()).decode("ascii")
     words = "Each set: its name and variation, where the digits stand, and the first images of its test part."
     return (
-        f'<figure><img alt="Contact sheet of {escape(", ".join(names))}" src="data:image/png;base64,{picture}">'
+        '<figure><div class="box" tabindex="0" role="region" aria-label="Contact sheet">'
+        f'<img alt="Contact sheet of {escape(", ".join(names))}" src="data:image/png;base64,{picture}"></div>'
         f"<figcaption>{words}</figcaption></figure>"
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.recipes import Recipe, as_toml, find_recipe, read_settings, read_trials, with_settings
-from torch_dcl.cli.screen import Bar, console, first_rank, say_minutes
+from torch_dcl.cli.screen import Bar, bullets, console, first_rank, say_minutes, several
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Task", "make_task", "run_task"]
 
 FEW = 4
+SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
 FLEET = re.compile(r"^(?:(\d+)/(\d+) )?fleet (\d+) of (\d+), (?P<name>.*): (?P<networks>[\d,]+) networks in")
 
 
@@ -88,7 +89,7 @@ def make_task(
         raise UsageError(f"--minutes must be above 0, not {minutes:g}")
     if out is None:
         out = folder if folder is not None else Path("runs", recipe.name + ("-smoke" if smoke else ""))
-        if smoke and not resume and not dry and folder is None:
+        if smoke and not resume and not dry and folder is None and not several():
             out = _fresh(out)
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to go on with; leave --resume out to begin one")
@@ -146,7 +147,7 @@ def dry_run(task: Task) -> None:
     """Say what the run would take."""
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.cli.speed import memory, speed_of  # noqa: PLC0415
+    from torch_dcl.cli.speed import H200, memory, speed_of  # noqa: PLC0415
     from torch_dcl.paper.engine import plan_fleets  # noqa: PLC0415
     from torch_dcl.paper.table1 import estimate  # noqa: PLC0415
 
@@ -170,6 +171,8 @@ def dry_run(task: Task) -> None:
     table.add_row("memory", f"about {memory(largest, len(task.recipe['sets']), images):.1f} GiB")
     table.add_row("speed", f"{speed.images:,.0f} images/s ({speed.source})")
     table.add_row("time", f"about {say_minutes(60 * minutes)}, without writing the sets and judging")
+    if task.device == "cpu":
+        table.add_row("", f"about {say_minutes(found.images / H200)} on an H200")
     table.add_row("folder", str(task.out))
     screen.print(table)
     screen.print("Nothing was run or written.", style="dim")
@@ -183,6 +186,8 @@ def run_task(task: Task) -> None:
 
         task.out.mkdir(parents=True, exist_ok=True)
         write_text(task.out / "recipe.toml", as_toml(task.recipe))
+    elif not first_rank():
+        _wait_for(task.out / "recipe.json")
     start = time.perf_counter()
     work = {"table1": _table1, "table1-search": _search, "calibration": _calibration}[task.recipe.name]
     screen.print(f"[bold]{task.recipe.name}[/bold] on {task.device}, written with {task.digits.source}")
@@ -197,6 +202,13 @@ def run_task(task: Task) -> None:
                      if task.recipe.name == "table1" else f"{spent}, in [bold]{task.out}[/bold].")  # fmt: skip
     else:
         _say_stopped(task, "Time is up.")
+
+
+def _wait_for(path: Path, seconds: float = 120) -> None:
+    """Let the first rank make the folder."""
+    end = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _say_stopped(task: Task, why: str) -> None:
@@ -238,16 +250,21 @@ def _table1(task: Task) -> bool:
         )  # fmt: skip
     if table is None:
         return not first_rank()
-    table = mark_excerpt(table, task)
+    told = trial(task)
+    if told:
+        title = f"{table.title} (a trial, not the protocol)"
+        table = dataclasses.replace(table, title=title, deviations=(*told, *table.deviations))
     save(table, task.out / "table1.json")
     write_text(task.out / "table1.html", as_html(table))
     if len(table.sets) <= FEW:
         screen.print(_long_table(table))
+        screen.print(SIGNS, style="dim")
     else:
         styled = screen.is_terminal and not screen.no_color
         screen.out(as_text(table, width=screen.width, styled=styled), highlight=False)
-    for sentence in verdict(table):
-        screen.print(f"• {sentence}", markup=False)
+    screen.print()
+    bullets(screen, [*told, *verdict(table)])
+    screen.print()
     return True
 
 
@@ -274,13 +291,11 @@ def _long_table(table: "Table") -> "RichTable":
                 f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told), f"{cell.weights:,}",
                 style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
             )  # fmt: skip
-    made.caption = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
-    made.caption_justify = "left"
     return made
 
 
-def mark_excerpt(table: "Table", task: Task) -> "Table":
-    """The table, saying where it is not the protocol's."""
+def trial(task: Task) -> list[str]:
+    """Where the run is not the protocol's."""
     told = []
     if task.images:
         told.append(
@@ -290,10 +305,7 @@ def mark_excerpt(table: "Table", task: Task) -> "Table":
         told.append(f"{task.settings.schedule.epochs} epochs, while the learning rates were chosen for 24.")
     if task.digits.source.startswith("the embedded"):
         told.append("Written with an excerpt of MNIST, while how hard the sets are was fitted with all of it.")
-    if not told:
-        return table
-    title = f"{table.title} (a trial, not the protocol)"
-    return dataclasses.replace(table, title=title, deviations=(*told, *table.deviations))
+    return told
 
 
 def _name(job: "Job") -> tuple[str, str, int]:
@@ -316,9 +328,7 @@ def _plain(task: Task) -> dict[str, Any]:
 
 
 def _alone() -> None:
-    import os  # noqa: PLC0415
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if several():
         raise UsageError("this recipe runs in one process; start it without torchrun")
 
 

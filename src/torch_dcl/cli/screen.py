@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-__all__ = ["Bar", "command", "console", "first_rank", "print_json", "say_minutes"]
+__all__ = ["Bar", "bullets", "command", "console", "first_rank", "print_json", "say_minutes", "several"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 EVERY = 10.0  # seconds between plain lines
@@ -30,6 +30,11 @@ EVERY = 10.0  # seconds between plain lines
 def first_rank() -> bool:
     """Whether this process may speak: with torchrun, the first one alone."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def several() -> bool:
+    """Whether torchrun started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -46,6 +51,17 @@ def print_json(value: Any) -> None:
     """Print plain data for machines."""
     if first_rank():
         sys.stdout.write((value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)) + "\n")
+
+
+def bullets(on: "Console", sentences: Iterable[str]) -> None:
+    """Print sentences, one below the other."""
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        grid.add_row("•", Text(sentence))
+    on.print(grid)
 
 
 def fail(message: str) -> None:
@@ -230,10 +246,14 @@ class Bar:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
         self._progress = Progress(
-            SpinnerColumn(), BarColumn(28), TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {self.unit}"),
-            TimeElapsedColumn(), TextColumn("[dim]{task.fields[eta]}[/dim]"), TextColumn("{task.fields[text]}"),
+            SpinnerColumn(style="cyan"),
+            BarColumn(28, complete_style="cyan"),
+            TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {self.unit}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[eta]}[/dim]"),
+            TextColumn("{task.fields[text]}"),
             console=self.console,
-        )  # fmt: skip
+        )
         self._progress.add_task("", total=self.total, completed=self.done, text=self.text, eta="")
         self._live = Live(self._screen(), console=self.console, transient=True, refresh_per_second=8)
         self._live.start()

@@ -198,10 +198,11 @@ def _project_backward(
     at = p.to(tl.int64)[:, None] * N + n[None, :]
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     da, db, dc = _gradients(g, a, b, c, floor, T, PAIRS)
+    size = (tl.zeros((), tl.int64) + P) * N  # P = 1 is a constant here, and has no type of its own
     _keep(dpre, dbias, da, at, m, n, N, 0, T, mask, BIAS, LARGEST)
-    _keep(dpre + P.to(tl.int64) * N, dbias, db, at, m, n, N, 1, T, mask, BIAS, LARGEST)
+    _keep(dpre + size, dbias, db, at, m, n, N, 1, T, mask, BIAS, LARGEST)
     if T == 3:
-        _keep(dpre + 2 * P.to(tl.int64) * N, dbias, dc, at, m, n, N, 2, T, mask, BIAS, LARGEST)
+        _keep(dpre + 2 * size, dbias, dc, at, m, n, N, 2, T, mask, BIAS, LARGEST)
 
 
 @triton.jit

@@ -1,0 +1,119 @@
+"""The kernels compile for a GPU, also where there is none: Triton's compiler needs the target's name alone.
+
+The interpreter forgives what the compiler does not, such as a sum of signed and unsigned numbers. Here the functions
+that launch kernels are called on CPU tensors, and instead of launching, the kernel is compiled for compute capability
+9.0 with the types and constants that it was called with.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
+)
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that were compiled instead of launched."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = []
+
+    def run(kernel, *args, grid, warmup, **kwargs):
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        fixed = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+        signature, constants, hints = {}, {}, {}
+        for place, name in enumerate(kernel.arg_names):
+            value = given[name]
+            one = isinstance(value, int) and value == 1 and name not in fixed
+            if name in constant or value is None or one:
+                signature[name], constants[(place,)] = "constexpr", value
+                continue
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
+                hints[(place,)] = [["tt.divisibility", 16]]
+            else:
+                whole = "i32" if isinstance(value, int) and -(2**31) <= value < 2**31 else "i64"
+                signature[name] = "fp32" if isinstance(value, float) else whole
+                if isinstance(value, int) and value % 16 == 0 and name not in fixed:
+                    hints[(place,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, hints)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        names.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    return names
+
+
+@pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_fusion(compiled, T, pairs, dtype):
+    from torch_dcl.kernels import fused
+
+    pre = [torch.randn(5, 7).to(dtype) for _ in range(T)]
+    fused.fuse_forward(pre, 0.01, pairs)
+    fused.fuse_backward(pre[0], pre, 0.01, pairs)
+    assert compiled == ["_fuse_forward", "_fuse_backward"]
+
+
+@pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("P", "M", "K2"), [(1, 1, 1), (64, 128, 512)])
+def test_the_projection(compiled, T, pairs, P, M, K2):
+    from torch_dcl.kernels import fused
+
+    y, weight, bias = torch.randn(P, T * M), torch.randn(T * M, K2), torch.randn(T, K2)
+    low = [t.bfloat16() for t in (y, weight, bias)]
+    fused.project_forward(*low, T, 0.01, pairs)
+    fused.project_backward(torch.randn(P, K2).bfloat16(), *low, T, 0.01, pairs)
+    assert compiled == ["_project_forward", "_project_backward"]
+
+
+@pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
+@pytest.mark.parametrize("pool", [1, 2])
+def test_the_convolution(compiled, channels, filters, side, kernel, pool):
+    from torch_dcl.kernels import conv
+
+    x = torch.randn(2, 3, side, side, channels).bfloat16()
+    packed = conv.pack_weight(torch.randn(2, filters, channels, kernel, kernel).bfloat16())
+    bias = torch.randn(2, filters).bfloat16()
+    out, which = conv.conv_forward(x, packed, bias, filters, pool=pool, relu=True)
+    conv.conv_backward_weight(x, out, which, (kernel, kernel), pool=pool)
+    conv.conv_backward_input(packed, out, which, tuple(x.shape), pool=pool)
+    assert compiled[1:] == ["_weight_gradient", "_unpool", "_input_gradient"]
+
+
+@pytest.mark.parametrize("E", [1, 3])
+def test_what_stands_between_products(compiled, E):
+    from torch_dcl.kernels import pointwise
+
+    active, seed, step = torch.zeros(E, 2, dtype=torch.int64), torch.zeros(E, dtype=torch.int64), torch.zeros(1).long()
+    pre, bias = torch.randn(E, 3, 4, 9).bfloat16(), torch.randn(E, 3, 9).bfloat16()
+    for pair in (None, active):
+        z = pointwise.fuse_forward(pre, bias, 0.01, pair)
+        pointwise.fuse_backward(z, pre, bias, 0.01, pair)
+    pointwise.dropout(z, seed, 4_000_000_000, step, 0.5)
+    pointwise.dropout(z, seed, 1, step, 0.5)
+    pointwise.draw_pairs_(active, seed, 1, step, 3)
+    pointwise.gather_images(torch.zeros(2, 5, 1, 6, 6, dtype=torch.uint8), seed, seed[:, None], torch.bfloat16)
+    logits, labels = torch.randn(4, 11).bfloat16(), torch.zeros(4, dtype=torch.int64)
+    losses, lse = pointwise.entropy_forward(logits, labels)
+    pointwise.entropy_backward(losses, logits, labels, lse)
+    p = torch.randn(E, 6, 5)
+    for hold in (None, active):
+        pointwise.sgd_(
+            p, p, p.bfloat16(), p.bfloat16(), lr=torch.ones(E), weight_decay=torch.ones(E), clip=torch.ones(E),
+            momentum=0.9, nesterov=hold is None, active=hold, branches=3,
+        )  # fmt: skip
+    assert len(compiled) == 12
