@@ -262,3 +262,37 @@ def test_calibration_goes_on_round_by_round(dcl, folder, monkeypatch):
     assert seen[2][1] == {"MNIST-II-01": {1.0: [1.5], 2.0: [2.0]}}
     assert "+2.0 %" in shown  # 2.00 against the paper's 1.96
     assert json.loads((folder / "runs/calibration/calibration.json").read_text())["sets"][0]["strength"] == 2.0
+
+
+def test_with_torchrun_the_ranks_share_the_work_and_one_speaks(folder, environment):
+    words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/two", *TINY]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "torch_dcl",
+    ]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(a trial, not the protocol)") == 1
+    ranks = [(folder / f"runs/two/outcomes-{rank}.jsonl").read_text().count("\n") for rank in (0, 1)]
+    assert ranks == [1, 1]
+
+
+def test_the_report_draws_what_experiments_left_in_the_folder(dcl, run, folder):
+    points = [{"filters": n, "errors": [100 / n, 101 / n]} for n in (10, 50, 100)]
+    filters = {"set": "MNIST-III-10", "baseline": {"errors": [1.5, 1.6]}, "points": points}
+    losses = {"train_loss": [[2.0, 1.0]], "test_loss": [[2.1, 1.2]]}
+    (run / "filters.json").write_text(json.dumps(filters))
+    (run / "curves.json").write_text(json.dumps({"set": "MNIST-III-10", "series": {"baseline": losses, "A2": losses}}))
+    dcl("report", "runs/smoke")
+    page = (folder / "report.html").read_text()
+    assert "A large filter bank does not help much." in page
+    assert 'id="run1-filters-' in page
+    assert 'id="run1-curves-' in page
+    (run / "filters.json").write_text("{")
+    assert "filters.json is not JSON" in dcl("report", "runs/smoke", code=1)

@@ -20,7 +20,7 @@ EXACT = Settings(Schedule(1), batch=50, precision="float64")
 
 @pytest.fixture(scope="module")
 def sets():
-    return make_sets(read_mnist(None), [TWO, "MNIST-II-05", THREE], "report", images=(200, 100))
+    return make_sets(read_mnist(None), [TWO, "MNIST-II-05", THREE], "report", images=(100, 60))
 
 
 def close(a, b):
@@ -93,7 +93,7 @@ def test_fleets_of_one_architecture_do_not_depend_on_how_columns_are_mixed(jobs,
 def test_outcomes_come_in_the_order_of_the_jobs_and_are_kept_fleet_by_fleet(sets):
     jobs = [
         Job("A2", TWO, 1, 0.02), Job("baseline", TWO, 0, 0.02), Job("A2", "MNIST-II-05", 0, 0.02),
-        Job("baseline", THREE, 0, 0.02), Job("A2", TWO, 0, 0.02), Job("A2", TWO, 1, 0.02),
+        Job("oracle", TWO, 0, 0.02), Job("A2", TWO, 0, 0.02), Job("A2", TWO, 1, 0.02),
     ]  # fmt: skip
     lines, kept = [], []
     outcomes = run_jobs(jobs, sets, dataclasses.replace(EXACT, most=2), lines.append, kept.append)
@@ -104,13 +104,11 @@ def test_outcomes_come_in_the_order_of_the_jobs_and_are_kept_fleet_by_fleet(sets
     assert "A2, 100 classes: 2 networks" in "\n".join(lines)
 
 
-@pytest.mark.parametrize("column", ["baseline", "oracle", "A3S", "summed"])
+@pytest.mark.parametrize("column", ["baseline", "oracle", "A3S"])
 def test_a_job_errs_as_often_alone_as_among_others(sets, column):
     job = Job(column, TWO, 3, 0.05, 2.0)
-    others = [Job(column, "MNIST-II-05", 3, 0.05), Job(column, TWO, 1, 0.01), Job(column, TWO, 3, 0.02, 2.0)]
-    alone = run_jobs([job], sets, EXACT)[0]
-    close(alone, run_jobs([*others, job], sets, EXACT)[-1])
-    close(alone, run_jobs([job, *others], sets, dataclasses.replace(EXACT, most=4))[0])
+    others = [Job(column, "MNIST-II-05", 3, 0.05), Job(column, TWO, 1, 0.01)]
+    close(run_jobs([job], sets, EXACT)[0], run_jobs([*others, job], sets, EXACT)[-1])
 
 
 def digit_by_digit(job, sets, label):
@@ -161,14 +159,14 @@ def test_networks_are_given_when_they_are_asked_for_and_judge_as_was_noted(sets)
 
 
 def test_curves_have_one_value_an_epoch_and_end_where_the_training_did(sets):
-    long = dataclasses.replace(EXACT, schedule=Schedule(3))
+    long = dataclasses.replace(EXACT, schedule=Schedule(3), batch=100)
     job = Job("baseline", TWO, 0, 0.05)
     plain, curved = (run_jobs([job], sets, dataclasses.replace(long, curves=wanted))[0] for wanted in (False, True))
     assert plain.curves == ([], [])
     assert [len(curve) for curve in curved.curves] == [3, 3]
     assert (curved.curves[0][-1], curved.curves[1][-1]) == (curved.train_loss, curved.test_loss)
     close(plain, curved)
-    first = run_jobs([job], sets, EXACT)[0]  # without drops the first epoch does not know how many follow
+    first = run_jobs([job], sets, dataclasses.replace(EXACT, batch=100))[0]  # without drops the first epoch does not know how many follow
     assert (curved.curves[0][0], curved.curves[1][0]) == pytest.approx((first.train_loss, first.test_loss), rel=1e-10)
 
 

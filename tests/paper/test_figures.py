@@ -15,6 +15,7 @@ import torch
 import torch_dcl
 from torch_dcl.paper import figures
 from torch_dcl.paper.complementary import Complementary
+from torch_dcl.paper.figures import canvas
 from torch_dcl.paper.statistics import interval
 
 FILTERS = {
@@ -116,7 +117,7 @@ def test_pdf_and_png_have_the_same_bytes_twice(suffix, tmp_path):
 @pytest.mark.parametrize("kind", DRAW)
 def test_no_figure_hides_text_outside_of_its_page(kind):
     figure = DRAW[kind]()
-    with figures._style():
+    with canvas._style():
         figure.draw_without_rendering()
         box = figure.get_tightbbox()
     width, height = figure.get_size_inches()
@@ -199,7 +200,7 @@ def test_losses_that_reach_zero_are_drawn_on_a_linear_axis():
 def test_names_of_lines_that_end_together_do_not_overlap():
     runs = {"train_loss": [[1.0, 0.1]], "test_loss": [[1.0, 0.5]]}
     figure = figures.curves_figure({"set": "s", "series": dict.fromkeys(("baseline", "A2", "A3D", "A3S"), runs)})
-    with figures._style():
+    with canvas._style():
         figure.draw_without_rendering()
         boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.y0)
     assert len(boxes) == 4
@@ -207,7 +208,7 @@ def test_names_of_lines_that_end_together_do_not_overlap():
 
 
 def test_red_is_the_highest_and_green_what_contributes_where_it_is_another():
-    theme = figures._LIGHT
+    theme = canvas._LIGHT
     root = ET.fromstring(figures.svg(figures.complementary_figure(found()), name="c"))
     ids = {e.get("id") for e in root.iter() if e.get("id")}
     marked = {name.removeprefix("c-") for name in ids if "highest" in name or "contributes" in name}
@@ -235,9 +236,9 @@ def test_a_difference_is_filled_where_its_interval_leaves_out_zero():
     figure = figures.differences_figure(CELLS)
     panel = next(axes for axes in figure.axes if axes.get_title() == "DCL-A3S")
     dots = [line for line in panel.lines if line.get_marker() == "o"]
-    assert {line.get_markerfacecolor() for line in dots} == {figures._LIGHT.page}
+    assert {line.get_markerfacecolor() for line in dots} == {canvas._LIGHT.page}
     panel = next(axes for axes in figure.axes if axes.get_title() == "DCL-A2")
-    assert {line.get_markerfacecolor() for line in panel.lines if line.get_marker() == "o"} == {figures._LIGHT.blue}
+    assert {line.get_markerfacecolor() for line in panel.lines if line.get_marker() == "o"} == {canvas._LIGHT.blue}
     papers = [line for line in panel.lines if line.get_marker() == "D"]
     assert [line.get_xdata()[0] for line in papers] == [-0.3] * 3
     assert {line.get_markerfacecolor() for line in papers} == {"none"}

@@ -10,6 +10,7 @@ from torch_dcl.cli import pages
 from torch_dcl.cli.names import UsageError, nearest
 
 if TYPE_CHECKING:
+    from torch_dcl.paper.claims import Finding
     from torch_dcl.paper.table import Table
 
 __all__ = ["make_report", "read_table"]
@@ -34,12 +35,12 @@ def make_report(runs: Sequence[str]) -> str:
     parts = []
     if len(found) > 1:
         lines = "".join(
-            f'<li><a href="#run-{i}">{escape(str(path))}</a>: {escape(summary(table))}</li>'
+            f'<li><a href="#run-{i}">{escape(str(path))}</a>: {escape(summary(table, _further(path)))}</li>'
             for i, (path, table) in enumerate(found, 1)
         )
         parts.append(f"<h1>{title}</h1><ul>{lines}</ul>")
     for i, (path, table) in enumerate(found, 1):
-        body = pages.inner(as_html(table))
+        body = pages.inner(as_html(table, _further(path)))
         drawn = _figures(path, table, f"run{i}")
         where = "<h2>Claims</h2>"
         body = body.replace(where, f"{drawn}\n{where}", 1) if where in body else f"{body}\n{drawn}"
@@ -108,7 +109,7 @@ def _figures(path: Path, table: "Table", name: str) -> str:
     """What can be drawn from the run, and "not run" for the rest."""
     from torch_dcl.paper import figures  # noqa: PLC0415
 
-    cells, losses, filters = _differences(table), _losses(path), _filters(path)
+    cells, losses, filters = _differences(table), _losses(path), _read(path, "filters.json")
     parts = ["<h2>Figures</h2>"]
     parts.append(
         pages.figure(lambda dark: figures.differences_figure(cells, dark=dark), f"{name}-differences")
@@ -144,6 +145,8 @@ def _differences(table: "Table") -> list[dict[str, Any]]:
 def _losses(path: Path) -> dict[str, Any]:
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
+    if found := _read(path, "curves.json"):
+        return found
     if not path.is_dir():
         return {}
     series: dict[str, dict[str, list[list[float]]]] = {}
@@ -156,9 +159,23 @@ def _losses(path: Path) -> dict[str, Any]:
     return {"set": CURVES_OF, "series": series} if series else {}
 
 
-def _filters(path: Path) -> dict[str, Any]:
-    file = path / "filters.json"
+def _read(path: Path, name: str) -> dict[str, Any]:
+    """What an experiment beside the table left in the run folder; nothing where it was not run."""
+    file = path / name
     if not path.is_dir() or not file.is_file():
         return {}
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}; remove it, or write it again") from error
     return found
+
+
+def _further(path: Path) -> list["Finding"]:
+    """Findings from other data than the table's."""
+    from torch_dcl.paper.claims import large_banks_help_little  # noqa: PLC0415
+
+    filters = _read(path, "filters.json")
+    if not filters:
+        return []
+    return [large_banks_help_little([(point["filters"], point["errors"]) for point in filters["points"]])]

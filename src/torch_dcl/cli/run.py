@@ -1,6 +1,7 @@
 """``dcl run``: recipes."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.recipes import Recipe, as_toml, find_recipe, read_settings, read_trials, with_settings
-from torch_dcl.cli.screen import Bar, bullets, console, first_rank, say_minutes, several
+from torch_dcl.cli.screen import Bar, bullets, console, first_rank, say_minutes, several, world_size
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -163,9 +164,7 @@ def dry_run(task: Task) -> None:
     table.add_column()
     table.add_row("recipe", f"{task.recipe.name}: {len(task.recipe['sets'])} sets, {len(jobs):,} entries")
     table.add_row("networks", f"{found.networks:,}, in {found.fleets} fleets of up to {largest}")
-    table.add_row(
-        "images", f"{found.images:,} to train on: {images:,} a network, {task.settings.schedule.epochs} epochs"
-    )
+    table.add_row("images", f"{found.images:,} to train on: {images:,} a network, {_epochs(task)}")
     table.add_row("digits", task.digits.source)
     table.add_row("device", task.device)
     table.add_row("memory", f"about {memory(largest, len(task.recipe['sets']), images):.1f} GiB")
@@ -236,13 +235,17 @@ def _listener(bar: Bar) -> Callable[[str], None]:
 def _table1(task: Task) -> bool:
     from torch_dcl.files import write_text  # noqa: PLC0415
     from torch_dcl.paper import as_html, as_text, save, verdict  # noqa: PLC0415
+    from torch_dcl.paper.engine import plan_fleets  # noqa: PLC0415
     from torch_dcl.paper.table1 import run_table1  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
-    done = _done_jobs(task)
-    jobs = jobs_of(task)
-    with Bar(screen, sum(job.networks for job in jobs), "networks") as bar:
-        bar.begin_at(sum(job.networks for job in jobs if _name(job) in done))
+    done, jobs = _done_jobs(task), jobs_of(task)
+    before = [job for job in jobs if _name(job) in done]
+    # With torchrun the first rank sees its own share.
+    fleets = plan_fleets([job for job in jobs if _name(job) not in done], task.settings.most)[:: world_size()]
+    there, here = (sum(job.networks for job in some) for some in (before, itertools.chain(*fleets)))
+    with Bar(screen, there + here, "networks, first rank" if several() else "networks") as bar:
+        bar.begin_at(there)
         bar.now("writing the sets")
         table = run_table1(
             task.out, task.digits, task.settings, columns=recipe["models"], sets=recipe["sets"], seeds=recipe["seeds"],
@@ -302,10 +305,15 @@ def trial(task: Task) -> list[str]:
             f"Only the first {task.images[0]:,} images of a set to train on and {task.images[1]:,} to test with."
         )
     if task.settings.schedule.epochs != 24:
-        told.append(f"{task.settings.schedule.epochs} epochs, while the learning rates were chosen for 24.")
+        told.append(f"Trained for {_epochs(task)}, while the learning rates were chosen for 24.")
     if task.digits.source.startswith("the embedded"):
         told.append("Written with an excerpt of MNIST, while how hard the sets are was fitted with all of it.")
     return told
+
+
+def _epochs(task: Task) -> str:
+    count = task.settings.schedule.epochs
+    return f"{count} epoch{'s' if count > 1 else ''}"
 
 
 def _name(job: "Job") -> tuple[str, str, int]:

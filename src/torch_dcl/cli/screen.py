@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-__all__ = ["Bar", "bullets", "command", "console", "first_rank", "print_json", "say_minutes", "several"]
+__all__ = ["Bar", "bullets", "command", "console", "first_rank", "print_json", "say_minutes", "several", "world_size"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 EVERY = 10.0  # seconds between plain lines
@@ -34,7 +35,12 @@ def first_rank() -> bool:
 
 def several() -> bool:
     """Whether torchrun started several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return world_size() > 1
+
+
+def world_size() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def console(*, stderr: bool = False) -> "Console":
@@ -55,13 +61,9 @@ def print_json(value: Any) -> None:
 
 def bullets(on: "Console", sentences: Iterable[str]) -> None:
     """Print sentences, one below the other."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    grid = Table.grid(padding=(0, 1, 0, 0))
     for sentence in sentences:
-        grid.add_row("•", Text(sentence))
-    on.print(grid)
+        lines = textwrap.wrap(sentence, max(20, on.width - 2), break_on_hyphens=False)
+        on.print("• " + "\n  ".join(lines), markup=False, soft_wrap=True)
 
 
 def fail(message: str) -> None:
