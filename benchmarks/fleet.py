@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
     parser.add_argument("--methods", nargs="+", default=["fleet", "plain", "cuda-graph", "vmap"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=12_000, help="images of an epoch")
+    parser.add_argument("--images", type=int, default=60_000, help="images of an epoch")
     parser.add_argument("--profile", action="store_true", help="print what a step of the fleet spends its time on")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
