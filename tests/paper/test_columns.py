@@ -92,12 +92,12 @@ def test_a_start_depends_on_the_seed_alone(column):
     assert not same(first, build(column, 100, 8))
 
 
-PLAIN = ("baseline", "oracle", "summed")
+PLAIN, FEW = ("baseline", "oracle", "summed"), ("A2", "B3S", "narrow", "low-rank", "AB2")
 planned = pytest.mark.xfail(strict=True, reason="the first plan of a column is made outside of the fork")
 redrawn = pytest.mark.xfail(strict=True, reason="narrow draws its convolutions at another place of the stream")
 
 
-@pytest.mark.parametrize("column", [c if c in PLAIN else pytest.param(c, marks=planned) for c in ALL])
+@pytest.mark.parametrize("column", [*PLAIN, *(pytest.param(c, marks=planned) for c in FEW)])
 def test_torchs_generator_is_left_as_it_was_the_first_time(column):
     columns._plans.cache_clear()
     columns.weights.cache_clear()
@@ -107,7 +107,7 @@ def test_torchs_generator_is_left_as_it_was_the_first_time(column):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(column=st.sampled_from(ALL), seed=st.integers(0, 2**40), mine=st.integers(0, 2**40))
 def test_torchs_generator_is_left_as_it_was_later(column, seed, mine):
     build(column, 10, 0)

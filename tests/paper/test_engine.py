@@ -1,6 +1,7 @@
 """Jobs in, errors out: nothing lost, nothing mixed up, and nothing that depends on who trains beside whom."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -69,10 +70,9 @@ def test_fleets_hold_every_job_once_and_are_of_one_architecture_and_not_too_larg
     for fleet in fleets:
         assert len({(job.column, job.classes, job.filters) for job in fleet}) == 1
         assert 1 <= sum(job.networks for job in fleet) <= most
-    for first, second in zip(fleets, fleets[1:], strict=False):
-        if (first[0].column, first[0].classes, first[0].filters) == (
-            second[0].column, second[0].classes, second[0].filters
-        ):  # fmt: skip
+    for first, second in itertools.pairwise(fleets):
+        kinds = {(job.column, job.classes, job.filters) for job in (first[0], second[0])}
+        if len(kinds) == 1:
             # A fleet is ended only by a job that does not fit.
             assert sum(job.networks for job in first) + second[0].networks > most
 
@@ -111,12 +111,14 @@ def test_a_job_errs_as_often_alone_as_among_others(sets, column):
     close(run_jobs([job], sets, EXACT)[0], run_jobs([*others, job], sets, EXACT)[-1])
 
 
-def digit_by_digit(job, sets, label):
+def digit_by_digit(job, sets, digit_of):
     """Train the oracle's networks one after the other, without the engine."""
     found = []
     for place in range(job.digits):
-        train, judge = ({"d": (images, torch.tensor([label(n, place) for n in labels.tolist()]))} for images, labels in (
-            sets.train[job.data], sets.judge[job.data]))  # fmt: skip
+        train, judge = (
+            {"d": (images, torch.tensor([digit_of(number, place) for number in labels.tolist()]))}
+            for images, labels in (sets.train[job.data], sets.judge[job.data])
+        )
         seed = job.seed + 1000 * place
         member = Member("digit", "d", seed, job.lr, EXACT.schedule, job.weight_decay, job.clip)
         fleet = Fleet([build("baseline", 10, seed)], [member], train, batch=50, precision="float64")
@@ -166,7 +168,9 @@ def test_curves_have_one_value_an_epoch_and_end_where_the_training_did(sets):
     assert [len(curve) for curve in curved.curves] == [3, 3]
     assert (curved.curves[0][-1], curved.curves[1][-1]) == (curved.train_loss, curved.test_loss)
     close(plain, curved)
-    first = run_jobs([job], sets, dataclasses.replace(EXACT, batch=100))[0]  # without drops the first epoch does not know how many follow
+    first = run_jobs([job], sets, dataclasses.replace(EXACT, batch=100))[
+        0
+    ]  # without drops the first epoch does not know how many follow
     assert (curved.curves[0][0], curved.curves[1][0]) == pytest.approx((first.train_loss, first.test_loss), rel=1e-10)
 
 
@@ -185,7 +189,14 @@ def test_a_training_that_diverges_is_noted_and_harms_no_other(sets):
 
 def test_every_setting_of_a_job_counts(sets):
     base = Job("A2", TWO, 0, 0.05)
-    changes = ({"seed": 1}, {"lr": 0.06}, {"clip": 0.1}, {"weight_decay": 0.1}, {"filters": 50}, {"data": "MNIST-II-05"})
+    changes = (
+        {"seed": 1},
+        {"lr": 0.06},
+        {"clip": 0.1},
+        {"weight_decay": 0.1},
+        {"filters": 50},
+        {"data": "MNIST-II-05"},
+    )
     jobs = [base, *(dataclasses.replace(base, **change) for change in changes)]
     losses = [outcome.test_loss for outcome in run_jobs(jobs, sets, EXACT)]
     assert len(set(losses)) == len(losses)

@@ -95,7 +95,9 @@ def test_a_search_trains_every_trial_of_every_column_once_on_training_digits(mon
 
 
 def test_trials_as_plain_data_are_json_without_infinity():
-    rows = as_json([outcome("A2", "MNIST-II-02", Trial(0.02), 1.5), outcome("A2", "MNIST-II-02", Trial(0.1, 3), 2.5, 1)])
+    rows = as_json(
+        [outcome("A2", "MNIST-II-02", Trial(0.02), 1.5), outcome("A2", "MNIST-II-02", Trial(0.1, 3), 2.5, 1)]
+    )
     again = json.loads(json.dumps(rows, allow_nan=False))
     assert again == rows
     assert [(row["lr"], row["clip"], row["error"], row["stopped"]) for row in rows] == [

@@ -228,11 +228,11 @@ torn_line = pytest.mark.xfail(strict=True, raises=RunError, reason="the next lin
 
 
 @torn_line
-@pytest.mark.parametrize("kept", [1, 40, -2, -1])
+@pytest.mark.parametrize("kept", [40, -1])
 def test_a_last_line_that_was_cut_off_is_run_again(whole, done, kept):
     path = done / "outcomes.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:5]) + lines[5][:kept])
+    path.write_text("".join(lines[:4]) + lines[4][:kept])
     assert run(done, resume=True).cells == whole[0].cells
     assert run(done, resume=True).cells == whole[0].cells
 
@@ -290,9 +290,9 @@ def test_an_outcome_comes_back_from_its_record(whole):
 # Several processes
 
 RANK = """
+import runpy
 import sys
 import torch.distributed as dist
-from tests.paper import test_table1 as this
 from torch_dcl.paper import table, table1
 
 make_sets = table1.make_sets
@@ -303,7 +303,7 @@ def make_sets_together(*arguments, **options):
 
 table1.make_sets = make_sets_together
 dist.init_process_group("gloo")
-made = this.run(sys.argv[1], resume=True)
+made = runpy.run_path(sys.argv[3])["run"](sys.argv[1], columns=("baseline", "oracle"), resume=True)
 print("no table" if made is None else "the table")
 if made is not None:
     table.save(made, sys.argv[2])
@@ -325,8 +325,8 @@ def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whol
         there = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK, str(path), str(out)],
-                env={**os.environ, **there, "PYTHONPATH": os.pathsep.join([*sys.path, "."])},
+                [sys.executable, "-c", RANK, str(path), str(out), __file__],
+                env={**os.environ, **there, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -340,12 +340,13 @@ def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whol
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [words.strip() for words, _ in said] == ["the table", "no table"]
-    assert table.load(out).cells == whole[0].cells
+    expected = tuple(cell for cell in whole[0].cells if cell.column != "A2")
+    assert table.load(out).cells == expected
     shares = [{(r["job"]["column"], r["job"]["seed"]) for r in records(path, f"outcomes-{rank}")} for rank in (0, 1)]
     assert shares[0].isdisjoint(shares[1])
-    assert [len(share) for share in shares] == [3, 3]
+    assert [len(share) for share in shares] == [3, 1]  # two baselines and an oracle; an oracle
     # One process goes on with what two have done.
-    assert run(path, resume=True).cells == whole[0].cells
+    assert run(path, columns=("baseline", "oracle"), resume=True).cells == expected
 
 
 def as_rank(monkeypatch, rank):
