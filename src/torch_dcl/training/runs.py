@@ -75,9 +75,15 @@ class RunFolder:
             yield made
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add a line to a file of records, and wait until it is on the disk."""
-        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Add a line to a file of records, and wait until it is on the disk. A line cut off by a kill is taken away."""
+        with (self.path / f"{name}.jsonl").open("ab+") as file:
+            end = file.seek(0, os.SEEK_END)
+            if end:
+                file.seek(end - 1)
+                if file.read(1) != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
