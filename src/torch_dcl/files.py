@@ -35,7 +35,8 @@ __all__ = [
     "write_text",
 ]
 
-_MARK = rb"\"sha256\": \""  # in the header the JSON text is a JSON string
+_SEAL = "seal"
+_MARK = rb"\"seal\": \""  # in the header the JSON text is a JSON string
 _BLANK = "0" * 64
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 
@@ -157,9 +158,20 @@ def write_sealed(
     from safetensors import SafetensorError  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
     from safetensors.torch import save_file  # noqa: PLC0415
 
-    # Copies where they are views: safetensors writes whole storages only.
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {key: json.dumps({**about, "sha256": _BLANK}, sort_keys=True)}
+    text = json.dumps(about)
+    if f'"{_SEAL}": "' in text:
+        raise ValueError(
+            f"the description of a sealed file must not have the key {_SEAL!r}, which the file itself uses"
+        )
+    whole: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        one = tensor.detach().cpu().contiguous()
+        # A copy where the memory is another tensor's as well: safetensors writes whole storages, each once.
+        shared = one.untyped_storage().data_ptr() in seen or one.untyped_storage().nbytes() != one.nbytes
+        whole[name] = one.clone() if shared else one
+        seen.add(one.untyped_storage().data_ptr())
+    metadata = {key: json.dumps({**about, _SEAL: _BLANK}, sort_keys=True)}
     with replacing(path) as aside:
         try:
             save_file(whole, aside, metadata)
@@ -203,7 +215,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise SealedError(f"{path} is no file of the kind {key} ({error})") from error
-    about.pop("sha256", None)
+    about.pop(_SEAL)
     return tensors, about
 
 

@@ -93,7 +93,6 @@ def test_noise_that_turns_points_around_does_not_lead_out_of_their_range():
     assert 0.0 <= next_strength(Fitted("x", 2.0, {0.5: [2.5], 1.0: [1.5]}), 4.0) <= 1.0
 
 
-@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="the logarithm of an error of 0")
 def test_a_strength_without_any_error_is_a_point_like_others():
     assert 0 <= next_strength(Fitted("x", 2.0, {0.0: [0.0], 1.0: [5.0]}), 4.0) <= 1
 

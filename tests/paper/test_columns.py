@@ -93,11 +93,9 @@ def test_a_start_depends_on_the_seed_alone(column):
 
 
 PLAIN, FEW = ("baseline", "oracle", "summed"), ("A2", "B3S", "narrow", "low-rank", "AB2")
-planned = pytest.mark.xfail(strict=True, reason="the first plan of a column is made outside of the fork")
-redrawn = pytest.mark.xfail(strict=True, reason="narrow draws its convolutions at another place of the stream")
 
 
-@pytest.mark.parametrize("column", [*PLAIN, *(pytest.param(c, marks=planned) for c in FEW)])
+@pytest.mark.parametrize("column", [*PLAIN, *(c for c in FEW)])
 def test_torchs_generator_is_left_as_it_was_the_first_time(column):
     columns._plans.cache_clear()
     columns.weights.cache_clear()
@@ -117,7 +115,7 @@ def test_torchs_generator_is_left_as_it_was_later(column, seed, mine):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("column", [pytest.param(c, marks=redrawn) if c == "narrow" else c for c in ALL])
+@pytest.mark.parametrize("column", ALL)
 def test_convolutions_of_one_seed_start_alike_in_all_columns(column):
     plain, model = build("baseline", 100, 11), build(column, 100, 11)
     for layer in ("conv1", "conv2"):

@@ -8,7 +8,7 @@ import torch
 from torch_dcl.data.digits import generate, segment
 from torch_dcl.data.layouts import LAYOUTS, Digit, Layout
 from torch_dcl.paper import digitsets
-from torch_dcl.paper.digitsets import Digits, make_sets, read_mnist, with_strength
+from torch_dcl.paper.digitsets import Digits, make_sets, read_mnist
 
 MNIST = read_mnist(None)
 
@@ -85,15 +85,6 @@ def test_a_layout_of_ones_own_is_written_under_its_name():
     sets = make_sets(MNIST, [mine], "report", images=(5, 5))
     assert list(sets.train) == ["mine"]
     assert torch.equal(sets.train["mine"][1], generate(mine, "train", indices=range(5))[1])
-
-
-def test_another_strength_draws_the_same_digits():
-    changed = with_strength("MNIST-II-05", 0.0)
-    assert changed.strength == 0
-    sets = [make_sets(MNIST, [layout], "choose", images=(20, 10)).train["MNIST-II-05"] for layout in (
-        changed, "MNIST-II-05")]  # fmt: skip
-    assert torch.equal(sets[0][1], sets[1][1])
-    assert not torch.equal(sets[0][0], sets[1][0])
 
 
 def test_the_excerpt_is_read_without_a_folder_and_says_so():

@@ -174,7 +174,6 @@ def test_curves_have_one_value_an_epoch_and_end_where_the_training_did(sets):
     assert (curved.curves[0][0], curved.curves[1][0]) == pytest.approx((first.train_loss, first.test_loss), rel=1e-10)
 
 
-@pytest.mark.xfail(strict=True, reason="an oracle's curves are those of its first network, its losses are sums")
 def test_curves_of_an_oracle_end_where_its_losses_do(sets):
     outcome = run_jobs([Job("oracle", TWO, 0, 0.05)], sets, dataclasses.replace(EXACT, curves=True))[0]
     assert outcome.curves[1][-1] == pytest.approx(outcome.test_loss, rel=1e-10)

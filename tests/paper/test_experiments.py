@@ -169,20 +169,15 @@ def test_every_network_has_a_rate_for_two_and_for_three_digits():
 
 
 EXACT = dataclasses.replace(SETTINGS, precision="float64")
-single = pytest.mark.xfail(strict=True, raises=RuntimeError, reason="images are shown in float32")
-two_only = pytest.mark.xfail(strict=True, raises=ValueError, reason="the labels are always read as two digits")
 
 
-@single
 def test_firing_can_be_counted_in_float64():
     experiments.tried_data(MNIST, EXACT, CHOICE, columns=("A2",), seeds=1, name="MNIST-II-01", images=(50, 50))
 
 
-@single
 def test_knowledge_can_be_had_in_float64():
     experiments.knowledge(MNIST, EXACT, CHOICE, images=(50, 50))
 
 
-@two_only
 def test_knowledge_can_be_had_of_three_digits():
     experiments.knowledge(MNIST, SETTINGS, CHOICE, name="MNIST-III-01", images=(50, 50))

@@ -75,7 +75,6 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path, kept):
     assert folder.read("outcomes") == [{"error": 1.96, "name": "ü"}]
 
 
-@pytest.mark.xfail(strict=True, reason="a record is written behind what was cut off")
 @pytest.mark.parametrize("kept", [1, 5, -1, None])
 def test_a_record_after_a_line_that_was_cut_off_is_not_lost(tmp_path, kept):
     folder = RunFolder(tmp_path, {})
@@ -199,7 +198,6 @@ def test_a_folder_is_not_opened_twice_but_its_parts_are(tmp_path):
             pass
 
 
-@pytest.mark.xfail(strict=True, reason="parts have locks of their own, and the whole run another one")
 def test_a_whole_run_is_refused_while_its_parts_run(tmp_path):
     with contextlib.ExitStack() as stack:
         stack.enter_context(RunFolder.open(tmp_path, RECIPE, part="-0"))

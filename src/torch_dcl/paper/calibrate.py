@@ -45,7 +45,7 @@ class Fitted:
 
 
 def largest_strength(layout: Layout) -> float:
-    """The largest strength that the layout's ranges allow, down to two decimals."""
+    """The largest strength that the layout's ranges allow, down to two decimals, and at most 4."""
     declared = dataclasses.replace(layout, strength=1.0)
     limits = {"shift": 4, "scale": 0.75, "rotation": 180, "noise": 128}
     most = min(high / declared.effective(name) for name, high in limits.items() if declared.effective(name) > 0)
@@ -54,7 +54,7 @@ def largest_strength(layout: Layout) -> float:
 
 def next_strength(fitted: Fitted, most: float) -> float:
     """Where to look next: between the nearest neighbours of the target, on a straight line of the error's logarithm."""
-    points = sorted((strength, mean(errors)) for strength, errors in fitted.tried.items())
+    points = sorted((strength, max(mean(errors), 1e-3)) for strength, errors in fitted.tried.items())
     below = [point for point in points if point[1] <= fitted.target]
     above = [point for point in points if point[1] > fitted.target]
     if not above:

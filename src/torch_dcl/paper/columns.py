@@ -4,12 +4,13 @@ A DCL network is always the baseline after `convert_`. The controls have DCL-A2'
 """
 
 import functools
+import math
 
 import torch
 from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
-from torch_dcl.models import lenet, variant_plan
+from torch_dcl.models import _common, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
@@ -38,17 +39,17 @@ def build(column: str, classes: int, seed: int, *, filters: int | None = None) -
         seed: What the start is drawn from; torch's own generator is left as it was.
         filters: Filters of a branch in place of the paper's fifth; for the DCL columns alone.
     """
-    # Before the seed is set: planning makes a network of its own, and only the first time.
-    plain = column in ("baseline", "oracle", "narrow", "summed")
-    plans = () if plain else _plans(column, classes, filters)
-    narrow = _narrow_filters(classes) if column == "narrow" else 0
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Before the seed is set: planning makes a network of its own, and only the first time.
+        plain = column in ("baseline", "oracle", "narrow", "summed")
+        plans = () if plain else _plans(column, classes, filters)
+        narrow = _narrow_filters(classes) if column == "narrow" else 0
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well
         model = lenet(classes)
         if column == "narrow":
             model.fc1, model.fc2 = nn.Linear(_FC1_IN, narrow), nn.Linear(narrow, classes)
-            torch.manual_seed(seed)
-            model.reset_parameters()
+            for layer in (model.fc1, model.fc2):
+                _common.uniform_(layer, bound=math.sqrt(3 / layer.in_features))
         if column == "summed":
             model.fc1 = SummedLinear.like(model.fc1, branches=2, width=_FC1 // 5)  # type: ignore[assignment]
         for each in plans:

@@ -5,7 +5,6 @@ sixths are written with to train on, the last sixth to judge with, with another 
 in it.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -77,8 +76,3 @@ def make_sets(
             indices = None if most is None else range(most)
             into[layout.name] = generate(layout, split, seed=seed, device=device, mnist=segments, indices=indices)
     return sets
-
-
-def with_strength(name: str, strength: float) -> Layout:
-    """A set with another strength, under a name that says so; it is drawn with the set's own random numbers."""
-    return dataclasses.replace(LAYOUTS[name], strength=strength)

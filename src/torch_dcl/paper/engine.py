@@ -177,9 +177,14 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outc
             min(stopped, default=None),
         )
         if settings.curves:
-            curves = ([epoch[rows[0]] for epoch in fleet.history.train_loss], [epoch[rows[0]] for epoch in judged])
+            curves = (_summed(fleet.history.train_loss, rows), _summed(judged, rows))
             outcome = replace(outcome, curves=curves)
         if settings.networks and job.column != "oracle":
             outcome = replace(outcome, network=fleet.network(rows[0]))
         outcomes.append(outcome)
     return outcomes
+
+
+def _summed(by_epoch: Sequence[Sequence[float]], rows: Sequence[int]) -> list[float]:
+    """A value an epoch: of an oracle the sum over its networks."""
+    return [sum(epoch[row] for row in rows) for epoch in by_epoch]

@@ -108,11 +108,14 @@ def knowledge(
         for column in ("A2", "B2")
     ]
     shown, labels = (part.cpu() for part in sets.judge[name])
+    digits_of = jobs[0].digits
     found = {}
     for outcome in run_jobs(jobs, sets, settings, report):
         assert outcome.network is not None
         layer = "fc1" if outcome.job.column == "A2" else "fc2"
-        found[outcome.job.column] = complementary(outcome.network, layer, None, shown[:, None] / 255, labels)
+        found[outcome.job.column] = complementary(
+            outcome.network, layer, None, _to_show(shown, outcome.network), labels, digits=digits_of
+        )
     return found
 
 
@@ -137,10 +140,10 @@ def tried_data(
     ]
     rows = []
     outcomes = run_jobs(jobs, sets, settings, report)
-    shown = sets.judge[name][0].cpu()[:1000, None] / 255
+    shown = sets.judge[name][0].cpu()[:1000]
     for column in columns:
         group = [o for o in outcomes if o.job.column == column]
-        fire = [firing(o.network, shown) for o in group if o.network is not None]
+        fire = [firing(o.network, _to_show(shown, o.network)) for o in group if o.network is not None]
         rows.append(
             {
                 "column": column,
@@ -151,6 +154,11 @@ def tried_data(
             }
         )
     return {"set": name, "columns": rows}
+
+
+def _to_show(images: Tensor, model: nn.Module) -> Tensor:
+    """Grey images as the network takes them."""
+    return images[:, None].to(next(model.parameters()).dtype) / 255
 
 
 @torch.no_grad()

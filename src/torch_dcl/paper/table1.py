@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,11 +115,15 @@ def run_table1(
     recipe["choice"] = _finite(recipe["choice"])
     start = time.perf_counter()
     part = f"-{rank}" if world > 1 else ""
-    resume = resume or (world > 1 and rank > 0 and Path(path, "recipe.json").exists())
-    with RunFolder.open(path, recipe, resume=resume, part=part) as folder:
+    if rank:  # the first rank makes the folder
+        _wait_for_all(world)
+    with RunFolder.open(path, recipe, resume=resume or rank > 0, part=part) as folder:
+        if rank == 0:
+            _wait_for_all(world)
         known = {_job(record["job"]): _outcome(record) for record in folder.read("outcomes")}
-        left = [job for job in jobs if job not in known]
-        fleets = plan_fleets(left, settings.most)[rank::world]
+        # Shared out before what is known is taken away, so that every rank sees the same shares whenever it looks.
+        mine = plan_fleets(jobs, settings.most)[rank::world]
+        fleets = [left for fleet in mine if (left := [job for job in fleet if job not in known])]
         if known:
             report(f"{len(known)} of {len(jobs)} entries are done already")
         written = make_sets(digits, sets, "report", device=settings.device, images=images)
@@ -164,12 +167,14 @@ def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minu
         classes = 10 ** len(LAYOUTS[name].digits)
         paper = TABLE1[name].get(column)
         networks = len(LAYOUTS[name].digits) if column == "oracle" else 1
+        losses = [tuple(getattr(o, name) for o in group) for name in ("train_loss", "test_loss")]
+        # Of a network that diverged there is no loss to average.
+        train, test = (values if all(map(math.isfinite, values)) else None for values in losses)
         cell = Cell(
             name, column, tuple(o.error for o in group), tuple(o.job.seed for o in group),
             weights(column, classes) * networks,
             None if paper is None else paper.mean, None if paper is None else paper.std,
-            tuple(o.train_loss for o in group), tuple(o.test_loss for o in group),
-            tuple(o.job.seed for o in group if o.stopped is not None), column == "baseline",
+            train, test, tuple(o.job.seed for o in group if o.stopped is not None), column == "baseline",
         )  # fmt: skip
         cells.append(cell)
     here = environment()
@@ -189,10 +194,12 @@ def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minu
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: None stands for it."""
+    """JSON has no infinity and no NaN: None stands for them."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and math.isinf(value) else value
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
@@ -207,6 +214,10 @@ def _job(record: Mapping[str, Any]) -> Job:
 
 
 def _outcome(record: Mapping[str, Any]) -> Outcome:
-    train, test = (math.inf if record[name] is None else record[name] for name in ("train_loss", "test_loss"))
-    curves = (list(record["curves"][0]), list(record["curves"][1]))
+    train, test = (_number(record[name]) for name in ("train_loss", "test_loss"))
+    curves = ([_number(x) for x in record["curves"][0]], [_number(x) for x in record["curves"][1]])
     return Outcome(_job(record["job"]), record["error"], test, train, record["stopped"], curves)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -68,7 +68,11 @@ class RunFolder:
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"lock{part}"):
+        # Parts share the folder with each other, and with nobody else.
+        with contextlib.ExitStack() as held:
+            held.enter_context(_locked(folder / "lock", shared=bool(part)))
+            if part:
+                held.enter_context(_locked(folder / f"lock{part}"))
             _check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
             made = cls(folder, recipe)
             made.append(f"environment{part}", environment())
@@ -77,12 +81,13 @@ class RunFolder:
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to a file of records, and wait until it is on the disk. A line cut off by a kill is taken away."""
         with (self.path / f"{name}.jsonl").open("ab+") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end:
-                file.seek(end - 1)
-                if file.read(1) != b"\n":
-                    file.seek(0)
-                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.seek(0)
+            content = file.read()
+            tail = content[content.rfind(b"\n") + 1 :]
+            if tail and _is_record(tail):
+                file.write(b"\n")
+            elif tail:
+                file.truncate(len(content) - len(tail))
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -103,6 +108,14 @@ class RunFolder:
                             f"{path}, line {number + 1}, is damaged ({error}); remove the line, or the folder"
                         ) from error
         return records
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def environment() -> dict[str, Any]:
@@ -147,11 +160,11 @@ def _commit() -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold a lock that the system lets go when the process ends, however it ends."""
     with path.open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             holder = file.read().strip() or "unknown"
