@@ -56,6 +56,7 @@ def test_smoke_prints_the_table_and_leaves_files(finished):
     assert "a trial, not the protocol" in table.title
     assert any("first 100 images" in line for line in table.deviations)
     assert "1.96(03)" in shown
+    assert "…" not in shown  # eighty columns, and no number is cut
     assert "129 of 135 cells were not run" in shown
     assert (out / "table1.html").read_text().startswith("<!doctype html>")
     assert {"recipe.toml", "recipe.json", "outcomes.jsonl", "environment.jsonl"} <= {p.name for p in out.iterdir()}

@@ -260,7 +260,7 @@ def _table1(task: Task) -> bool:
     save(table, task.out / "table1.json")
     write_text(task.out / "table1.html", as_html(table))
     if len(table.sets) <= FEW:
-        screen.print(_long_table(table))
+        screen.print(_long_table(table, weights=screen.width >= 92))
         screen.print(SIGNS, style="dim")
     else:
         styled = screen.is_terminal and not screen.no_color
@@ -271,8 +271,11 @@ def _table1(task: Task) -> bool:
     return True
 
 
-def _long_table(table: "Table") -> "RichTable":
-    """Few sets: a line for every cell, with the paper's number, ours, and the difference to the baseline."""
+def _long_table(table: "Table", *, weights: bool) -> "RichTable":
+    """Few sets: a line for every cell, with the paper's number, ours, and the difference to the baseline.
+
+    The weights are what a narrow screen can do without; a cut number is not.
+    """
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table as RichTable  # noqa: PLC0415
@@ -281,7 +284,8 @@ def _long_table(table: "Table") -> "RichTable":
     from torch_dcl.paper.text import mark  # noqa: PLC0415
 
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    for name in ("set", "model", "paper %", "ours % ± std (n)", "", "to the baseline, 95 %", "weights"):
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", "to the baseline, 95 %", "weights")
+    for name in names if weights else names[:-1]:
         made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
     for name in table.sets:
         cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
@@ -291,7 +295,8 @@ def _long_table(table: "Table") -> "RichTable":
             told = "" if gap is None else f"{signed(gap.mean)} [{signed(gap.low)}, {signed(gap.high)}]"
             made.add_row(
                 "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
-                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told), f"{cell.weights:,}",
+                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
+                *([f"{cell.weights:,}"] if weights else []),
                 style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
             )  # fmt: skip
     return made
