@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dcl import kernels
 from torch_dcl.functional import draw_pair
 from torch_dcl.training import operations
-from torch_dcl.training.fleet import _sgd_
+from torch_dcl.training.sgd import sgd_
 
 Errors = dict[str, float]
 Case = Callable[[str, torch.dtype], Errors]
@@ -204,7 +204,7 @@ def _sgd_case(
             mine = p.to(**there, copy=True)
             moment = m.to(**there, copy=True)
             operations.keep_low_copy(mine, dtype if low else None)
-            _sgd_(
+            sgd_(
                 mine, moment, g.to(place, wide if place == "cpu" else dtype), torch.tensor(rates, **there),
                 torch.tensor([0.01, 0.02, 0.0], **there), torch.tensor([0.5, 1.0, 0.1], **there) if clip else None,
                 0.9, nesterov, factors, torch.tensor([[0, 2], [1, 2], [0, 1]], device=place) if hold else None, T,

@@ -15,19 +15,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torch_dcl import kernels
 from torch_dcl.data.draws import draw
 from torch_dcl.files import read_sealed, write_sealed
 from torch_dcl.training import operations
 from torch_dcl.training.operations import low_copy
+from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
 from torch_dcl.training.schedule import Schedule
+from torch_dcl.training.sgd import sgd_
 from torch_dcl.training.stack import Stack
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 
 Precision = Literal["bfloat16", "float32", "float64"]
 _KEY = "torch_dcl_fleet"
-Labelled = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -138,13 +138,13 @@ class Fleet:
         wide = torch.float64 if precision == "float64" else torch.float32
         self.stack = Stack(networks).to(self.device, wide).train()
         self.stack.compute_in(self.compute)
-        self.data = _Resident(data, [member.data for member in members], self.device)
+        self.data = Resident(data, [member.data for member in members], self.device)
         self.steps_per_epoch = self.data.count // batch
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
         self.epoch = 0
         self.classes = self._count_classes()
-        _check_labels({member.data: data[member.data] for member in members}, self.classes)
+        check_labels({member.data: data[member.data] for member in members}, self.classes)
         self._parameters = {name: p for name, p in self.stack.named_stacked() if p.requires_grad}
         self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._factors = {name: (1.0, 1.0) if factors is None else factors(name) for name in self._parameters}
@@ -194,9 +194,9 @@ class Fleet:
             data: By the names that members know.
             batch: Images at a time; it does not matter to the result.
         """
-        _check_data(data, self.members)
-        _check_labels({member.data: data[member.data] for member in self.members}, self.classes)
-        resident = _Resident(data, [member.data for member in self.members], self.device)
+        check_data(data, [(member.name, member.data) for member in self.members])
+        check_labels({member.data: data[member.data] for member in self.members}, self.classes)
+        resident = Resident(data, [member.data for member in self.members], self.device)
         predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         wrong = torch.zeros_like(losses)
@@ -342,7 +342,7 @@ class Fleet:
             scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
             fusion, branches = self._held.get(name, (None, 1))
-            _sgd_(
+            sgd_(
                 parameter, self._moments[name], gradient.contiguous(), rate, self._decay, scale,
                 self.momentum, self.nesterov, self._factors[name],
                 None if fusion is None else fusion.active, branches,
@@ -375,38 +375,6 @@ class Fleet:
         self._graph = graph
 
 
-class _Resident:
-    """Data of all members on the device; images that several names share lie there once."""
-
-    def __init__(self, data: Mapping[str, Labelled], names: Sequence[str], device: torch.device) -> None:
-        images: dict[tuple[object, ...], int] = {}
-        kept: list[Tensor] = []
-        labels: dict[str, int] = {}
-        for name in dict.fromkeys(names):
-            given = data[name][0]
-            if _same(given) not in images:
-                images[_same(given)] = len(kept)
-                kept.append(given.to(device))
-            labels[name] = len(labels)
-        self.images = torch.stack(kept)
-        if self.images.dim() == 4:
-            self.images = self.images[:, :, None]
-        self.labels = torch.stack([data[name][1].to(device) for name in labels])
-        self.image_of = torch.tensor([images[_same(data[name][0])] for name in names], device=device)
-        self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
-        self.count = self.images.shape[1]
-
-    def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
-        """Images ``[E, B, C, H, W]``, divided by 255, and labels ``[E, B]`` of the places ``[E, B]``."""
-        images = operations.gather_images(self.images, self.image_of, index, dtype)
-        return images, self.labels[self.label_of, index]
-
-
-def _same(images: Tensor) -> tuple[object, ...]:
-    """What two views of the same values agree in."""
-    return images.device, images.data_ptr(), images.shape, images.stride()
-
-
 def _finite(value: Any) -> Any:
     """Plain data with None for what is no finite number, as JSON wants it."""
     if isinstance(value, dict):
@@ -416,76 +384,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _sgd_(
-    p: Tensor, m: Tensor, g: Tensor, rate: Tensor, decay: Tensor, scale: Tensor | None,
-    momentum: float, nesterov: bool, factors: tuple[float, float], active: Tensor | None, branches: int,
-) -> None:  # fmt: skip
-    """One step of SGD in place, as torch.optim.SGD does it; a network at rate 0 and an idle branch stay as they are."""
-    lr_factor, wd_factor = factors
-    if kernels.usable(p):
-        from torch_dcl.kernels.pointwise import sgd_  # noqa: PLC0415
-
-        sgd_(
-            p.detach(), m, g, low_copy(p), lr=rate, weight_decay=decay, clip=scale, momentum=momentum,
-            nesterov=nesterov, lr_factor=lr_factor, wd_factor=wd_factor, active=active, branches=branches,
-        )  # fmt: skip
-        return
-
-    def across(values: Tensor) -> Tensor:
-        return values.view(-1, *(1,) * (p.dim() - 1))
-
-    moves = across(rate != 0)
-    if active is not None:
-        row = torch.arange(p.shape[1], device=p.device) // (p.shape[1] // branches)
-        drawn = (row[None, :, None] == active[:, None]).any(-1)
-        moves = moves & drawn.view(*drawn.shape, *(1,) * (p.dim() - 2))
-    if scale is not None:
-        g = g * across(scale)
-    g = g + across(decay) * wd_factor * p.detach()
-    fresh = momentum * m + g
-    step = g + momentum * fresh if nesterov else fresh
-    m.copy_(torch.where(moves, fresh, m))
-    p.detach().copy_(torch.where(moves, p.detach() - across(rate) * lr_factor * step, p.detach()))
-    copy = low_copy(p)
-    if copy is not None:
-        copy.detach().copy_(p.detach())
-
-
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
     if len(networks) != len(members):
         raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
     if not networks:
         raise ValueError("a fleet needs at least one network")
-    count = _check_data(data, members)
+    count = check_data(data, [(member.name, member.data) for member in members])
     if not 1 <= batch <= count:
         raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")
-
-
-def _check_data(data: Mapping[str, Labelled], members: Sequence[Member]) -> int:
-    """Refuse data that members cannot use together; give how many images there are."""
-    sizes = set()
-    for member in members:
-        if member.data not in data:
-            raise ValueError(f"{member.name!r} wants the data {member.data!r}; given are {', '.join(map(repr, data))}")
-        images, labels = data[member.data]
-        if images.dtype != torch.uint8 or images.dim() not in (3, 4):
-            raise ValueError(
-                f"images of {member.data!r} must be uint8 [N, H, W] or [N, C, H, W], "
-                f"got {images.dtype} {list(images.shape)}"
-            )
-        if len(images) != len(labels):
-            raise ValueError(f"{member.data!r} has {len(images)} images and {len(labels)} labels")
-        if labels.dtype != torch.int64 or labels.dim() != 1:
-            raise ValueError(f"labels of {member.data!r} must be int64 [N], got {labels.dtype} {list(labels.shape)}")
-        sizes.add(tuple(images.shape))
-    if len(sizes) > 1:
-        raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; train them in fleets apart")
-    return int(sizes.pop()[0])
-
-
-def _check_labels(data: Mapping[str, Labelled], classes: int) -> None:
-    for name, (_, labels) in data.items():
-        low, high = (int(extreme) for extreme in torch.aminmax(labels))
-        if low < 0 or high >= classes:
-            wrong = low if low < 0 else high
-            raise ValueError(f"{name!r} has the label {wrong}, but the networks tell {classes} classes apart, from 0")

@@ -1,0 +1,79 @@
+"""Data of a fleet on the device, and what it must be like."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_dcl.training import operations
+
+__all__ = ["Labelled", "Resident", "check_data", "check_labels"]
+
+Labelled = tuple[Tensor, Tensor]
+
+
+class Resident:
+    """Data of all members on the device; images that several names share lie there once."""
+
+    def __init__(self, data: Mapping[str, Labelled], names: Sequence[str], device: torch.device) -> None:
+        images: dict[tuple[object, ...], int] = {}
+        kept: list[Tensor] = []
+        labels: dict[str, int] = {}
+        for name in dict.fromkeys(names):
+            given = data[name][0]
+            if _same(given) not in images:
+                images[_same(given)] = len(kept)
+                kept.append(given.to(device))
+            labels[name] = len(labels)
+        self.images = torch.stack(kept)
+        if self.images.dim() == 4:
+            self.images = self.images[:, :, None]
+        self.labels = torch.stack([data[name][1].to(device) for name in labels])
+        self.image_of = torch.tensor([images[_same(data[name][0])] for name in names], device=device)
+        self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
+        self.count = self.images.shape[1]
+
+    def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
+        """Images ``[E, B, C, H, W]``, divided by 255, and labels ``[E, B]`` of the places ``[E, B]``."""
+        images = operations.gather_images(self.images, self.image_of, index, dtype)
+        return images, self.labels[self.label_of, index]
+
+
+def _same(images: Tensor) -> tuple[object, ...]:
+    """What two views of the same values agree in."""
+    return images.device, images.data_ptr(), images.shape, images.stride()
+
+
+def check_data(data: Mapping[str, Labelled], wanted: Iterable[tuple[str, str]]) -> int:
+    """Refuse data that networks cannot use together; give how many images there are.
+
+    Args:
+        data: By name.
+        wanted: Pairs of a network's name and the name of its data.
+    """
+    sizes = set()
+    for who, name in wanted:
+        if name not in data:
+            raise ValueError(f"{who!r} wants the data {name!r}; given are {', '.join(map(repr, data))}")
+        images, labels = data[name]
+        if images.dtype != torch.uint8 or images.dim() not in (3, 4):
+            raise ValueError(
+                f"images of {name!r} must be uint8 [N, H, W] or [N, C, H, W], got {images.dtype} {list(images.shape)}"
+            )
+        if len(images) != len(labels):
+            raise ValueError(f"{name!r} has {len(images)} images and {len(labels)} labels")
+        if labels.dtype != torch.int64 or labels.dim() != 1:
+            raise ValueError(f"labels of {name!r} must be int64 [N], got {labels.dtype} {list(labels.shape)}")
+        sizes.add(tuple(images.shape))
+    if len(sizes) > 1:
+        raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; train them in fleets apart")
+    return int(sizes.pop()[0])
+
+
+def check_labels(data: Mapping[str, Labelled], classes: int) -> None:
+    """Refuse labels that are no class of the networks."""
+    for name, (_, labels) in data.items():
+        low, high = (int(extreme) for extreme in torch.aminmax(labels))
+        if low < 0 or high >= classes:
+            wrong = low if low < 0 else high
+            raise ValueError(f"{name!r} has the label {wrong}, but the networks tell {classes} classes apart, from 0")
