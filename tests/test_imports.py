@@ -27,12 +27,27 @@ def in_a_new_interpreter(program):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_import_loads_torch_and_nothing_heavier():
-    program = "import json, sys; sys.path[:0] = {path}; import torch_dcl; print(json.dumps(sorted(sys.modules)))"
-    loaded = set(in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)])))
+def test_the_import_loads_nothing_and_a_layer_loads_torch_and_nothing_heavier():
+    program = """
+import json, sys
+sys.path[:0] = {path}
+import torch_dcl
+bare = sorted(sys.modules)
+torch_dcl.DCLLinear
+print(json.dumps([bare, sorted(sys.modules)]))
+"""
+    bare, loaded = in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)]))
+    assert "torch" not in bare
     assert "torch" in loaded
     assert "torch_dcl.layers" in loaded
     assert [name for name in HEAVY if name in loaded] == []
+
+
+def test_a_name_that_is_not_there_is_said_so():
+    with pytest.raises(AttributeError, match="module 'torch_dcl' has no attribute 'DCLLiner'"):
+        _ = torch_dcl.DCLLiner
+    assert {"DCLLinear", "plan", "models", "training"} <= set(dir(torch_dcl))
+    assert torch_dcl.training.Fleet.__name__ == "Fleet"
 
 
 def test_the_import_changes_no_setting_of_torch():
@@ -46,6 +61,7 @@ def settings():
 torch.manual_seed(3)
 before = settings()
 import torch_dcl
+torch_dcl.DCLLinear
 print(json.dumps([before, settings()]))
 """
     before, after = in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)]))
