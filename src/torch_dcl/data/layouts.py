@@ -110,7 +110,8 @@ _RANGES = [field.name for field in fields(Layout) if field.name not in ("name", 
 
 # Frozen on 2026-11-15, before any DCL network was trained on the sets. Beside each: the error of the baseline LeNet
 # that was reached on digits kept apart from MNIST's training set (mean, runs), and the paper's on its own set. All that
-# was tried, and why these means flatter, is in results/calibration.json. No arrangement of three digits reached the target of MNIST-III-01.
+# was tried, and why these means flatter, is in results/calibration.json. No arrangement of three digits reached the
+# target of MNIST-III-01.
 STRENGTHS = {
     "MNIST-II-01": 0.7,  # 1.99 (4), paper 1.96
     "MNIST-II-02": 0.7,  # 2.62 (4), paper 2.58
