@@ -39,6 +39,8 @@ class SummedLinear(DCLLinear):
         for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
             bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * math.sqrt(self.branches / 3)
             nn.init.uniform_(W, -bound, bound)
+        if self.fusion.bias is not None:
+            nn.init.zeros_(self.fusion.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to the mean response."""
