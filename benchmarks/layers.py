@@ -177,6 +177,7 @@ def capture(name: str, module: nn.Module, x: torch.Tensor, *, training: bool):
         with torch.cuda.stream(stream):
             for _ in range(5):
                 full()
+                no_grad(forward)()  # a compiled network is compiled once more for it
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -205,7 +205,7 @@ def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
         return v[0] if eps == 0 else v[0] + eps
     floor, largest = _floor(T, eps, v[0].dtype), torch.finfo(v[0].dtype).max
     mean = reduce(mul, (_root(v_t, T) for v_t in v))
-    if T == 2 and not torch.compiler.is_exporting():  # √(mean² + floor²) at once; other runtimes may not have it
+    if T == 2 and not exporting():  # √(mean² + floor²) at once; other runtimes may not have it
         return torch.hypot(mean, torch.full((), floor, dtype=mean.dtype, device=mean.device)).clamp(max=largest)
     mean = mean.clamp(max=largest)  # the roots are rounded, perhaps upwards
     scale = mean.clamp(min=floor)
@@ -281,3 +281,9 @@ def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x.to(dtype)`` but no call where it is of that type: compiled by torch 2.11, such a call loses the gradient."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def exporting() -> bool:
+    """``torch.compiler.is_exporting()``, which up to torch 2.11 is also true while a network is compiled."""
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)

@@ -192,11 +192,11 @@ class ConceptFusion(nn.Module):
     ) -> Tensor:
         """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
         channels = y.dim() - 1 - self.spatial
-        if self.spatial and y.stride(channels) == 1 and len(weight) > 1:
+        if self.spatial == 0 or (y.stride(channels) == 1 and len(weight) > 1):
             by_position = y.movedim(channels, -1)
             rows = by_position.reshape(-1, len(weight))
-            z = project_and_fuse(rows, weight, bias, widths, self.eps, pairs=pairs, keep=False)
-            return z.view(*by_position.shape[:-1], -1).movedim(-1, channels)
+            z = project_and_fuse(rows, weight, bias, widths, self.eps, pairs=pairs, keep=self.spatial == 0)
+            return z.view(*by_position.shape[:-1], self.out_channels).movedim(-1, channels)
         biases = (None,) * len(widths) if bias is None else bias.unbind(0)
         parts = zip(torch.split(y, list(widths), channels), torch.split(weight, list(widths)), biases, strict=True)
         pre = [_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in parts]

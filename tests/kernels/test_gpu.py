@@ -34,13 +34,17 @@ def test_a_kernel_agrees_with_plain_torch(name, dtype, tolerance):
     assert {what: error for what, error in errors.items() if not error <= tolerance} == {}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "closest", "close"), [(torch.float32, 1e-6, 2e-5), (torch.bfloat16, 4e-3, 1e-2)], ids=str
+)
 @pytest.mark.parametrize("name", layer_cases.CASES)
-def test_a_layer_with_its_kernels_agrees_with_the_reference(name, dtype, tolerance):
+def test_the_fusion_and_the_layers_agree_with_the_reference(name, dtype, closest, close):
     if name == "second derivative" and dtype == torch.bfloat16:
         return  # a derivative of a derivative of rounded values has no digits left
     errors = layer_cases.CASES[name]("cuda", dtype)
-    assert {what: error for what, error in errors.items() if not error <= tolerance} == {}
+    # A product in front of the fusion is rounded, and where a response is near zero its slopes are steep.
+    assert layer_cases.too_large(errors, closest if name.startswith("fuse") else close) == {}
+    assert errors.get("z", 0) <= (closest if name.startswith("fuse") or dtype == torch.bfloat16 else 1e-5)
 
 
 def small(seed):
@@ -101,6 +105,8 @@ def test_a_fleet_trained_by_a_cuda_graph_ends_as_one_trained_step_by_step(kind, 
     eager.train()
     assert eager._graph is None
     close = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}[precision]
+    if kind == "B3D":
+        close = max(close, 1e-6)  # it is unstable: rounding grows a million times faster than in the others
     for i in range(3):
         assert worst_difference(captured.network(i), eager.network(i)) < close
         start = NETWORKS[kind](i)
@@ -122,7 +128,7 @@ def first_epochs(kind, data, precision):
 
 
 @every_network
-@pytest.mark.parametrize(("precision", "close"), [("float32", 1e-4), (None, 2e-2)])
+@pytest.mark.parametrize(("precision", "close"), [("float32", 5e-4), (None, 2e-2)])
 def test_the_losses_of_the_first_epoch_are_those_on_the_cpu(kind, precision, close, data):
     cpu, gpu = first_epochs(kind, data, precision)
     assert gpu.precision == (precision or "bfloat16")

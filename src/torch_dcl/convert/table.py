@@ -30,8 +30,8 @@ def render(plan: "Plan") -> str:
         parts.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
     if sum(row.branches > 1 for row in chosen) > 4:
         parts.append(
-            "From a random start the gradient grows with every converted layer in a row, 1.5 times at T = 2 and\n"
-            "3.5 times at T = 3: clip it, use eps=1.0, or convert fewer (docs/numerics.md)."
+            "From a random start the gradient grows with every converted layer in a row, 1.3 times at T = 2 and\n"
+            "2.3 times at T = 3: clip it, use eps=1.0, or convert fewer (docs/numerics.md)."
         )
     grown = [row.name for row in chosen if row.weights_after > row.weights]
     if grown:

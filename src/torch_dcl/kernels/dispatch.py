@@ -96,20 +96,25 @@ def project_and_fuse(
         z ``[P, K2]``.
     """
     T = len(widths)
-    if not keep and len(set(widths)) == 1 and (not pairs or T == 3) and _fits((y, weight), T, matched=False):
+    if len(set(widths)) == 1 and (not pairs or T == 3) and _fits((y, weight), T, matched=False):
         _note("project_and_fuse", "kernel")
         weight = weight.to(y.dtype)
         bias = None if bias is None else bias.to(y.dtype)
-        arguments = (y.contiguous(), weight.contiguous(), bias, T, eps, pairs)
+        keep = keep or widths[0] > _widest(y.dtype)
+        arguments = (y.contiguous(), weight.contiguous(), bias, T, eps, pairs, keep)
         if torch.compiler.is_compiling():
-            compiled: Tensor = torch.ops.torch_dcl.project(*arguments)
+            compiled: Tensor = torch.ops.torch_dcl.project(*arguments)[0]
             return compiled
         z: Tensor = _Project.apply(*arguments)
         return z
-    if not keep:
-        _note("project_and_fuse", "reference")
+    _note("project_and_fuse", "reference")
     pre = _responses(y, weight, bias, widths)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
+
+
+def _widest(dtype: torch.dtype) -> int:
+    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there."""
+    return 128 if dtype == torch.float32 else 256
 
 
 def _responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> list[Tensor]:
@@ -121,7 +126,7 @@ def _responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[
 def _fits(tensors: Sequence[Tensor], T: int, *, matched: bool = True) -> bool:
     """Whether the kernels can take these tensors, here and now."""
     first = tensors[0]
-    if T not in (2, 3) or not kernels.usable(first) or not _enabled or torch.compiler.is_exporting():
+    if T not in (2, 3) or not kernels.usable(first) or not _enabled or functional.exporting():
         return False
     if any(t.device != first.device or (matched and t.dtype != first.dtype) for t in tensors):
         return False
@@ -164,23 +169,43 @@ class _Project(torch.autograd.Function):
     """What ``torch.ops.torch_dcl.project`` is, with less to do for each call."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> Tensor:
-        from torch_dcl.kernels.fused import project_forward  # noqa: PLC0415
-
-        ctx.save_for_backward(y, weight, bias)
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+    ) -> Tensor:
+        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        ctx.save_for_backward(y, weight, bias, pre)
         ctx.settings = (T, eps, pairs)
-        return project_forward(y, weight, bias, T, eps, pairs)
+        return z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.fused import project_backward  # noqa: PLC0415
-
-        saved = ctx.saved_tensors
+        *saved, pre = ctx.saved_tensors
         if torch.is_grad_enabled():
             given = [t for t in saved if t is not None]
             found = _again(_reference_project, grads[0], given, ctx.settings)
-            return (*found, *(None,) * (6 - len(found)))
-        return *project_backward(grads[0].contiguous(), *saved, *ctx.settings), None, None, None
+            return (*found, *(None,) * (7 - len(found)))
+        found = _project_backward_kernels(grads[0].contiguous(), *saved, pre, *ctx.settings)
+        return *found, None, None, None, None
+
+
+def _project_kernels(
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    if keep:
+        return fused.kept_forward(y, weight, bias, T, eps, pairs)
+    return fused.project_forward(y, weight, bias, T, eps, pairs), None
+
+
+def _project_backward_kernels(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, T: int, eps: float, pairs: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    if pre is not None:
+        return fused.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
+    return fused.project_backward(grad, y, weight, bias, T, eps, pairs)
 
 
 def _again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -222,30 +247,33 @@ def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) 
 
 
 @torch.library.custom_op("torch_dcl::project", mutates_args=())
-def _op_project(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> Tensor:
+def _op_project(
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
     if kernels.usable(y):
-        from torch_dcl.kernels.fused import project_forward  # noqa: PLC0415
-
-        return project_forward(y, weight, bias, T, eps, pairs)
-    inputs = [y, weight] if bias is None else [y, weight, bias]
-    return _reference_project(inputs, T, eps, pairs)
+        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        return z, y.new_empty(0) if pre is None else pre
+    M = y.shape[1] // T
+    without_bias = _responses(y, weight, None, [M] * T)
+    responses = without_bias if bias is None else [p + b for p, b in zip(without_bias, bias, strict=True)]
+    return _reference_fuse(responses, eps, pairs), torch.stack(without_bias) if keep else y.new_empty(0)
 
 
 @torch.library.custom_op("torch_dcl::project_backward", mutates_args=())
 def _op_project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool
 ) -> list[Tensor]:
     if kernels.usable(grad):
-        from torch_dcl.kernels.fused import project_backward  # noqa: PLC0415
-
-        return [t for t in project_backward(grad.contiguous(), y, weight, bias, T, eps, pairs) if t is not None]
+        kept = pre if pre.numel() else None
+        found = _project_backward_kernels(grad.contiguous(), y, weight, bias, kept, T, eps, pairs)
+        return [t for t in found if t is not None]
     M = y.shape[1] // T
     dpre = functional.fuse_gradients(grad, _responses(y, weight, bias, [M] * T), eps, pairs=pairs)
-    found = [
+    parts = [
         torch.cat([d @ W.t() for d, W in zip(dpre, torch.split(weight, M), strict=True)], 1),
         torch.cat([y_t.t() @ d for y_t, d in zip(torch.split(y, M, 1), dpre, strict=True)]),
     ]
-    return found if bias is None else [*found, torch.stack([d.sum(0) for d in dpre])]
+    return parts if bias is None else [*parts, torch.stack([d.sum(0) for d in dpre])]
 
 
 @_op_fuse.register_fake
@@ -259,12 +287,17 @@ def _(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
 
 
 @_op_project.register_fake
-def _(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> Tensor:
-    return y.new_empty(y.shape[0], weight.shape[1])
+def _(
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor]:
+    P, N = y.shape[0], weight.shape[1]
+    return y.new_empty(P, N), y.new_empty(T, P, N) if keep else y.new_empty(0)
 
 
 @_op_project_backward.register_fake
-def _(grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> list[Tensor]:
+def _(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool
+) -> list[Tensor]:
     return [torch.empty_like(t) for t in (y, weight, bias) if t is not None]
 
 
@@ -278,15 +311,16 @@ def _fuse_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return found, None, None
 
 
-def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, weight, bias, *settings = inputs
-    ctx.save_for_backward(y, weight, bias)
+def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    y, weight, bias, *settings, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(y, weight, bias, output[1])
     ctx.settings = settings
 
 
-def _project_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _project_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     found = torch.ops.torch_dcl.project_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return found[0], found[1], found[2] if len(found) > 2 else None, None, None, None
+    return found[0], found[1], found[2] if len(found) > 2 else None, None, None, None, None
 
 
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
@@ -306,10 +340,11 @@ def _(info: Any, in_dims: Any, pre: list[Tensor], eps: float, pairs: bool) -> tu
 
 @_op_project.register_vmap
 def _(
-    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool
-) -> tuple[Tensor, int]:
+    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     given = [
         None if t is None else _first(t, d, info.batch_size) for t, d in zip((y, weight, bias), in_dims, strict=False)
     ]
     rows = [[None if t is None else t[i] for t in given] for i in range(info.batch_size)]
-    return torch.stack([torch.ops.torch_dcl.project(*row, T, eps, pairs) for row in rows]), 0
+    found = [torch.ops.torch_dcl.project(*row, *settings) for row in rows]
+    return (torch.stack([z for z, _ in found]), torch.stack([pre for _, pre in found])), (0, 0)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_dcl.kernels.arithmetic import constants, fused, gradients, respond
+
 __all__ = [
     "draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images",
     "sgd_",
@@ -19,29 +21,11 @@ _BLOCK = 1024
 
 @triton.jit
 def _response(pre, bias, at, row, n, N, BIAS: tl.constexpr, inside):
-    """relu(pre + bias) in float32, and whether the branch is alive."""
+    """relu(pre + bias) in float32."""
     x = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + row * N + n, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(x <= 0, 0.0, x)
-
-
-@triton.jit
-def _cube_root(x):
-    return tl.exp2(tl.log2(x) / 3)
-
-
-@triton.jit
-def _fused2(a, b, eps):
-    # Beyond 1e9 the constant is lost in rounding anyway, and the square would leave the range.
-    mean = tl.sqrt(a) * tl.sqrt(b)
-    return tl.where(mean > 1e9, mean, tl.sqrt(mean * mean + eps))
-
-
-@triton.jit
-def _fused3(a, b, c, eps):
-    mean = _cube_root(a) * _cube_root(b) * _cube_root(c)
-    return tl.where(mean > 1e9, mean, _cube_root(mean * mean * mean + eps))
+    return respond(x)
 
 
 @triton.jit
@@ -60,49 +44,46 @@ def _locate(active, T: tl.constexpr, PAIR: tl.constexpr, size, N, BLOCK: tl.cons
 
 @triton.jit
 def _fuse_forward(
-    pre, bias, active, out, size, N, eps,
-    T: tl.constexpr, PAIR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    pre, bias, active, out, size, N, eps, floor,
+    T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
     b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
-    if T == 3 and not PAIR:
-        z = _fused3(a, b, _response(pre, bias, (e * T + 2) * size + i, e * T + 2, n, N, BIAS, inside), eps)
-    else:
-        z = _fused2(a, b, eps)
+    c = b
+    COUNT: tl.constexpr = 2 if PAIR else T
+    if COUNT == 3:
+        c = _response(pre, bias, (e * T + 2) * size + i, e * T + 2, n, N, BIAS, inside)
+    z = fused(a, b, c, eps, floor, COUNT, PAIRS, QUICK, LARGEST)
     tl.store(out + e * size + i, z.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _fuse_backward(
-    grad, pre, bias, active, out, size, N, eps,
-    T: tl.constexpr, PAIR: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, pre, bias, active, out, size, N, eps, floor,
+    T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     g = tl.load(grad + e * size + i, mask=inside, other=0.0).to(tl.float32)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
     b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
+    c = b
+    COUNT: tl.constexpr = 2 if PAIR else T
+    if COUNT == 3:
+        c = _response(pre, bias, (e * T + 2) * size + i, e * T + 2, n, N, BIAS, inside)
+    da, db, dc = gradients(g, a, b, c, eps, floor, COUNT, PAIRS, QUICK, LARGEST)
     kind = out.dtype.element_ty
-    if T == 3 and not PAIR:
-        third = e * T + 2
-        c = _response(pre, bias, third * size + i, third, n, N, BIAS, inside)
-        z = _fused3(a, b, c, eps)
-        share = g / 3
-        da = share * (b / z) * (c / z)
-        db = share * (a / z) * (c / z)
-        dc = share * (a / z) * (b / z)
-        tl.store(out + third * size + i, tl.where(c == 0, 0.0, dc).to(kind), mask=inside)
-    else:
-        z = _fused2(a, b, eps)
-        da = 0.5 * g * (b / z)
-        db = 0.5 * g * (a / z)
-        if PAIR:
-            for t in tl.static_range(T):
-                row = e * T + t
-                if (row != first) & (row != second):
-                    tl.store(out + row * size + i, tl.zeros((BLOCK,), kind), mask=inside)
-    tl.store(out + first * size + i, tl.where(a == 0, 0.0, da).to(kind), mask=inside)
-    tl.store(out + second * size + i, tl.where(b == 0, 0.0, db).to(kind), mask=inside)
+    tl.store(out + first * size + i, da.to(kind), mask=inside)
+    tl.store(out + second * size + i, db.to(kind), mask=inside)
+    if COUNT == 3:
+        tl.store(out + (e * T + 2) * size + i, dc.to(kind), mask=inside)
+    if PAIR:
+        for t in tl.static_range(T):
+            row = e * T + t
+            if (row != first) & (row != second):
+                tl.store(out + row * size + i, tl.zeros((BLOCK,), kind), mask=inside)
 
 
 @triton.jit
@@ -245,22 +226,35 @@ def entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) 
     return out
 
 
-def fuse_forward(pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
-    """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or each network's active pair, ``[E, 2]``, of T."""
-    E, T, B, N = pre.shape
+def _settings(pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None, pairs: bool) -> dict[str, object]:
+    T = pre.shape[1]
+    told = constants(eps, T if active is None and not pairs else 2, pre.dtype)
+    return {**told, "T": T, "PAIR": active is not None, "PAIRS": pairs, "BIAS": bias is not None}
+
+
+def fuse_forward(
+    pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False
+) -> Tensor:
+    """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or each network's active pair, ``[E, 2]``, of T.
+
+    With ``pairs`` the mean over the pairs of three.
+    """
+    E, _, B, N = pre.shape
     out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
     _fuse_forward[(triton.cdiv(B * N, _BLOCK), E)](
-        pre, bias, active, out, B * N, N, eps, T=T, PAIR=active is not None, BIAS=bias is not None, BLOCK=_BLOCK
+        pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
     )
     return out
 
 
-def fuse_backward(grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
+def fuse_backward(
+    grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False
+) -> Tensor:
     """The gradient of ``pre``, zero for a branch that is dead or idle."""
-    E, T, B, N = pre.shape
+    E, _, B, N = pre.shape
     out = torch.empty_like(pre)
     _fuse_backward[(triton.cdiv(B * N, _BLOCK), E)](
-        grad, pre, bias, active, out, B * N, N, eps, T=T, PAIR=active is not None, BIAS=bias is not None, BLOCK=_BLOCK
+        grad, pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
     )
     return out
 

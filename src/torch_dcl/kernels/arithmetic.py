@@ -1,0 +1,200 @@
+"""The fusion's arithmetic inside a kernel, in float32, for two and for three responses.
+
+It is that of `torch_dcl.functional`: ``z = (Π v_t + ε)^(1/T)``, gradients from the other branches; nothing overflows on
+the way to a result that does not. As long as all values of a tile are of moderate size, as they are unless a training
+is about to diverge, the product is formed as it stands. Otherwise the geometric mean is formed first, and ε joins it
+through the larger of the two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["constants", "fused", "gradients", "narrow", "respond"]
+
+_MAX = tl.constexpr(3.4028234663852886e38)
+_MODERATE = tl.constexpr(1e8)
+_LEAST_EPS = 1e-20
+_ALL = tl.constexpr(tl.PropagateNan.ALL)
+
+
+def constants(eps: float, count: int, dtype: torch.dtype) -> dict[str, object]:
+    """What a kernel is told about ε, and about the type that it writes.
+
+    ``QUICK`` is 0 where ε is so small that it could be lost beside a product that underflows; then the geometric mean
+    is always formed first. Else it is the number of Newton's steps that a cube root takes.
+    """
+    floor = max(float(eps ** (1 / count)), float(torch.finfo(torch.float32).tiny))
+    steps = 3 if dtype == torch.float32 else 2
+    quick = steps if eps >= _LEAST_EPS else 0
+    return {"eps": float(eps), "floor": floor, "QUICK": quick, "LARGEST": torch.finfo(dtype).max}
+
+
+@triton.jit
+def respond(x):
+    """relu; NaN stays."""
+    return tl.maximum(x, 0.0, propagate_nan=_ALL)
+
+
+@triton.jit
+def narrow(x, LARGEST: tl.constexpr):
+    """Saturate at the largest number of the type that is written."""
+    return tl.maximum(tl.minimum(x, LARGEST, propagate_nan=_ALL), -LARGEST, propagate_nan=_ALL)
+
+
+@triton.jit
+def _fitted(x, LARGEST: tl.constexpr):
+    """Saturate where moderate values can be too large, which is in float16 alone."""
+    if LARGEST < 1e30:
+        x = narrow(x, LARGEST)
+    return x
+
+
+@triton.jit
+def _inverse_cube_root(x, STEPS: tl.constexpr):
+    """x^(-1/3) of a normal number: a first guess from its exponent, good to 4 %, then 1e-5 after two steps."""
+    y = (0x54A20000 - x.to(tl.int32, bitcast=True) // 3).to(tl.float32, bitcast=True)
+    third = x * (1.0 / 3.0)
+    for _ in tl.static_range(STEPS):
+        y *= 4.0 / 3.0 - third * (y * y * y)
+    return y
+
+
+@triton.jit
+def _moderate(a, b, c):
+    """Whether no product of this tile can leave the range."""
+    return tl.max(tl.maximum(tl.maximum(a, b), c)) <= _MODERATE
+
+
+@triton.jit
+def _quick(a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr):
+    if T == 2:
+        return tl.sqrt(a * b + eps)
+    elif PAIRS:
+        return (tl.sqrt(a * b + eps) + tl.sqrt(a * c + eps) + tl.sqrt(b * c + eps)) * (1.0 / 3.0)
+    else:
+        product = a * b * c + eps
+        y = _inverse_cube_root(product, STEPS)
+        return product * y * y
+
+
+@triton.jit
+def _quick_gradients(g, a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr):
+    if T == 2:
+        share = 0.5 * g * tl.rsqrt(a * b + eps)
+        return share * b, share * a, c
+    elif PAIRS:
+        ab = tl.rsqrt(a * b + eps)
+        ac = tl.rsqrt(a * c + eps)
+        bc = tl.rsqrt(b * c + eps)
+        share = g * (1.0 / 6.0)
+        return share * (b * ab + c * ac), share * (a * ab + c * bc), share * (a * ac + b * bc)
+    else:
+        y = _inverse_cube_root(a * b * c + eps, STEPS)
+        share = g * (1.0 / 3.0)
+        a *= y
+        b *= y
+        c *= y
+        return share * (b * c), share * (a * c), share * (a * b)
+
+
+@triton.jit
+def _cube_root(x):
+    return tl.exp2(tl.log2(x) / 3)
+
+
+@triton.jit
+def _careful2(a, b, floor):
+    """√(a·b + floor²)."""
+    mean = tl.sqrt(a) * tl.sqrt(b)
+    large = tl.where(mean > floor, mean, floor)
+    ratio = tl.where(mean > floor, floor / mean, mean / floor)
+    return tl.where(mean != mean, mean, large * tl.sqrt(1 + ratio * ratio))
+
+
+@triton.jit
+def _careful3(a, b, c, floor):
+    """∛(a·b·c + floor³)."""
+    mean = _cube_root(a) * _cube_root(b) * _cube_root(c)
+    large = tl.where(mean > floor, mean, floor)
+    ratio = tl.where(mean > floor, floor / mean, mean / floor)
+    return tl.where(mean != mean, mean, large * _cube_root(1 + ratio * ratio * ratio))
+
+
+@triton.jit
+def _slope2(g, z, other):
+    """g · other / z."""
+    return narrow(narrow(g / z, _MAX) * other, _MAX)
+
+
+@triton.jit
+def _slope3(g, z, b, c):
+    """g · (b / z) · (c / z), through square roots: b / z alone may be out of range."""
+    half = (tl.sqrt(b) / tl.sqrt(z)) * (tl.sqrt(c) / tl.sqrt(z))
+    return narrow(g * half * half, _MAX)
+
+
+@triton.jit
+def _careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
+    a = narrow(a, _MAX)
+    b = narrow(b, _MAX)
+    c = narrow(c, _MAX)
+    if T == 2:
+        return _careful2(a, b, floor)
+    elif PAIRS:
+        return (_careful2(a, b, floor) + _careful2(a, c, floor) + _careful2(b, c, floor)) / 3
+    else:
+        return _careful3(a, b, c, floor)
+
+
+@triton.jit
+def _careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
+    a = narrow(a, _MAX)
+    b = narrow(b, _MAX)
+    c = narrow(c, _MAX)
+    if T == 2:
+        z = _careful2(a, b, floor)
+        return _slope2(g / 2, z, b), _slope2(g / 2, z, a), c
+    elif PAIRS:
+        ab = _careful2(a, b, floor)
+        ac = _careful2(a, c, floor)
+        bc = _careful2(b, c, floor)
+        da = _slope2(g / 6, ab, b) + _slope2(g / 6, ac, c)
+        db = _slope2(g / 6, ab, a) + _slope2(g / 6, bc, c)
+        return da, db, _slope2(g / 6, ac, a) + _slope2(g / 6, bc, b)
+    else:
+        z = _careful3(a, b, c, floor)
+        return _slope3(g / 3, z, b, c), _slope3(g / 3, z, a, c), _slope3(g / 3, z, a, b)
+
+
+@triton.jit
+def fused(a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
+    """z of a tile of responses; ``c`` counts for T = 3 alone, ``PAIRS`` takes the mean over the pairs of three."""
+    if QUICK == 0:
+        z = narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+    elif _moderate(a, b, c):
+        z = _fitted(_quick(a, b, c, eps, T, PAIRS, QUICK), LARGEST)
+    else:
+        z = narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+    return z
+
+
+@triton.jit
+def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
+    """Gradients of the responses before their ReLU: zero where a response is."""
+    if QUICK == 0:
+        da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
+        da = narrow(da, LARGEST)
+        db = narrow(db, LARGEST)
+        dc = narrow(dc, LARGEST)
+    elif _moderate(tl.maximum(a, tl.abs(g)), b, c):
+        da, db, dc = _quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK)
+        da = _fitted(da, LARGEST)
+        db = _fitted(db, LARGEST)
+        dc = _fitted(dc, LARGEST)
+    else:
+        da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
+        da = narrow(da, LARGEST)
+        db = narrow(db, LARGEST)
+        dc = narrow(dc, LARGEST)
+    return tl.where(a == 0, 0.0, da), tl.where(b == 0, 0.0, db), tl.where(c == 0, 0.0, dc)
