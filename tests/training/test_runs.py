@@ -241,3 +241,30 @@ def test_a_changed_working_tree_is_said_beside_its_commit(monkeypatch):
     monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: fake())
     assert environment()["commit"] == "4f00, changed"
     assert environment()["commit"] == "4f00"
+
+
+@pytest.mark.parametrize("size", [1, 65535, 65536, 65537, 200_000])
+def test_a_long_last_line_that_was_cut_off_is_taken_away_whole(tmp_path, size):
+    folder = RunFolder(tmp_path, {})
+    folder.append("x", {"a": 1})
+    with (tmp_path / "x.jsonl").open("ab") as file:
+        file.write(b"{" * size)
+    folder.append("x", {"a": 2})
+    assert folder.read("x") == [{"a": 1}, {"a": 2}]
+    with (tmp_path / "x.jsonl").open("ab") as file:
+        file.write(json.dumps({"a": "b" * size}).encode())  # whole, only its line break is missing
+    folder.append("x", {"a": 3})
+    assert [len(str(record["a"])) for record in folder.read("x")] == [1, 1, size, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["/usr/bin/dcl", "run", "a b"], "dcl run 'a b'"),
+        (["/site/torch_dcl/__main__.py", "ls"], "python -m torch_dcl ls"),
+        (["script.py"], "script.py"),
+    ],
+)
+def test_the_command_can_be_typed_again(monkeypatch, words, told):
+    monkeypatch.setattr(sys, "argv", words)
+    assert environment()["command"] == told

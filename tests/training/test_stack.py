@@ -198,8 +198,9 @@ def test_stochastic_networks_train_the_pair_of_their_own_seed(column):
             advance_branches_(network, step)
             network.zero_grad()
             network(x[i]).square().sum().backward()
-            for name, parameter in network.named_parameters():
-                torch.testing.assert_close(by_name[name][i], parameter.grad, rtol=1e-9, atol=1e-11, msg=name)
+            for name, parameter in network.named_parameters():  # small values are rounded as the large ones they sum up
+                largest = float(parameter.grad.abs().max())
+                torch.testing.assert_close(by_name[name][i], parameter.grad, rtol=1e-9, atol=1e-12 * largest, msg=name)
             state = network.state_dict()
             for name in (name for name in state if name.endswith(("key", "active"))):
                 assert torch.equal(stack.state_of(i)[name], state[name])
@@ -505,6 +506,9 @@ def test_control_flow_is_named():
         (lambda x: x.view(-1, 2), "view"),
         (lambda x: F.max_pool2d(x, 2), "max_pool2d"),
         (lambda x: x.mean(0), "mean"),
+        (lambda x: x.mean((1, 0)), "mean"),
+        (lambda x: x.mean(-1), "mean"),
+        (lambda x: x.mean(), "mean"),
         (lambda x: x[0], "getitem"),
     ],
 )

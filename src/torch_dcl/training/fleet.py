@@ -5,84 +5,28 @@ fleet, and every random number is a function of its own (seed, epoch, step). So 
 alone and among others. On a GPU a step is captured once as a CUDA graph and replayed.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from torch_dcl.data.draws import draw
-from torch_dcl.files import read_sealed, write_sealed
-from torch_dcl.training import operations
+from torch_dcl.training import checkpoint, operations
+from torch_dcl.training.beside import SideBySide
+from torch_dcl.training.inputs import Inputs
+from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
-from torch_dcl.training.schedule import Schedule
 from torch_dcl.training.sgd import sgd_
 from torch_dcl.training.stack import Stack
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 
 Precision = Literal["bfloat16", "float32", "float64"]
-_KEY = "torch_dcl_fleet"
-
-
-@dataclass(frozen=True)
-class Member:
-    """What is a network's own in a fleet.
-
-    Args:
-        name: How it is called in reports.
-        data: The name of its data among those that the fleet is given.
-        seed: What its order, dropout and branches are drawn from.
-        lr: Its learning rate at the height of the schedule.
-        schedule: How that goes over the training. A network whose schedule ends earlier than others' rests.
-        weight_decay: L2 penalty.
-        clip: The largest norm of its gradient; larger ones are scaled down.
-    """
-
-    name: str
-    data: str
-    seed: int
-    lr: float
-    schedule: Schedule
-    weight_decay: float = 5e-4
-    clip: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0 or not math.isfinite(self.lr):
-            raise ValueError(f"the learning rate of {self.name!r} must be a positive number, got {self.lr}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"the weight decay of {self.name!r} must not be negative, got {self.weight_decay}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TypeError(f"the seed of {self.name!r} must be a whole number, got {self.seed!r}")
-        if not self.clip > 0:
-            raise ValueError(f"clip of {self.name!r} must be positive, got {self.clip}")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a fleet makes of labelled data."""
-
-    predictions: Tensor
-    """``[E, N]``: the class that each network chose for each image."""
-    errors: Tensor
-    """``[E]``: per cent of images that each network got wrong."""
-    losses: Tensor
-    """``[E]``: mean cross-entropy."""
-
-
-@dataclass
-class History:
-    """What happened, epoch by epoch."""
-
-    train_loss: list[list[float]] = field(default_factory=list)
-    """By epoch, by network: the mean loss over the steps of the epoch, dropout included."""
-    stopped: dict[int, int] = field(default_factory=dict)
-    """Networks whose loss left the finite numbers, with the epoch (from 0) in which that happened."""
 
 
 class Fleet:
@@ -106,6 +50,11 @@ class Fleet:
             decay. None for 1 and 1.
         precision: What products are computed in. Parameters are float32, or float64.
         device: Where.
+        inputs: How images become inputs. None only divides them by 255.
+        stacked: Whether layers of all networks are computed as one, which is best for networks that are small for the
+            device. Otherwise each network runs as the plain module that it is, of any layers, channels last.
+        compile: Whether `torch.compile` makes the forward passes of networks that are not stacked.
+        streams: How many networks that are not stacked run at a time on a GPU.
 
     Raises:
         ValueError: Members, networks and data do not fit together.
@@ -123,12 +72,18 @@ class Fleet:
         factors: Callable[[str], tuple[float, float]] | None = None,
         precision: Precision | None = None,
         device: torch.device | str = "cpu",
+        inputs: Inputs | None = None,
+        stacked: bool = True,
+        compile: bool = False,
+        streams: int = 1,
     ) -> None:
         _check(networks, members, data, batch)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
         if precision not in (None, *get_args(Precision)):
             raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
+        if stacked and (compile or streams != 1):
+            raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
         self.device = torch.device(device)
         if precision is None:
@@ -136,9 +91,11 @@ class Fleet:
         self.precision: Precision = precision
         self.compute = getattr(torch, precision)
         wide = torch.float64 if precision == "float64" else torch.float32
-        self.stack = Stack(networks).to(self.device, wide).train()
+        made = Stack(networks) if stacked else SideBySide(networks, compile=compile, streams=streams)
+        self.stack: Stack | SideBySide = made.to(self.device, wide).train()
         self.stack.compute_in(self.compute)
-        self.data = Resident(data, [member.data for member in members], self.device)
+        self.inputs, self.stacked = inputs, stacked
+        self.data = Resident(data, [member.data for member in members], self.device, inputs, train=True)
         self.steps_per_epoch = self.data.count // batch
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
@@ -196,7 +153,7 @@ class Fleet:
         """
         check_data(data, [(member.name, member.data) for member in self.members])
         check_labels({member.data: data[member.data] for member in self.members}, self.classes)
-        resident = Resident(data, [member.data for member in self.members], self.device)
+        resident = Resident(data, [member.data for member in self.members], self.device, self.inputs)
         predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         wrong = torch.zeros_like(losses)
@@ -204,7 +161,7 @@ class Fleet:
         for start in range(0, resident.count, batch):
             index = torch.arange(start, min(start + batch, resident.count), device=self.device)
             images, labels = resident.gather(index.expand(len(self), -1), self.compute)
-            logits = self.stack(images)
+            logits = self._judged(images)
             predictions[:, start : start + batch] = chosen = logits.argmax(-1)
             losses += operations.cross_entropy(logits, labels).double().sum(1)
             wrong += (chosen != labels).sum(1)
@@ -220,16 +177,13 @@ class Fleet:
         Returns:
             The SHA-256 that the file carries.
         """
-        tensors = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
-        tensors |= {f"moment.{name}": value for name, value in self._moments.items()}
-        tensors["alive"] = self._alive
         about = {
             "epoch": self.epoch,
             "train_loss": self.history.train_loss,
             "stopped": {str(row): epoch for row, epoch in self.history.stopped.items()},
             "members": self._described(),
         }
-        return write_sealed(path, _KEY, tensors, _finite(about))
+        return checkpoint.write(path, self._state(), about)
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> None:
@@ -243,26 +197,7 @@ class Fleet:
             SealedError: The file is damaged, or is no checkpoint of a fleet.
             ValueError: It is of another fleet; the message names the first difference.
         """
-        tensors, about = read_sealed(path, _KEY)
-        here = _finite(self._described())
-        for row, (then, now) in enumerate(itertools.zip_longest(about["members"], here)):
-            if then != now:
-                if then is None or now is None:
-                    raise ValueError(f"{path} is of {len(about['members'])} networks, this fleet has {len(here)}")
-                what = next(name for name in now if then.get(name) != now[name])
-                raise ValueError(
-                    f"{path} is of another fleet: {what} of network {row} was {then.get(what)!r}, "
-                    f"here it is {now[what]!r}"
-                )
-        mine = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
-        mine |= {f"moment.{name}": value for name, value in self._moments.items()}
-        mine["alive"] = self._alive
-        shapes = [{name: (t.shape, t.dtype) for name, t in given.items()} for given in (tensors, mine)]
-        if shapes[0] != shapes[1]:
-            wrong = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})[0]
-            raise ValueError(f"{path} is of another fleet: {wrong} is not there, or of another shape or type")
-        for name, value in mine.items():
-            value.copy_(tensors[name])
+        about = checkpoint.read(path, self._state(), self._described())
         for parameter in self._parameters.values():
             copy = low_copy(parameter)
             if copy is not None:
@@ -272,12 +207,21 @@ class Fleet:
         losses = [[lost if loss is None else loss for loss in epoch] for epoch in about["train_loss"]]
         self.history = History(losses, {int(row): epoch for row, epoch in about["stopped"].items()})
 
+    def _state(self) -> dict[str, Tensor]:
+        state = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
+        state |= {f"moment.{name}": value for name, value in self._moments.items()}
+        return {**state, "alive": self._alive}
+
     def _described(self) -> list[dict[str, Any]]:
         """What a checkpoint must agree with."""
-        common = {
+        common: dict[str, Any] = {
             "batch": self.batch, "momentum": self.momentum, "nesterov": self.nesterov, "precision": self.precision,
             "images": self.data.count,
         }  # fmt: skip
+        if self.inputs is not None:
+            common["inputs"] = self.inputs.described()
+        if not self.stacked:
+            common["stacked"] = False
         return [{**asdict(member), **common} for member in self.members]
 
     def _count_classes(self) -> int:
@@ -285,8 +229,19 @@ class Fleet:
         with torch.no_grad():
             network = self.stack.network(0).eval()
             like = next(iter(network.parameters()))
-            image = torch.zeros(1, *self.data.images.shape[2:], dtype=like.dtype)
+            image = torch.zeros(1, *self.data.size, dtype=like.dtype)
+            if isinstance(self.stack, SideBySide):
+                self.stack.refuse_other_randomness(self.data.size)
             return int(network(image).shape[-1])
+
+    def _judged(self, images: Tensor) -> Tensor:
+        """Logits; with mirror images, the logarithm of the mean probability."""
+        logits: Tensor = self.stack(images)
+        if self.inputs is None or not self.inputs.average:
+            return logits
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        views = torch.stack([logits, self.stack(images.flip(-1))]).to(wide).log_softmax(-1)
+        return views.logsumexp(0) - math.log(2)
 
     def _table(self) -> Tensor:
         """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
@@ -303,6 +258,7 @@ class Fleet:
             if member.seed not in orders:
                 orders[member.seed] = draw(member.seed, "order", self.epoch, places).argsort(stable=True)
             self._order[row] = orders[member.seed]
+        self.data.begin([member.seed for member in self.members], self.epoch)
         self._loss.zero_()
         self._step.fill_(self.epoch * self.steps_per_epoch)
         was_alive = self._alive.tolist()
@@ -321,10 +277,9 @@ class Fleet:
         """One step, on the device from beginning to end."""
         place = self._step % self.steps_per_epoch * self.batch + torch.arange(self.batch, device=self.device)
         images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
-        before = [(buffer, buffer.clone()) for buffer in self.stack.buffers()]
+        before = [(buffer, buffer.clone()) for buffer in self.stack.statistics()]
         self.stack.advance(self._seed, self._step)
-        losses = operations.cross_entropy(self.stack(images), labels).mean(1)
-        gradients = torch.autograd.grad(losses.sum(), [operations.leaf(p) for p in self._parameters.values()])
+        losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
             self._alive &= losses.isfinite()
             rate = self._rates.index_select(0, self._step)[0] * self._alive
@@ -334,13 +289,15 @@ class Fleet:
                 buffer.copy_(torch.where((rate != 0).view(-1, *(1,) * (old.dim() - 1)), buffer, old))
             self._step += 1
 
-    def _update(self, gradients: Sequence[Tensor], rate: Tensor) -> None:
+    def _update(self, gradients: Sequence[Tensor | None], rate: Tensor) -> None:
         scale = None
         if self._clip is not None:
-            squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients]
+            squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients if g is not None]
             norm = torch.stack(squares).sum(0).sqrt()
             scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
+            if gradient is None:
+                continue
             fusion, branches = self._held.get(name, (None, 1))
             sgd_(
                 parameter, self._moments[name], gradient.contiguous(), rate, self._decay, scale,
@@ -373,15 +330,6 @@ class Fleet:
             self._one_step()
         restore()
         self._graph = graph
-
-
-def _finite(value: Any) -> Any:
-    """Plain data with None for what is no finite number, as JSON wants it."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:

@@ -186,7 +186,7 @@ def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tens
     if x.dim() == 5:
         last = x.permute(0, 1, 3, 4, 2)
         return dropout(last.flatten(2), seed, layer, step, p).view(last.shape).permute(0, 1, 4, 2, 3)
-    if kernels.usable(x):
+    if kernels.usable(x) and not torch.compiler.is_compiling():  # a compiler fuses the plain form with its neighbours
         kept: Tensor = _Dropout.apply(x.contiguous(), seed, layer, step, p)
         return kept
     place = torch.arange(x[0].numel(), device=x.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.training import operations
+from torch_dcl.training.inputs import Cutter, Inputs
 
 __all__ = ["Labelled", "Resident", "check_data", "check_labels"]
 
@@ -13,9 +14,25 @@ Labelled = tuple[Tensor, Tensor]
 
 
 class Resident:
-    """Data of all members on the device; images that several names share lie there once."""
+    """Data of all members on the device; images that several names share lie there once.
 
-    def __init__(self, data: Mapping[str, Labelled], names: Sequence[str], device: torch.device) -> None:
+    Args:
+        data: By name.
+        names: The name that each network uses.
+        device: Where.
+        inputs: How images become inputs; None only divides them by 255.
+        train: Whether they are for training, with crops and mirrorings.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Labelled],
+        names: Sequence[str],
+        device: torch.device,
+        inputs: Inputs | None = None,
+        *,
+        train: bool = False,
+    ) -> None:
         images: dict[tuple[object, ...], int] = {}
         kept: list[Tensor] = []
         labels: dict[str, int] = {}
@@ -23,20 +40,35 @@ class Resident:
             given = data[name][0]
             if _same(given) not in images:
                 images[_same(given)] = len(kept)
-                kept.append(given.to(device))
+                kept.append(given.to(device).contiguous())
             labels[name] = len(labels)
-        self.images = torch.stack(kept)
+        self.images = kept[0][None] if len(kept) == 1 else torch.stack(kept)
         if self.images.dim() == 4:
             self.images = self.images[:, :, None]
         self.labels = torch.stack([data[name][1].to(device) for name in labels])
         self.image_of = torch.tensor([images[_same(data[name][0])] for name in names], device=device)
         self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
         self.count = self.images.shape[1]
+        self.size = tuple(self.images.shape[2:])
+        self.train, self._cutter = train, None
+        if inputs is not None:
+            self._cutter = Cutter(inputs, len(names), self.count, self.size, device, train=train)
+            self.size = self._cutter.size
+
+    def begin(self, seeds: Sequence[int], epoch: int) -> None:
+        """Draw what is drawn once an epoch, for the seed of each network."""
+        if self._cutter is not None:
+            self._cutter.begin(seeds, epoch, self.images.shape[3:])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
-        """Images ``[E, B, C, H, W]``, divided by 255, and labels ``[E, B]`` of the places ``[E, B]``."""
-        images = operations.gather_images(self.images, self.image_of, index, dtype)
-        return images, self.labels[self.label_of, index]
+        """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``."""
+        labels = self.labels[self.label_of, index]
+        if self._cutter is None:
+            return operations.gather_images(self.images, self.image_of, index, dtype), labels
+        images = self.images[self.image_of[:, None], index]
+        if self.train:
+            return self._cutter.training(images, index, dtype), labels
+        return self._cutter.evaluation(images, dtype), labels
 
 
 def _same(images: Tensor) -> tuple[object, ...]:

@@ -4,8 +4,9 @@
 
     runs/table1/
       recipe.json        what was asked for; a run that goes on must be asked for the same
-      environment.json   versions, GPU, the state of the repository, for every time that it was started
+      environment.jsonl  versions, GPU, the state of the repository, for every time that it was started
       *.jsonl            what came out, a line at a time, each on the disk before the next
+      log.txt            what the run said of its progress
       lock               held while the run goes, with the number of its process
 """
 
@@ -16,17 +17,18 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment"]
+__all__ = ["RunError", "RunFolder", "environment", "holder"]
 
 
 class RunError(RuntimeError):
@@ -78,16 +80,35 @@ class RunFolder:
             made.append(f"environment{part}", environment())
             yield made
 
+    @classmethod
+    def look(cls, path: str | os.PathLike[str]) -> "RunFolder":
+        """Look into a folder without holding it, also while another process writes to it.
+
+        Args:
+            path: Where.
+
+        Raises:
+            RunError: It is no run folder, or its recipe is damaged.
+        """
+        file = Path(path) / "recipe.json"
+        try:
+            recipe = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunError(f"{os.fspath(path)} is no run folder: it has no recipe.json") from None
+        except ValueError as error:
+            raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
+        if not isinstance(recipe, dict):
+            raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
+        return cls(Path(path), recipe)
+
     def append(self, name: str, record: Mapping[str, Any]) -> None:
         """Add a line to a file of records, and wait until it is on the disk. A line cut off by a kill is taken away."""
         with (self.path / f"{name}.jsonl").open("ab+") as file:
-            file.seek(0)
-            content = file.read()
-            tail = content[content.rfind(b"\n") + 1 :]
+            size, tail = _tail(file)
             if tail and _is_record(tail):
                 file.write(b"\n")
             elif tail:
-                file.truncate(len(content) - len(tail))
+                file.truncate(size - len(tail))
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -110,6 +131,18 @@ class RunFolder:
         return records
 
 
+def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
+    """The size of a file, and what follows its last line break: nothing, unless a kill cut a line off."""
+    size = at = file.seek(0, os.SEEK_END)
+    tail = b""
+    while at and b"\n" not in tail:
+        start = max(0, at - step)
+        file.seek(start)
+        tail = file.read(at - start) + tail
+        at = start
+    return size, tail[tail.rfind(b"\n") + 1 :]
+
+
 def _is_record(line: bytes) -> bool:
     try:
         json.loads(line)
@@ -125,13 +158,21 @@ def environment() -> dict[str, Any]:
         gpu = torch.cuda.get_device_name()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "versions": _versions(),
         "gpu": gpu,
         "cpus": os.cpu_count(),
         "machine": platform.platform(),
         "commit": _commit(),
     }
+
+
+def _command() -> str:
+    """What was typed, quoted for a shell."""
+    program = Path(sys.argv[0]).name
+    if program == "__main__.py":
+        program = f"python -m {Path(sys.argv[0]).parent.name}"
+    return " ".join([program, shlex.join(sys.argv[1:])]).strip()
 
 
 def _versions() -> dict[str, str]:
@@ -157,6 +198,43 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer[0].strip() + (", changed" if answer[1].strip() else "")
+
+
+def holder(path: str | os.PathLike[str]) -> int | None:
+    """The process that holds a folder; None where nobody does, whatever an old lock says.
+
+    Args:
+        path: The run folder.
+    """
+    for lock in sorted(Path(path).glob("lock*")):
+        try:
+            with lock.open("r", encoding="utf-8") as file:
+                text = file.read().strip()
+                # A process that was killed leaves its number; the lock itself is gone with it.
+                if text.isdigit() and _alive(int(text)) and _held(file.fileno()):
+                    return int(text)
+        except OSError:
+            continue
+    return None
+
+
+def _held(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.models import _common
-from torch_dcl.training.operations import keep_low_copy
+from torch_dcl.training.operations import cross_entropy, keep_low_copy, leaf
 from torch_dcl.training.stacked import (
     StackedConv2d,
     StackedDropout,
@@ -76,6 +76,12 @@ class Stack(nn.Module):
         y: Tensor = self.body(x)
         return y
 
+    def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Mean losses ``[E]``, and the gradient of each parameter that learns, in the order of `named_stacked`."""
+        losses = cross_entropy(self(images), labels).mean(1)
+        leaves = [leaf(parameter) for _, parameter in self.named_stacked() if parameter.requires_grad]
+        return losses, list(torch.autograd.grad(losses.sum(), leaves))
+
     def advance(self, seed: Tensor, step: Tensor) -> None:
         """Draw what is drawn once a step, dropout masks and branches, for seeds ``[E]`` and a count."""
         for module in self.body.modules():
@@ -104,6 +110,10 @@ class Stack(nn.Module):
                 for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
                     found[f"{name}.{part}"] = (fusion, fusion.plain.branches)
         return found
+
+    def statistics(self) -> list[Tensor]:
+        """Everything that a step may write to beside the parameters, ``[E, ...]`` each."""
+        return list(self.body.buffers())
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state dict of one network."""
@@ -158,6 +168,18 @@ def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
     return x.flatten(start_dim + 1, end_dim if end_dim < 0 else end_dim + 1)
 
 
+def _mean(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
+    """Mean over dimensions of a plain network, with the networks in front."""
+    return x.mean([d + 1 for d in ((dim,) if isinstance(dim, int) else dim)], keepdim)
+
+
+def _is_mean_of_an_image(node: torch.fx.Node) -> bool:
+    """Whether a node is a mean over dimensions that are counted from the front, and none of them is the batch."""
+    dims: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+    dims = (dims,) if isinstance(dims, int) else dims
+    return (node.op, node.target) == ("call_method", "mean") and all(isinstance(d, int) and d > 0 for d in dims)
+
+
 def _rewrite(graph: torch.fx.Graph) -> None:
     """Turn calls that are not layers into what they mean with one more dimension in front."""
     for node in list(graph.nodes):
@@ -168,6 +190,8 @@ def _rewrite(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
         elif node.target is torch.flatten or (node.op, node.target) == ("call_method", "flatten"):
             node.op, node.target = "call_function", _flatten
+        elif _is_mean_of_an_image(node):
+            node.op, node.target = "call_function", _mean
         elif node.target not in _ELEMENTWISE and (node.op, node.target) not in (
             ("call_method", "relu"), ("call_method", "relu_"), ("call_method", "contiguous"),
         ):  # fmt: skip

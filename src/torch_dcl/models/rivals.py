@@ -1,0 +1,135 @@
+"""Layers that multiply branches in other ways than DCL does, to set beside it at the same weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torch_dcl.layers import DCLLinear, _mean_square
+from torch_dcl.models.bilinear import BilinearFusion
+
+__all__ = ["BilinearLinear", "GatedLinear", "StarLinear"]
+
+_TARGET = (1 - 1 / math.pi) / 6
+"""The variance of a ReLU layer's output for unit inputs, where the layer keeps a third of them, as torch's does."""
+
+
+class _Product(DCLLinear):
+    """What the two below share: a DCL layer's branches and weights, fused otherwise."""
+
+    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
+        if arguments.get("strategy", "deterministic") != "deterministic":
+            raise ValueError(f"{type(self).__name__} takes all branches; use the deterministic strategy")
+        super().__init__(in_features, out_features, **arguments)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start with the variance of the ReLU layer that is replaced, biases 0."""
+        super().reset_parameters()
+        for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
+            bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * self._spread()
+            nn.init.uniform_(W, -bound, bound)
+        if self.fusion.bias is not None:
+            nn.init.zeros_(self.fusion.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the input to z."""
+        pre = self.fusion.respond(self._activate(self.branch(x)))
+        wide = torch.promote_types(pre[0].dtype, torch.float32)
+        return self._fused([response.to(wide) for response in pre]).to(pre[0].dtype)
+
+    def _spread(self) -> float:
+        raise NotImplementedError
+
+    def _fused(self, pre: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class StarLinear(_Product):
+    """The product of the branches without the root, StarNet's star operation: ``z = Π_t relu(W_t·θ_t·x + b_t)``.
+
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`; ε plays no part. Without the root z
+    grows with the T-th power of the input.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: The stochastic strategy was asked for.
+    """
+
+    def _spread(self) -> float:
+        """Of n_t for which Π relu(n_t) has the variance wanted: spread^2T · (2^-T − (2π)^-T)."""
+        T = self.branches
+        return float((_TARGET / (0.5**T - (2 * math.pi) ** -T)) ** (1 / (2 * T)))
+
+    def _fused(self, pre: list[Tensor]) -> Tensor:
+        z = F.relu(pre[0])
+        for response in pre[1:]:
+            z = z * F.relu(response)
+        return z
+
+
+class GatedLinear(_Product):
+    """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``. No ReLU belongs behind it.
+
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: More or fewer than two branches, or the stochastic strategy, were asked for.
+    """
+
+    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
+        super().__init__(in_features, out_features, **arguments)
+        if self.branches != 2:
+            raise ValueError(f"GatedLinear has a branch and its gate, so two branches, got {self.branches}")
+
+    def _spread(self) -> float:
+        """Of n_t for which n_1 · σ(n_2) has the variance wanted, with σ(n) taken as 1/2 + n/4."""
+        return math.sqrt(8 * (math.sqrt(1 / 16 + _TARGET / 4) - 1 / 4))
+
+    def _fused(self, pre: list[Tensor]) -> Tensor:
+        return pre[0] * torch.sigmoid(pre[1])
+
+
+class BilinearLinear(nn.Module):
+    """The paper's bilinear form behind two linear maps: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
+
+    There is no root, no activation and no bias, and no ReLU belongs behind it. An output costs m1 · m2 weights, where
+    DCL's costs m1 + m2.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        m1: Filters of the first map.
+        m2: Filters of the second map.
+    """
+
+    def __init__(self, in_features: int, out_features: int, m1: int, m2: int) -> None:
+        super().__init__()
+        self.branch = nn.Linear(in_features, m1 + m2, bias=False)
+        self.fusion = BilinearFusion(m1, m2, out_features)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start with the variance of the ReLU layer that is replaced."""
+        bound = math.sqrt(3 / self.branch.in_features)
+        nn.init.uniform_(self.branch.weight, -bound, bound)
+        self.fusion.reset_parameters()
+        self.fusion.weight.mul_(math.sqrt(_TARGET))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[N, in_features]`` to ``[N, out_features]``."""
+        y = self.branch(x)
+        z: Tensor = self.fusion(y[:, : self.fusion.m1], y[:, self.fusion.m1 :])
+        return z

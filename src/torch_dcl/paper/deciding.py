@@ -1,0 +1,261 @@
+"""The deciding chart: test error against weights and against the time of a step, for DCL and for its rivals on BigNet.
+
+The order of things is the protocol. Every unit goes through the same trials, learning rates with one seed that the
+chart does not use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the
+lowest error there. Then it is trained on all training images with the chart's seeds, and the test set is looked at
+once.
+"""
+
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data import Dataset
+from torch_dcl.data.draws import draw
+from torch_dcl.paper.natural import Recipe, inputs_of, recipe_of
+from torch_dcl.paper.table2 import How, Report, _wait_for_all, read_sets, train_in_slices
+from torch_dcl.paper.units import UNITS, build_unit, unit_weights
+from torch_dcl.training import Fleet, Member
+from torch_dcl.training.runs import RunFolder, environment
+
+__all__ = ["RATES", "Trial", "hold_out", "run_deciding", "step_times"]
+
+RATES = (0.003, 0.01, 0.03)
+SEARCH_SEED = 100
+Labelled = tuple[Tensor, Tensor]
+
+
+class Trial(NamedTuple):
+    """One training: to choose a learning rate by, or for the chart."""
+
+    purpose: str
+    """``choose`` or ``report``."""
+    unit: str
+    share: float
+    lr: float
+    seed: int
+
+
+def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
+    """Part the training images: nine tenths of each class to train on, a tenth to judge with.
+
+    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at.
+
+    Raises:
+        ValueError: No class has ten images.
+    """
+    order = draw(0, "deciding validation", 0, torch.arange(len(data.train_labels))).argsort(stable=True)
+    judged = torch.zeros(len(order), dtype=torch.bool)
+    for label in range(len(data.classes)):
+        of_class = order[data.train_labels[order] == label]
+        judged[of_class[: len(of_class) // 10]] = True
+    if not judged.any():
+        raise ValueError(f"{data.name} has fewer than 10 training images of every class; none is left to judge with")
+    images, labels = data.train_images, data.train_labels
+    return (images[~judged], labels[~judged]), (images[judged], labels[judged])
+
+
+def run_deciding(
+    path: str | os.PathLike[str],
+    *,
+    data: str = "cifar10",
+    units: Sequence[str] = tuple(UNITS),
+    shares: Sequence[float] = (1 / 4,),
+    rates: Sequence[float] = RATES,
+    seeds: int = 3,
+    scale: float = 1.0,
+    search_scale: float = 0.2,
+    root: str | os.PathLike[str] | None = None,
+    images: tuple[int, int] | None = None,
+    batch: int | None = None,
+    how: How | None = None,
+    resume: bool = False,
+    seconds: float = math.inf,
+    report: Report = print,
+) -> dict[str, Any] | None:
+    """Search, train and test, or go on with it.
+
+    Started by ``torchrun``, every rank takes a share of the fleets of each phase.
+
+    Args:
+        path: The run folder.
+        data: ``cifar10`` or ``cifar100``.
+        units: Which of `UNITS`.
+        shares: Budgets: filters of one of DCL's two branches as a fraction of the layer's.
+        rates: Learning rates to try, the same for every unit.
+        seeds: Of the chart, from 0.
+        scale: What part of BigNet's recipe to train for the chart.
+        search_scale: What part of it to train for a trial.
+        root: Where the data is; None for the usual places.
+        images: How many images to train on and to test with; None for all. For trying things out.
+        batch: Images of a step, in place of the recipe's. For trying things out.
+        how: Device, precision and the like.
+        resume: Whether to go on with what the folder holds.
+        seconds: Stop at the next end of an epoch when so much time has gone, and leave the rest to a later call.
+        report: Called with lines of progress.
+
+    Returns:
+        The chart as plain data: a point for each unit and budget with its errors, weights, time of a step and trials;
+        or None where something is missing: time was up, or this is not the first rank.
+    """
+    how, start = how or How(), time.perf_counter()
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if how.device == "cuda":
+        how = dataclasses.replace(how, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        torch.cuda.set_device(how.device)
+    sets, _ = read_sets([data], root, images, report if rank == 0 else lambda _: None)
+    found = sets[data]
+    whole = recipe_of("bignet", data)
+    whole = dataclasses.replace(whole, batch=batch or whole.batch)
+    points = [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
+    asked = {
+        "chart": "deciding", "data": found.source, "points": [list(point) for point in points], "rates": list(rates),
+        "seeds": seeds, "scale": scale, "search_scale": search_scale, "images": images,
+        "recipe": dataclasses.asdict(whole), "precision": how.precision, "compile": how.compile, "most": how.most,
+    }  # fmt: skip
+    part = f"-{rank}" if world > 1 else ""
+    if rank:  # the first rank makes the folder
+        _wait_for_all(world)
+    with RunFolder.open(path, asked, resume=resume or rank > 0, part=part) as folder:
+        if rank == 0:
+            _wait_for_all(world)
+        phases = _Phases(found, whole, how, folder, part, start + seconds, report)
+        tried = [[Trial("choose", *point, lr, SEARCH_SEED) for lr in rates] for point in points]
+        phases.run(tried[rank::world], search_scale)
+        _wait_for_all(world)
+        errors = phases.errors()
+        table: dict[str, Any] | None = None
+        if all(trial in errors for trials in tried for trial in trials):
+            chosen = {trials[0][1:3]: min(trials, key=lambda t: errors[t]).lr for trials in tried}
+            reported = [[Trial("report", *p, chosen[p], seed) for seed in range(seeds)] for p in points]
+            phases.run(reported[rank::world], scale)
+            _wait_for_all(world)
+            errors = phases.errors()
+            if rank == 0 and all(trial in errors for trials in reported for trial in trials):
+                times = step_times(points, found, whole, how)
+                rows = [
+                    {
+                        "unit": unit, "share": share, "weights": unit_weights(unit, len(found.classes), share),
+                        "lr": chosen[unit, share], "errors": [errors[t] for t in trials], "seeds": list(range(seeds)),
+                        "step_ms": times[unit, share],
+                        "trials": {f"{t.lr:g}": errors[t] for t in tried[i]}, "what": UNITS[unit],
+                    }
+                    for i, ((unit, share), trials) in enumerate(zip(points, reported, strict=True))
+                ]  # fmt: skip
+                table = {
+                    "title": f"BigNet on {data}: error against weights and time of a step", "points": rows,
+                    "scale": scale, "search_scale": search_scale, "recipe": str(whole.scaled(scale)),
+                    "data": found.source, "environment": environment(),
+                }  # fmt: skip
+        folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
+        return table
+
+
+class _Phases:
+    """Trials as fleets, one after another, with their errors written down."""
+
+    def __init__(
+        self, data: Dataset, recipe: Recipe, how: How, folder: RunFolder, part: str, until: float, report: Report
+    ) -> None:
+        self.data, self.recipe, self.how = data, recipe, how
+        self.folder, self.part, self.until, self.report = folder, part, until, report
+        self.began = False
+        self.parted = hold_out(data)
+
+    def errors(self) -> dict[Trial, float]:
+        """What is known; a network that diverged erred always."""
+        found = {}
+        for record in self.folder.read("outcomes"):
+            error = 100.0 if record["stopped"] is not None else record["error"]
+            found[Trial(*(record[name] for name in Trial._fields))] = error
+        return found
+
+    def run(self, fleets: Sequence[Sequence[Trial]], scale: float) -> None:
+        """Train what is not known yet, as far as time allows; the first fleet goes on by an epoch in any case."""
+        known = self.errors()
+        left = [trials for trials in fleets if any(trial not in known for trial in trials)]
+        for number, trials in enumerate(left, 1):
+            if self.began and time.perf_counter() > self.until:
+                self.report(f"time is up: {len(left) - number + 1} fleets of this phase are left; go on with --resume")
+                return
+            self.began = True
+            self._one(trials, known, scale)
+
+    def _one(self, trials: Sequence[Trial], known: dict[Trial, float], scale: float) -> None:
+        data, first = self.data, trials[0]
+        train, judge = self.parted
+        if first.purpose == "report":
+            train, judge = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
+        fleet = _fleet(trials, train, data, self.recipe.scaled(scale), self.how)
+        name = f"{first.purpose}-{first.unit}-{first.share:g}"
+        path = self.folder.path / "fleets" / f"{name}.safetensors"
+        done = train_in_slices(fleet, path, self.until, self.how.every)
+        self.report(f"{name}: epoch {fleet.epoch} of {fleet.epochs}")
+        if not done:
+            return
+        seen = fleet.evaluate({data.name: judge})
+        for row, trial in enumerate(trials):
+            if trial not in known:
+                record = {
+                    **trial._asdict(),
+                    "error": float(seen.errors[row]),
+                    "stopped": fleet.history.stopped.get(row),
+                }
+                self.folder.append(f"outcomes{self.part}", record)
+        path.unlink()
+
+
+def _fleet(trials: Sequence[Trial], train: Labelled, data: Dataset, recipe: Recipe, how: How) -> Fleet:
+    networks = [build_unit(t.unit, len(data.classes), t.seed, share=t.share) for t in trials]
+    members = [
+        Member(f"{t.unit} {t.lr:g} {t.seed}", data.name, t.seed, t.lr, recipe.schedule, recipe.weight_decay)
+        for t in trials
+    ]
+    return Fleet(
+        networks, members, {data.name: train}, batch=recipe.batch, momentum=recipe.momentum, precision=how.precision,
+        device=how.device, inputs=inputs_of("bignet", data, average=how.average), stacked=False, compile=how.compile,
+        streams=how.streams,
+    )  # fmt: skip
+
+
+def step_times(
+    points: Sequence[tuple[str, float]], data: Dataset, recipe: Recipe, how: How, *, rounds: int = 5
+) -> dict[tuple[str, float], float]:
+    """Milliseconds of a training step of one network of each unit: the median of rounds taken in turns.
+
+    Args:
+        points: Units and budgets.
+        data: What to train on meanwhile.
+        recipe: Its batch counts.
+        how: Device, precision, and whether networks are compiled.
+        rounds: How many.
+    """
+    steps = min(len(data.train_labels) // recipe.batch, 100)
+    some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
+    schedule = dataclasses.replace(recipe.schedule, epochs=rounds + 1)
+    short = dataclasses.replace(recipe, schedule=schedule)
+    fleets = {
+        point: _fleet([Trial("time", *point, recipe.lr, SEARCH_SEED)], some, data, short, how) for point in points
+    }
+    times: dict[tuple[str, float], list[float]] = {point: [] for point in points}
+    for turn in range(rounds + 1):
+        for point, fleet in fleets.items():
+            _settle(how.device)
+            start = time.perf_counter()
+            fleet.train(1)
+            _settle(how.device)
+            if turn:  # the first one captures, or compiles
+                times[point].append(1000 * (time.perf_counter() - start) / steps)
+    return {point: statistics.median(values) for point, values in times.items()}
+
+
+def _settle(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,178 @@
+"""Table 2 as it was run here: the file `results/table2.json`, and its face in Markdown.
+
+It has the form of Table 1's file, with the sets and columns of section 4.2.1 and, under ``absent``, what was not run.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch_dcl.files import write_text
+from torch_dcl.paper.comparing import difference
+from torch_dcl.paper.natural import COLUMNS, DATA, network_of, paper_error
+from torch_dcl.paper.reported import TABLE2
+from torch_dcl.paper.statistics import Difference
+from torch_dcl.paper.table import Cell, Table, TableError
+
+__all__ = ["NOT_AVAILABLE", "NaturalTable", "as_markdown2", "load_table2", "save_table2"]
+
+NOT_AVAILABLE = "not run: data not available"
+
+
+@dataclass(frozen=True)
+class NaturalTable(Table):
+    """Table 2 as it was run here.
+
+    Attributes:
+        absent: Sets of which nothing was run, with the reason.
+        scale: What part of each recipe's epochs was trained; below 1 the run is shortened.
+    """
+
+    absent: Mapping[str, str] = field(default_factory=dict)
+    scale: float = 1.0
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The sets that have a cell or are noted as absent, in a fixed order."""
+        there = {cell.set for cell in self.cells} | set(self.absent)
+        return tuple(name for name in DATA if name in there)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that have a cell."""
+        there = {cell.column for cell in self.cells}
+        return tuple(name for name in COLUMNS if name in there)
+
+    def to_baseline(self, cell: Cell) -> Difference | None:
+        """The cell's errors minus those of the plain network on the same seeds; None for that network itself."""
+        network = network_of(cell.column)
+        plain = self.cell(cell.set, network)
+        if plain is None or cell.column == network:
+            return None
+        return difference(cell.runs, plain.runs)
+
+    def best(self, name: str) -> tuple[str, ...]:
+        """Of each network the columns with the lowest error on a set, as it is printed."""
+        found = []
+        for network in dict.fromkeys(network_of(column) for column in self.columns):
+            means = {
+                c.column: round(c.mean, 2) for c in self.cells if c.set == name and network_of(c.column) == network
+            }
+            found += [column for column, value in means.items() if value == min(means.values())]
+        return tuple(found)
+
+
+def save_table2(table: NaturalTable, path: str | os.PathLike[str]) -> None:
+    """Write a table in the form that `load_table2` reads, all or nothing."""
+    content = json.loads(json.dumps(asdict(table)))
+    _parse(content, os.fspath(path))
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def load_table2(path: str | os.PathLike[str]) -> NaturalTable:
+    """Read a table and check it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        TableError: It is no such table; the message says where and what is wrong.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TableError(f"{os.fspath(path)} is not JSON: {error}") from error
+    return _parse(content, os.fspath(path))
+
+
+def as_markdown2(table: NaturalTable) -> str:
+    """The table for people: a row for each column, then the rows that the paper quotes, then how it was made."""
+    head = ["network", *table.sets, "weights"]
+    rows = [head, ["---"] * len(head)]
+    for column in table.columns:
+        weights = {cell.set: cell.weights for cell in table.cells if cell.column == column}
+        counts = ", ".join(f"{count:,}" for count in dict.fromkeys(weights.values()))
+        rows.append([column, *(_shown(table, name, column) for name in table.sets), counts])
+    for row in TABLE2:
+        if row.reference:
+            year = row.reference.split("_")[1]
+            rows.append([f"{row.name} {year}", *(f"{row.errors[name.upper()]:.2f}" for name in table.sets), ""])
+    lines = [f"# {table.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+    lines += [
+        "Test error in percent: mean(standard deviation in hundredths) × seeds; beneath, the paper's number, and the "
+        "difference to the plain network on the same seeds with its 95 % interval. Rows with a year: as the paper "
+        "quotes them.",
+        "",
+    ]
+    if table.scale < 1:
+        lines += [f"**Shortened: every recipe was trained for {table.scale:g} of its epochs.**", ""]
+    lines += [f"- {name}: {text}" for name, text in table.protocol.items()]
+    lines += [f"- {text}" for text in table.deviations]
+    minutes = ", ".join(f"{name} {value:.1f} minutes" for name, value in table.minutes.items())
+    lines += [f"- {table.hardware}; {minutes}; `{table.command}`", ""]
+    return "\n".join(lines)
+
+
+def _shown(table: NaturalTable, name: str, column: str) -> str:
+    if name in table.absent:
+        theirs = paper_error(column, name)
+        return table.absent[name] + ("" if theirs is None else f"<br>paper {theirs:.2f}")
+    cell = table.cell(name, column)
+    if cell is None:
+        return "not run"
+    parts = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
+    found = table.to_baseline(cell)
+    if found is not None:
+        parts.append(f"{found.mean:+.2f} [{found.low:+.2f}, {found.high:+.2f}]")
+    return "<br>".join(parts)
+
+
+def _parse(content: Any, source: str) -> NaturalTable:
+    if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
+        raise TableError(f"{source}: an object with a list of cells is needed")
+    cells = [_cell(cell, f"{source}: cells[{i}]") for i, cell in enumerate(content["cells"])]
+    for i, cell in enumerate(cells):
+        if any((cell.set, cell.column) == (other.set, other.column) for other in cells[:i]):
+            raise TableError(f"{source}: cells[{i}] is a second {cell.column} on {cell.set}; put all seeds into one")
+    absent, scale = content.get("absent", {}), content.get("scale", 1.0)
+    if not isinstance(absent, dict) or any(name not in DATA for name in absent):
+        raise TableError(f"{source}: absent must name some of {', '.join(DATA)}, got {absent!r}")
+    if not isinstance(scale, int | float) or not 0 < scale <= 1:
+        raise TableError(f"{source}: scale must be above 0 and at most 1, got {scale!r}")
+    words = {key: content.get(key, "") for key in ("title", "hardware", "command")}
+    for key, value in words.items():
+        if not isinstance(value, str):
+            raise TableError(f"{source}: {key} is {value!r}; give text")
+    named = {key: content.get(key, {}) for key in ("protocol", "versions", "minutes")}
+    for key, value in named.items():
+        if not isinstance(value, dict):
+            raise TableError(f"{source}: {key} is {value!r}; give names and values")
+    deviations = tuple(content.get("deviations", ()))
+    return NaturalTable(cells=tuple(cells), deviations=deviations, absent=absent, scale=scale, **words, **named)
+
+
+def _cell(given: Any, place: str) -> Cell:
+    if not isinstance(given, dict):
+        raise TableError(f"{place}: an object with names is needed, not {given!r}")
+    missing = [key for key in ("set", "column", "errors", "seeds", "weights") if key not in given]
+    if missing:
+        raise TableError(f"{place}: {missing[0]} is missing")
+    known = {item.name for item in fields(Cell)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in known}
+    cell = Cell(**values)
+    place = f"{place} ({cell.set}, {cell.column})"
+    for what, names in (("set", DATA), ("column", COLUMNS)):
+        if given[what] not in names:
+            raise TableError(f"{place}: {what} {given[what]!r} is unknown; known are {', '.join(names)}")
+    right = all(isinstance(e, int | float) and math.isfinite(e) and 0 <= e <= 100 for e in cell.errors)
+    if not cell.errors or not right:
+        raise TableError(f"{place}: errors are {list(cell.errors)}; give at least one number, each from 0 to 100")
+    if len(cell.seeds) != len(cell.errors) or len(set(cell.seeds)) != len(cell.seeds):
+        raise TableError(f"{place}: give each error a seed of its own, not {list(cell.seeds)}")
+    if not isinstance(cell.weights, int) or cell.weights < 1:
+        raise TableError(f"{place}: weights is {cell.weights!r}; give a whole number above 0")
+    if cell.paper != paper_error(cell.column, cell.set):
+        raise TableError(f"{place}: paper is {cell.paper}, but it has {paper_error(cell.column, cell.set)}; correct it")
+    return cell

@@ -1,0 +1,186 @@
+"""How images become a network's inputs: normalised, and in training cropped and mirrored.
+
+Crops and mirrorings are those of `torch_dcl.data.batches.Batches`: hashes of (seed, epoch, index of the image). They
+are drawn for all images at the start of an epoch, so that a step only looks them up.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data.batches import _affine
+from torch_dcl.data.draws import below, draw
+
+__all__ = ["Cutter", "Inputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What stands between uint8 images and a network.
+
+    ::
+
+        Inputs(normalise=(mean, std), pad=4, flip=True)           # Wide ResNet on CIFAR
+        Inputs(normalise=mean_image(images), flip=True)           # Caffe's: 0 to 255, the mean image subtracted
+
+    Args:
+        normalise: Mean and standard deviation of each channel in units of 255, as `Dataset.statistics` gives them; or
+            a mean image ``[C, H, W]`` from 0 to 255, which is subtracted with nothing divided; or a function from a
+            uint8 batch of whole images to float32 ones, made of torch's operations alone, since a GPU records it.
+            None divides by 255.
+        crop: Height and width of the inputs; in training cut at random, in evaluation from the middle. None for those
+            of the image.
+        pad: In training, reflect so many pixels at every border before cutting.
+        flip: In training, mirror every other image.
+        average: In evaluation, average the probabilities of an image and of its mirror image.
+
+    Raises:
+        ValueError: ``crop`` or ``pad`` are out of range.
+    """
+
+    normalise: tuple[Sequence[float], Sequence[float]] | Tensor | Callable[[Tensor], Tensor] | None = None
+    crop: int | None = None
+    pad: int = 0
+    flip: bool = False
+    average: bool = False
+
+    def __post_init__(self) -> None:
+        if self.crop is not None and self.crop < 1:
+            raise ValueError(f"crop must be at least 1, got {self.crop}")
+        if self.pad < 0:
+            raise ValueError(f"pad must not be negative, got {self.pad}")
+
+    def size(self, shape: Sequence[int]) -> tuple[int, int, int]:
+        """Channels, height and width of the inputs from images of a shape ``[C, H, W]``.
+
+        Raises:
+            ValueError: The images are too small for the crop or for the padding.
+        """
+        channels, height, width = shape
+        side = min(height, width)
+        if self.crop is not None and self.crop > side:
+            raise ValueError(f"crop must be from 1 to {side} for images of {height} x {width}, got {self.crop}")
+        if self.pad >= side:
+            raise ValueError(f"pad must be from 0 to {side - 1} for images of {height} x {width}, got {self.pad}")
+        return (channels, height, width) if self.crop is None else (channels, self.crop, self.crop)
+
+    def described(self) -> dict[str, Any]:
+        """As plain data, for a checkpoint to agree with."""
+        how: object = self.normalise
+        if isinstance(how, Tensor):
+            bytes_ = how.detach().cpu().contiguous().numpy().tobytes()
+            how = f"mean image {list(how.shape)}, SHA-256 {hashlib.sha256(bytes_).hexdigest()}"
+        elif callable(how):
+            how = f"{how.__module__}.{getattr(how, '__qualname__', type(how).__qualname__)}"
+        elif how is not None:
+            how = [[float(value) for value in values] for values in self.normalise]  # type: ignore[union-attr]
+        return {"normalise": how, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
+
+
+class Cutter:
+    """`Inputs` at work on a device, for E networks.
+
+    Args:
+        inputs: How.
+        networks: E.
+        count: How many images there are.
+        shape: Of an image, ``[C, H, W]``.
+        device: Where.
+        train: Whether crops and mirrorings are ever drawn.
+    """
+
+    def __init__(
+        self, inputs: Inputs, networks: int, count: int, shape: Sequence[int], device: torch.device, *, train: bool
+    ) -> None:
+        self.size = inputs.size(shape)
+        self.pad, self.flip = inputs.pad, inputs.flip
+        self.whole = tuple(shape) == self.size
+        self._function: Callable[[Tensor], Tensor] | None = None
+        scale, shift = torch.full((1,), 1 / 255), torch.zeros(1)
+        how = inputs.normalise
+        if isinstance(how, Tensor):
+            self._function = _subtract(how, shape, device)
+        elif callable(how):
+            self._function = how
+        elif how is not None:
+            scale, shift = _affine(how, shape[0])
+        self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
+        self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
+        self.draws = train and (self.flip or self.pad > 0 or not self.whole)
+        if self.draws:
+            self._index = torch.arange(count, device=device)
+            self._first = torch.zeros(2, networks, count, dtype=torch.int16, device=device)
+            self._mirrored = torch.zeros(networks, count, dtype=torch.bool, device=device)
+
+    def begin(self, seeds: Sequence[int], epoch: int, lengths: Sequence[int]) -> None:
+        """Draw the crops and mirrorings of an epoch; images have these heights and widths."""
+        if not self.draws:
+            return
+        drawn: dict[int, int] = {}
+        for row, seed in enumerate(seeds):
+            if seed in drawn:
+                self._first[:, row] = self._first[:, drawn[seed]]
+                self._mirrored[row] = self._mirrored[drawn[seed]]
+                continue
+            drawn[seed] = row
+            sides = zip(("crop row", "crop column"), lengths, self.size[1:], strict=True)
+            for side, (purpose, length, size) in enumerate(sides):
+                random = draw(seed, purpose, epoch, self._index)
+                self._first[side, row] = (below(random, length + 2 * self.pad - size + 1) - self.pad).to(torch.int16)
+            if self.flip:
+                self._mirrored[row] = draw(seed, "flip", epoch, self._index) < 0
+
+    def training(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+        """uint8 ``[E, B, C, H, W]``, which are the images ``[E, B]`` of the set, as inputs ``[E, B, C, h, w]``."""
+        flat = self._whole_images(images)
+        if self.draws:
+            flat = self._cut(flat, index)
+        return self._finished(flat, dtype).view(*images.shape[:2], *self.size)
+
+    def evaluation(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same from the middle of each image."""
+        flat = self._whole_images(images)
+        top, left = ((have - want) // 2 for have, want in zip(flat.shape[2:], self.size[1:], strict=True))
+        flat = flat[:, :, top : top + self.size[1], left : left + self.size[2]]
+        return self._finished(flat, dtype).view(*images.shape[:2], *self.size)
+
+    def _whole_images(self, images: Tensor) -> Tensor:
+        flat = images.flatten(0, 1)
+        return flat if self._function is None else self._function(flat)
+
+    def _finished(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scale, then shift, in float32 whatever the type asked for."""
+        if self._function is None:
+            images = torch.addcmul(self._shift, images.float(), self._scale)
+        return images.to(dtype).contiguous()
+
+    def _cut(self, images: Tensor, index: Tensor) -> Tensor:
+        count, channels, height, width = images.shape
+        row = torch.arange(len(index), device=index.device)[:, None]
+        first = self._first[:, row, index].long().view(2, count, 1)
+        rows, columns = (
+            _reflected(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
+            for side, length in enumerate((height, width))
+        )
+        if self.flip:
+            mirrored = self._mirrored[row, index].view(count, 1)
+            columns = torch.where(mirrored, columns.flip(1), columns)
+        places = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
+        flat = images.reshape(count, channels, height * width)
+        return flat.gather(2, places.expand(count, channels, -1)).view(count, *self.size)
+
+
+def _reflected(at: Tensor, length: int) -> Tensor:
+    """Places along a side; beyond its ends they turn back."""
+    return (length - 1) - ((length - 1) - at.abs()).abs()
+
+
+def _subtract(mean: Tensor, shape: Sequence[int], device: torch.device) -> Callable[[Tensor], Tensor]:
+    if tuple(mean.shape) != tuple(shape):
+        raise ValueError(f"the mean image must have the shape of an image, {list(shape)}, got {list(mean.shape)}")
+    here = mean.to(device, torch.float32)
+    return lambda images: images.float() - here

@@ -1,0 +1,89 @@
+"""Networks side by side on a GPU: captured, on several streams, compiled, resumed; against the CPU and each other."""
+
+import importlib.util
+
+import pytest
+import torch
+from tests.training.test_beside import SMALL, learnt_otherwise, three_sets
+from tests.training.test_fleet import same_bits
+
+from torch_dcl.data.svhn import preprocess
+from torch_dcl.training import Fleet, Inputs, Member, Schedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
+
+
+@pytest.fixture(autouse=True)
+def full_float32_and_the_same_bits():
+    allowed = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = allowed
+    torch.backends.cudnn.deterministic = False
+
+
+def some(kind, *, epochs=2, networks=3, device="cuda", normalise=None, **changes):
+    """A fleet of one kind; the same networks and images at every call."""
+    torch.manual_seed(0)
+    build, size, options = SMALL[kind]
+    data = three_sets(size)
+    made = [build() for _ in range(networks)]
+    members = [Member(str(i), ("one", "two")[i % 2], i, 0.01, Schedule(epochs), 1e-3) for i in range(networks)]
+    settings = {"batch": 8, "inputs": Inputs(normalise, pad=2, flip=True), "stacked": False, **options, **changes}
+    return Fleet(made, members, data, device=device, **settings), made
+
+
+@pytest.mark.parametrize(("precision", "worst"), [("float32", 1e-3), ("bfloat16", 0.3), ("float64", 1e-9)])
+@pytest.mark.parametrize("kind", SMALL)
+def test_they_train_as_on_the_cpu(kind, precision, worst):
+    (here, start), (there, _) = (some(kind, device=device, precision=precision) for device in ("cuda", "cpu"))
+    here.train()
+    there.train()
+    assert here._graph is not None
+    for i, network in enumerate(start):
+        ends = [fleet.network(i).double() for fleet in (here, there)]
+        assert learnt_otherwise(*ends, network.double()) < worst
+
+
+def test_the_preprocessing_of_svhn_is_captured_as_well():
+    (here, start), (there, _) = (
+        some("wide residual", device=device, precision="float32", normalise=preprocess) for device in ("cuda", "cpu")
+    )
+    here.train()
+    there.train()
+    ends = [fleet.network(0).double() for fleet in (here, there)]
+    assert learnt_otherwise(*ends, start[0].double()) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["tiny", "wide residual"])
+@pytest.mark.parametrize("streams", [2, 3])
+def test_several_at_a_time_end_with_the_same_bits_as_one_after_another(kind, streams):
+    (together, _), (apart, _) = some(kind, streams=streams, epochs=4), some(kind, epochs=4)
+    together.train()
+    apart.train()
+    assert all(same_bits(together.network(i), apart.network(i)) for i in range(3))
+
+
+@pytest.mark.parametrize("kind", ["tiny", "wide residual"])
+def test_a_checkpoint_goes_on_bit_for_bit(kind, tmp_path):
+    whole, before, after = (some(kind, epochs=4)[0] for _ in range(3))
+    whole.train()
+    before.train(2)
+    before.save(tmp_path / "fleet")
+    after.load(tmp_path / "fleet")
+    after.train()
+    assert all(same_bits(whole.network(i), after.network(i)) for i in range(3))
+
+
+def test_compiled_networks_are_captured_and_train_to_much_the_same():
+    (compiled, start), (plain, _) = (some("tiny", precision="float32", compile=c) for c in (True, False))
+    compiled.train()
+    plain.train()
+    for i, network in enumerate(start):
+        ends = [fleet.network(i).double() for fleet in (compiled, plain)]
+        assert learnt_otherwise(*ends, network.double()) < 1e-3
