@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,18 @@ def dcl(folder):
         done = CliRunner().invoke(app, [str(word) for word in words], prog_name="dcl")
         assert done.exit_code == code, f"exit code {done.exit_code}\n{done.output}\n{done.exception!r}"
         return done.output
+
+    return run
+
+
+@pytest.fixture
+def dcl_for_machines(folder):
+    """The same with `--json`: what stdout says, read, and what stderr says."""
+
+    def run(*words):
+        done = CliRunner().invoke(app, [str(word) for word in words], prog_name="dcl")
+        assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+        return json.loads(done.stdout), done.stderr
 
     return run
 

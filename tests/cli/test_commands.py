@@ -2,14 +2,18 @@
 
 import io
 import json
+import os
 import re
+import signal
 import time
 
 import pytest
 from rich.console import Console
 
-from torch_dcl.cli.demo import CAVEAT, Entry, verdict
-from torch_dcl.cli.screen import Bar, say_minutes
+from torch_dcl.cli.bar import Bar, Listener
+from torch_dcl.cli.screen import say_minutes
+from torch_dcl.paper.demo import CAVEAT, Entry, verdict
+from torch_dcl.paper.engine import Progress
 
 NET = """
 from torch import nn
@@ -98,6 +102,14 @@ def test_the_demo_trains_three_kinds_and_writes_a_page(dcl, folder):
     assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
+def test_the_demo_for_machines(dcl_for_machines, folder):
+    shown, told = dcl_for_machines("demo", "--images", "100", "--epochs", "1", "--seeds", "1", "--json")
+    assert [network["column"] for network in shown["networks"]] == ["baseline", "A2", "low-rank"]
+    assert shown["verdict"][-1] == CAVEAT
+    assert shown["page"] == str(folder / "runs/demo/report.html")
+    assert "DCL-A2" in told
+
+
 def entries(plain, ours, low_rank):
     return [Entry("baseline", 1000, plain), Entry("A2", 700, ours), Entry("low-rank", 700, low_rank)]
 
@@ -156,6 +168,80 @@ def test_in_a_terminal_the_bar_goes_away():
     assert "a table" in shown
     assert "1 of 2 sets" in shown
     assert "written" in shown
+
+
+def told(listener, *epochs, fleet=1, fleets=2, networks=4):
+    for epoch in epochs:
+        listener.on_epoch(Progress(fleet, fleets, "A2, 100 classes", networks, epoch, 8))
+
+
+def test_a_fleet_moves_the_bar_epoch_by_epoch():
+    bar = Bar(Console(file=io.StringIO()), 0, "networks")
+    listener = Listener(bar)
+    listener.begin(2, 12)
+    assert (bar.done, bar.total, bar.text) == (2, 12, "writing the sets")
+    told(listener, 0)
+    assert (bar.done, bar.step) == (2, (0, 8, "epochs"))
+    assert bar.text == "fleet 1 of 2, A2, 100 classes, 4 networks"
+    told(listener, 1, 2, 3)
+    assert bar.done == pytest.approx(3.5)
+    assert bar.line().startswith("3 of 12 networks · 0 s · fleet 1 of 2")
+    assert bar.line().endswith("· 3 of 8 epochs")
+    told(listener, 8)
+    told(listener, 0, 4, fleet=2, networks=6)
+    assert bar.done == pytest.approx(2 + 4 + 3)
+    told(listener, 8, fleet=2, networks=6)
+    assert bar.done == 12
+
+
+def test_a_fleet_that_goes_on_in_its_middle_does_not_run_over(capsys):
+    bar = Bar(Console(file=io.StringIO()), 0, "networks")
+    listener = Listener(bar)
+    listener.begin(0, 4)
+    told(listener, 0, 7, 8, fleets=1)
+    assert (bar.done, bar.text) == (4, "A2, 100 classes, 4 networks")
+
+
+def test_the_first_interrupt_waits_for_the_end_of_the_epoch_and_the_second_does_not():
+    bar = Bar(Console(file=io.StringIO()), 0, "networks")
+    listener = Listener(bar)
+    listener.begin(0, 8)
+    told(listener, 0)
+    before = signal.getsignal(signal.SIGINT)
+    with listener.stopping_softly():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert bar.text == "stopping after this epoch; Ctrl-C again stops at once"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            told(listener, 1)
+        assert bar.done == pytest.approx(0.5)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():
+    out = io.StringIO()
+    bar = Bar(Console(file=out, width=100), 4, "networks")
+    listener = Listener(bar)
+    listener.report("3/7 fleet 1 of 1, A2, 100 classes: 2 networks in 0.4 s")
+    listener.report("fleet 1 of 4, A2, 100 classes: 2 networks in 0.4 s")
+    assert out.getvalue() == ""
+    listener.report("4 of 12 entries are done already")
+    assert out.getvalue() == "4 of 12 entries are done already\n"
+
+
+def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():
+    out = io.StringIO()
+    console = Console(file=out, width=100, force_terminal=True)
+    with Bar(console, 0, "networks") as bar:
+        listener = Listener(bar)
+        listener.begin(0, 8)
+        told(listener, 0, 1, 2)
+        bar._live.refresh()
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue())
+    assert "1 of 8 networks" in shown
+    assert "2 of 8 epochs · fleet 1 of 2, A2, 100 classes, 4 networks" in shown
+    assert "left" not in shown
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3725, "1:02 h")])

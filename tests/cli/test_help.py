@@ -100,6 +100,14 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["run"], "Missing argument"),
         (["run", "table1-search", "--set", "trials=fast"], "0.07 clip 3"),
         (["ls", "table9"], "table1"),
+        (["run", "figures", "--set", "parts=filter"], "did you mean filters?"),
+        (["run", "figures", "--set", "set=II-01,II-02"], "set is one set"),
+        (["run", "figures", "--set", "filters=0"], "at least 1"),
+        (["run", "figures", "--set", "filters="], "filters is empty"),
+        (["run", "figures", "--set", "filters=few"], "a list"),
+        (["run", "figures", "--sets", "II-01"], "did you mean set?"),
+        (["run", "knowledge"], "needs network; give --set network="),
+        (["run", "knowledge", "--set", "network=time:time"], "needs weights"),
         (["plan", "vgg16", "--input-size", "big"], "3,224,224"),
         (["plan", "nowhere:net"], "no module"),
         (["plan", "nowhere.py:net"], "does not exist"),
@@ -165,3 +173,12 @@ def test_completion_of_the_shell_knows_the_recipes(process, monkeypatch, environ
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**environment, **words}
     )
     assert done.stdout.split() == ["table1", "table1-search"]
+    for name in ("one", "two/inside"):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / "recipe.json").write_text("{}")
+    words |= {"COMP_WORDS": "dcl report ru", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**environment, **words},
+        cwd=folder,
+    )  # fmt: skip
+    assert done.stdout.split() == ["runs/one", "runs/two/inside"]

@@ -1,11 +1,17 @@
 """Recipes as TOML: printed, edited, run again."""
 
 import json
+import shlex
 import tomllib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torch_dcl.cli.recipes import ABOUT, as_toml, read_recipe, recipe, with_settings
+from torch_dcl.cli.recipes import ABOUT, as_toml, read_recipe, read_settings, recipe, with_settings
+from torch_dcl.paper.again import command_for
+from torch_dcl.paper.columns import MODELS
+from torch_dcl.paper.reported import SETS
 
 
 @pytest.mark.parametrize("name", ABOUT)
@@ -54,5 +60,59 @@ def test_settings_take_the_type_of_the_default():
 def test_a_text_with_quotes_survives(tmp_path):
     path = tmp_path / "recipe.toml"
     given = with_settings(recipe("table1"), {"data": 'a "b" \\ c'})
+    path.write_text(as_toml(given))
+    assert read_recipe(path) == given
+
+
+def some(names):
+    """Some of them, at least one, in their order."""
+    return st.sets(st.sampled_from(names), min_size=1).map(lambda chosen: [name for name in names if name in chosen])
+
+
+runs = st.fixed_dictionaries(
+    {
+        "seeds": st.integers(1, 50),
+        "schedule": st.fixed_dictionaries(
+            {
+                "epochs": st.integers(1, 100),
+                "warmup": st.integers(0, 1000),
+                "drops": st.lists(st.sampled_from([0.2, 0.5, 0.6, 0.9]), unique=True).map(sorted),
+                "factor": st.sampled_from([0.1, 0.25]),
+            }
+        ),
+        "batch": st.integers(1, 500),
+        "precision": st.sampled_from([None, "bfloat16", "float32", "float64"]),
+        "images": st.none() | st.lists(st.integers(1, 60_000), min_size=2, max_size=2),
+        "digits": st.sampled_from(["the embedded excerpt of MNIST", "MNIST in a folder"]),
+    }
+)
+
+
+@given(runs, some(list(SETS)), some(list(MODELS)))
+def test_the_command_of_a_table_asks_for_the_settings_of_its_run(run, sets, models):
+    words = shlex.split(command_for(run, sets, models))
+    assert words[:3] == ["dcl", "run", "table1"]
+    options = list(zip(words[3::2], words[4::2], strict=True))
+    settings = {name.removeprefix("--"): value for name, value in options if name != "--set"}
+    settings |= read_settings([value for name, value in options if name == "--set"])
+    made = with_settings(recipe("table1"), settings)
+    assert (made["sets"], made["models"], made["seeds"]) == (sets, models, run["seeds"])
+    assert {key: made[key] for key in run["schedule"]} == run["schedule"]
+    assert made["batch"] == run["batch"]
+    assert made["precision"] == (run["precision"] or "auto")
+    assert [made["train_images"], made["test_images"]] == (run["images"] or [0, 0])
+    assert made["data"] == ("excerpt" if "embedded" in run["digits"] else "auto")
+
+
+@given(st.sampled_from(list(ABOUT)), st.data())
+def test_any_filters_and_layers_survive_the_file(tmp_path_factory, name, data):
+    settings = {}
+    if name in ("figures", "knowledge"):
+        settings["filters"] = data.draw(st.lists(st.integers(1, 500), min_size=1))
+    if name == "knowledge":
+        settings["layers"] = data.draw(st.lists(st.from_regex(r"[a-z][a-z0-9.]{0,8}", fullmatch=True)))
+        settings["mean"] = data.draw(st.lists(st.floats(-1, 1)))
+    given = with_settings(recipe(name), settings)
+    path = tmp_path_factory.mktemp("toml") / "recipe.toml"
     path.write_text(as_toml(given))
     assert read_recipe(path) == given

@@ -175,9 +175,10 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environme
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
     )
-    file = folder / "runs/r/outcomes.jsonl"
+    file = folder / "runs/r/metrics.jsonl"
     for _ in range(600):
-        if (file.exists() and file.read_text().count("\n")) or process.poll() is not None:
+        # Twelve epochs of the first fleet, and one of the second.
+        if (file.exists() and file.read_text().count("\n") > 12) or process.poll() is not None:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
@@ -185,7 +186,15 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environme
     assert process.returncode == 130, shown
     assert "runs/r is incomplete, 1 of 2 entries" in shown
     assert "dcl run runs/r --resume" in shown
+    assert shown.count("Interrupted") == 1
     assert "Traceback" not in shown
+    # The fleet was kept at the end of an epoch, and that is where it goes on.
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_dcl", "run", "runs/r", "--resume"], capture_output=True, text=True, check=False,
+        env=environment, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"going on in the middle of a fleet, after epoch \d+ of 12", done.stdout)
 
 
 def test_the_report_is_one_page_that_asks_for_nothing(dcl, run, folder):
@@ -194,7 +203,7 @@ def test_the_report_is_one_page_that_asks_for_nothing(dcl, run, folder):
     assert page.count("<html") == 1
     assert "data:image/png;base64," in page
     assert page.count('id="run1-differences-') > 2
-    assert "Losses by epoch on MNIST-III-10 (--set curves=yes): not run." in page
+    assert "Losses by epoch: not run." in page
     assert not re.search(r'(src|href)="(?!data:|#)', page)
     assert not re.search(r"url\((?!#)", page)
 
@@ -245,7 +254,7 @@ def test_calibration_goes_on_round_by_round(dcl, folder, monkeypatch):
 
     seen = []
 
-    def fake(digits, settings, *, lr, sets, start, rounds, seeds, tried, report):
+    def fake(digits, settings, *, lr, sets, start, rounds, seeds, tried, report, images):
         seen.append((rounds, None if tried is None else {name: dict(by) for name, by in tried.items()}))
         found = {}
         for name in sets:
@@ -297,3 +306,39 @@ def test_the_report_draws_what_experiments_left_in_the_folder(dcl, run, folder):
     assert 'id="run1-curves-' in page
     (run / "filters.json").write_text("{")
     assert "filters.json is not JSON" in dcl("report", "runs/smoke", code=1)
+
+
+def test_the_dry_run_for_machines(dcl, folder):
+    shown = json.loads(dcl("run", "table1", "--dry-run", "--json"))
+    assert (shown["recipe"], shown["entries"], shown["networks"]) == ("table1", 825, 950)
+    assert shown["minutes"] == pytest.approx(shown["images"] / shown["images_per_s"] / 60)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_run_for_machines_ends_with_its_state_alone_on_stdout(dcl_for_machines):
+    words = ("run", "table1", "--sets", "II-01", "--models", "baseline", "--seeds", "1", *TINY, "--json")
+    state, told = dcl_for_machines(*words)
+    assert (state["path"], state["state"], state["done"], state["total"]) == ("runs/table1", "finished", 1, 1)
+    assert "1.96(03)" in told
+
+
+def test_the_report_takes_the_name_of_a_run_and_answers_machines(dcl, run, folder):
+    shown = json.loads(dcl("report", "smoke", "--json"))
+    assert shown == {"page": str(folder / "report.html"), "runs": ["smoke"]}
+
+
+def test_every_command_on_the_page_asks_for_what_was_run(dcl, run, folder):
+    """The command that stands under a set makes a run with the recipe of this one, for that set."""
+    import html
+    import shlex
+
+    dcl("report", "smoke")
+    commands = re.findall(r"<code>(dcl run table1 .*?)</code>", (folder / "report.html").read_text())
+    words = shlex.split(html.unescape(commands[0]))
+    assert len(commands) == 2  # one a set
+    dcl(*words[1:], "--out", "runs/again", "--minutes", "1e-9")
+    then, now = (json.loads((path / "recipe.json").read_text()) for path in (run, folder / "runs/again"))
+    assert now["sets"] == ["MNIST-II-01"]
+    for recipe in (then, now):
+        del recipe["sets"], recipe["strengths"]
+    assert now == then

@@ -190,7 +190,7 @@ def test_strengths_are_tried_on_digits_for_choosing(monkeypatch):
     asked = []
     real = calibrating.make_sets
 
-    def few(digits, layouts, purpose, *, device):
+    def few(digits, layouts, purpose, *, device, images):
         asked.append((purpose, layouts[0].name, layouts[0].strength))
         return real(digits, layouts, purpose, device=device, images=(10, 10))
 

@@ -201,6 +201,26 @@ def test_every_setting_of_a_job_counts(sets):
     assert len(set(losses)) == len(losses)
 
 
+def test_progress_is_told_before_a_fleet_and_after_each_of_its_epochs(sets):
+    jobs = [Job("A2", TWO, 0, 0.02), Job("A2", TWO, 1, 0.02), Job("oracle", TWO, 0, 0.02)]
+    seen = []
+    told = dataclasses.replace(EXACT, schedule=Schedule(2), on_epoch=seen.append)
+    outcomes = run_jobs(jobs, sets, told)
+    assert [(at.fleet, at.fleets, at.name, at.networks) for at in seen[::3]] == [
+        (1, 2, "A2, 100 classes", 2), (2, 2, "oracle, 10 classes", 2),
+    ]  # fmt: skip
+    assert [(at.epoch, at.epochs) for at in seen] == 2 * [(0, 2), (1, 2), (2, 2)]
+    assert outcomes == run_jobs(jobs, sets, dataclasses.replace(told, on_epoch=None))
+
+
+def test_the_time_of_a_fleet_is_shared_out_by_networks(sets):
+    jobs = [Job("oracle", TWO, 0, 0.02), Job("oracle", "MNIST-II-05", 0, 0.02)]
+    lines = []
+    first, second = run_jobs(jobs, sets, EXACT, lines.append)
+    assert first.seconds == second.seconds > 0
+    assert first.seconds + second.seconds == pytest.approx(float(lines[0].split()[-2]), abs=0.06)
+
+
 def test_a_set_that_is_not_there_is_an_error(sets):
     with pytest.raises(KeyError, match="MNIST-II-02"):
         run_jobs([Job("baseline", "MNIST-II-02", 0, 0.02)], sets, EXACT)

@@ -11,7 +11,7 @@ from torch_dcl.paper.reported import COLUMNS
 from torch_dcl.paper.style import CSS
 from torch_dcl.paper.table import CONTROLS, Table, parse
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "link", "img"}
 
 
 class Page(HTMLParser):
@@ -41,7 +41,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] != "style":
+        if self.open and self.open[-1] not in ("style", "script"):
             self.text += data
 
 
@@ -53,9 +53,9 @@ def table(content):
 def test_the_page_is_well_formed_and_asks_for_nothing(table):
     text = as_html(table)
     page = Page(text)
-    assert page.links == ["#MNIST-II-01", "#MNIST-III-10"]
+    assert page.links == ["data:,", "#MNIST-II-01", "#MNIST-III-10"]
     assert set(page.ids) == {"MNIST-II-01", "MNIST-III-10"}
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"img", "iframe", "object"} & set(page.tags)
     assert "http" not in text
     assert "url(" not in text
     assert "@import" not in text
@@ -94,6 +94,7 @@ def test_the_numbers_are_on_the_page(table):
     shown = Page(as_html(table)).text
     assert "1.51 ± 0.12 (3)" in shown
     assert "−0.50 [−0.50, −0.50]▾" in shown
+    assert "[1.22, 1.80]" in shown  # 1.51 ± 4.303 · 0.115 / √3
     assert "335,500" in shown
     assert "together 42.5" in shown
     assert "not run" in shown
@@ -108,7 +109,7 @@ def test_a_drawing_has_a_point_a_run_and_a_diamond_a_mean_of_the_paper(table):
     text = as_html(table)
     assert text.count("<svg") == 2
     assert text.count("<circle") == len(table.cells) * 3
-    assert text.count('class="paper"') == sum(cell.paper is not None for cell in table.cells)
+    assert text.count('class="paper"') == 2 * len(COLUMNS)  # also where nothing was run
 
 
 def test_a_diverged_run_is_an_arrow_and_does_not_stretch_the_axis(content):
@@ -132,3 +133,32 @@ def test_a_page_of_one_run_and_of_none(content):
     page = Page(as_html(parse({"title": "one", "cells": [cell]})))
     assert "2.00 (1)" in page.text
     assert "No cell was run." in Page(as_html(Table("none", ()))).text
+
+
+def test_every_column_of_a_set_stands_in_its_table_run_or_not(table):
+    first = as_html(table).split('id="MNIST-II-01"')[1].split("</section>")[0]
+    rows = [re.sub(r"<[^>]*>", "|", row) for row in first.split("<tbody>")[1].split("<tr>")[1:]]
+    named = [next(filter(None, row.split("|"))) for row in rows]
+    assert named == list(table.columns)
+    assert "not run" in rows[named.index("oracle")]
+    assert "1.07(04)" in rows[named.index("oracle")]
+    assert "fitted" in rows[0]
+    assert "fitted" not in rows[named.index("A2")]
+
+
+def test_minutes_are_shown_where_they_were_noted(content):
+    content["cells"][0]["minutes"] = 12.34
+    content["cells"][1]["minutes"] = 0.0567
+    shown = Page(as_html(parse(content))).text
+    assert "475,50012.3" in shown
+    assert "335,5000.057" in shown
+    content["cells"][1]["minutes"] = -1
+    with pytest.raises(ValueError, match="minutes is -1; give a number from 0 or null"):
+        parse(content)
+
+
+def test_a_trial_says_so_before_everything_else_and_has_no_command_it_does_not_know(content):
+    content["title"] += " (a trial, not the protocol)"
+    shown = Page(as_html(parse(content))).text
+    assert shown.index("Layouts <i>anew</i>") < shown.index("All errors")
+    assert "--sets II-01" not in shown

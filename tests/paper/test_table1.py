@@ -100,7 +100,7 @@ def test_a_table_comes_back_from_its_file_as_it_was(whole, tmp_path):
 def test_it_says_how_it_was_made(whole):
     made, _ = whole
     assert made.protocol["digits"] == MNIST.source
-    assert made.protocol["schedule"].startswith("1 epochs, batch 50")
+    assert made.protocol["schedule"].startswith("1 epoch, batch 50")
     assert made.protocol["precision"] == "float64"
     assert any("baseline column is fitted" in line for line in made.deviations)
     assert made.versions["torch"]
@@ -276,7 +276,7 @@ def test_what_a_diverged_network_leaves_is_json(tmp_path):
 
 def test_an_outcome_comes_back_from_its_record(whole):
     for record in records(whole[1]):
-        outcome = table1._outcome(record)
+        outcome = table1.outcome_of(record)
         assert outcome.job.clip == math.inf
         assert json.loads(json.dumps(table1._record(outcome), allow_nan=False)) == record
 

@@ -8,7 +8,7 @@ import typer
 
 from torch_dcl.cli.names import UsageError, nearest, read_sets, split
 from torch_dcl.cli.recipes import ABOUT
-from torch_dcl.cli.screen import command, console, print_json
+from torch_dcl.cli.screen import command, console, for_machines, print_json
 
 __all__ = ["app"]
 
@@ -28,6 +28,7 @@ data_app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
 Mnist = Annotated[
     str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
@@ -59,14 +60,18 @@ def main(
 )
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("runs/demo"),
-    images: Annotated[int, typer.Option(help="Images to train on.")] = 0,
-    epochs: Annotated[int, typer.Option(help="Passes over them.")] = 0,
+    images: Annotated[
+        int, typer.Option(help="Images to train on.  [dim]\\[default: 3600][/dim]", show_default=False)
+    ] = 0,
+    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 4][/dim]", show_default=False)] = 0,
     seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
+    as_json: AsJsonEnd = False,
 ) -> None:
     """The idea in two minutes on a laptop: three networks, a verdict, a report."""
-    from torch_dcl.cli import demo as work  # noqa: PLC0415
+    from torch_dcl.cli.demo import run_demo  # noqa: PLC0415
 
-    work.run_demo(out, images=images or work.IMAGES, epochs=epochs or work.EPOCHS, seeds=seeds)
+    for_machines(as_json)
+    run_demo(out, images=images, epochs=epochs, seeds=seeds, as_json=as_json)
 
 
 @app.command(context_settings=HELP)
@@ -121,12 +126,24 @@ def _complete_recipe(incomplete: str) -> list[str]:
     return [name for name in ABOUT if name.startswith(incomplete)]
 
 
+def _complete_run(incomplete: str) -> list[str]:
+    """Run folders by their recipe.json, without loading anything."""
+    found = (str(path.parent) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/recipe.json"))
+    return sorted(name for name in found if name.startswith(incomplete))
+
+
+def _complete_recipe_or_run(incomplete: str) -> list[str]:
+    return _complete_recipe(incomplete) + _complete_run(incomplete)
+
+
 @app.command(context_settings=HELP)
 @command(
     "dcl run table1 --dry-run",
     "dcl run table1 --smoke",
-    "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --data mnist/",
+    "dcl run table1 --sets II-01,III-10 --models baseline,A2 --seeds 5 --data mnist/",
     "dcl run runs/table1 --resume",
+    "dcl run figures --set parts=filters,curves",
+    "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist",
     "dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/",
 )
@@ -134,7 +151,7 @@ def run(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="A recipe, a TOML file, or a run folder.", metavar="NAME|FILE", autocompletion=_complete_recipe
+            help="A recipe, a TOML file, or a run folder.", metavar="NAME|FILE", autocompletion=_complete_recipe_or_run
         ),
     ],
     sets: Annotated[str | None, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")] = None,
@@ -144,7 +161,10 @@ def run(
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, auto.")] = None,
-    data: Annotated[str | None, typer.Option(help="A folder with the idx files of MNIST.", metavar="FOLDER")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A folder with the idx files of MNIST; for knowledge, any data.", metavar="FOLDER"),
+    ] = None,
     pairs: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of the recipe. May be repeated.", metavar="KEY=VALUE")
     ] = None,
@@ -155,18 +175,23 @@ def run(
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Begin no further fleet after so many minutes.")] = None,
+    as_json: AsJsonEnd = False,
 ) -> None:
-    """Run a recipe: the paper's tables, on your machine."""
-    from torch_dcl.cli.run import dry_run, make_task, run_task  # noqa: PLC0415
+    """Run a recipe: the paper's tables and figures, on your machine."""
+    from torch_dcl.cli.estimates import dry_run  # noqa: PLC0415
+    from torch_dcl.cli.run import run_task  # noqa: PLC0415
+    from torch_dcl.cli.tasks import make_task  # noqa: PLC0415
+
+    for_machines(as_json)
 
     named: dict[str, Any] = {
         "sets": sets, "models": models, "seeds": seeds, "epochs": epochs, "device": device, "data": data,
     }  # fmt: skip
     task = make_task(recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry)
     if dry:
-        dry_run(task)
+        dry_run(task, as_json=as_json)
     else:
-        run_task(task)
+        run_task(task, as_json=as_json)
 
 
 @app.command("ls", context_settings=HELP)
@@ -177,14 +202,16 @@ def run(
 )
 def list_all(
     name: Annotated[
-        str | None, typer.Argument(help="A recipe or a run folder to print as TOML.", autocompletion=_complete_recipe)
+        str | None,
+        typer.Argument(help="A recipe or a run folder to print as TOML.", autocompletion=_complete_recipe_or_run),
     ] = None,
     runs: Annotated[Path, typer.Option(help="The folder with the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
-    from torch_dcl.cli.folders import as_row, find_runs, say  # noqa: PLC0415
+    from torch_dcl.cli.folders import as_row, say  # noqa: PLC0415
     from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
+    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
 
     if name is not None:
         given, _ = find_recipe(name if name in ABOUT or Path(name).exists() else _in(runs, name))
@@ -295,20 +322,28 @@ def check_data(
 @app.command(context_settings=HELP)
 @command(
     "dcl report runs/table1",
-    "dcl report runs/table1 runs/mine -o both.html",
+    "dcl report table1 figures -o both.html",
 )
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Run folders, or files table1.json.", metavar="RUN…")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Run folders, names of runs in runs/, or files table1.json.",
+            metavar="RUN…",
+            autocompletion=_complete_run,
+        ),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    as_json: AsJson = False,
 ) -> None:
     """One page of one or several runs: the verdict, the paper's numbers beside yours, figures."""
-    from torch_dcl.cli.reports import make_report  # noqa: PLC0415
-    from torch_dcl.files import write_text  # noqa: PLC0415
+    from torch_dcl.cli.reports import write_report  # noqa: PLC0415
 
-    if not output.parent.is_dir():
-        raise UsageError(f"{output} cannot be written: the folder {output.parent} does not exist")
-    write_text(output, make_report(runs))
-    console().print(f"Written to [bold]{output.resolve()}[/bold]", soft_wrap=True)
+    path = write_report(runs, output)
+    if as_json:
+        print_json({"page": str(path), "runs": list(runs)})
+    else:
+        console().print(f"Written to [bold]{path}[/bold]", soft_wrap=True)
 
 
 @app.command(context_settings=HELP)
@@ -317,14 +352,17 @@ def report(
     "dcl doctor runs/table1 --json",
 )
 def doctor(
-    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; without any, all in runs/.")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders; without any, all in runs/.", autocompletion=_complete_run),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What is installed and found here, what is missing, and what to do about it."""
     from rich.table import Table  # noqa: PLC0415
 
     from torch_dcl.cli.doctor import examine  # noqa: PLC0415
-    from torch_dcl.cli.folders import find_runs  # noqa: PLC0415
+    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
 
     known = [Path(state.path) for state in find_runs(Path("runs"))]
     for path in runs or []:

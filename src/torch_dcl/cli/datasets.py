@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from torch_dcl.cli.bar import Bar
 from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.places import find_mnist, mnist_in, read_device
-from torch_dcl.cli.screen import Bar, console, print_json
+from torch_dcl.cli.screen import console, print_json
 
 __all__ = ["check", "show", "what_is_here", "write_digits", "write_sheet"]
 

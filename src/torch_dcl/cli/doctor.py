@@ -93,8 +93,9 @@ def _data() -> list[Check]:
 
 
 def _run(path: Path) -> Check:
-    from torch_dcl.cli.folders import say, state_of  # noqa: PLC0415
+    from torch_dcl.cli.folders import say  # noqa: PLC0415
     from torch_dcl.files import sha256_file  # noqa: PLC0415
+    from torch_dcl.paper.reading import state_of  # noqa: PLC0415
 
     state = state_of(path)
     files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("lock")]

@@ -2,7 +2,7 @@
 
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +11,14 @@ from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets, spli
 
 __all__ = ["ABOUT", "Key", "Recipe", "as_toml", "find_recipe", "read_recipe", "recipe", "with_settings"]
 
-Value = str | int | float | list[str] | list[float]
+Value = str | int | float | list[str] | list[float] | list[int]
 
 ABOUT = {
     "table1": "Table 1: every network on the fifteen multi-digit sets, beside the paper's numbers",
     "table1-search": "the learning rates behind Table 1, chosen on digits that are not the test set's",
     "calibration": "how hard the sets are, fitted to the paper's baseline column",
+    "figures": "what is beside Table 1: filters of a branch, loss curves, what filters answer to, what else was tried",
+    "knowledge": "what the filters of your own converted network answer to, on your own labelled images",
 }
 
 
@@ -44,6 +46,8 @@ def keys_of(name: str) -> dict[str, Key]:
     """The settings of a recipe, in the order in which they are printed."""
     from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
     from torch_dcl.paper.engine import BATCH, SCHEDULE  # noqa: PLC0415
+    from torch_dcl.paper.experiments import FILTERS  # noqa: PLC0415
+    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
     from torch_dcl.paper.reported import SETS  # noqa: PLC0415
     from torch_dcl.paper.search import SEARCHED_ON, TRIALS  # noqa: PLC0415
 
@@ -83,6 +87,30 @@ def keys_of(name: str) -> dict[str, Key]:
             **training,
             **images,
         }
+    if name == "figures":
+        return {
+            "parts": Key(list(PARTS), "which; each is kept when it is done"),
+            "set": Key("MNIST-III-10", "the set of filters, curves and tried", two[0]),
+            "knowledge_set": Key("MNIST-II-05", "the set of knowledge", two[0]),
+            "filters": Key(list(FILTERS), "how many filters a branch has, one after the other", [10, 25, 50]),
+            "seeds": Key(5, "networks of each kind; knowledge looks at one", 2),
+            **training,
+            "epochs": training["epochs"]._replace(smoke=2),  # of one epoch there is no curve to draw
+            **images,
+        }
+    if name == "knowledge":
+        return {
+            "network": Key("", "the plain network: torchvision:NAME, timm:NAME, module:function or file.py:function"),
+            "weights": Key("", "the file that torch_dcl.save_model wrote"),
+            "data": Key("", "labelled images: mnist, cifar10, folder:PATH, prepared:PATH, ..."),
+            "layers": Key(list[str](), "DCL layers by name; none for all"),
+            "filters": Key(list[int](), "filters, counted from 0; none for one a layer, chosen by a rule"),
+            "images": Key(0, "the first test images alone; 0 for all", 50),
+            "size": Key(0, "for folder:PATH, height and width to resize to; 0 for as they are"),
+            "mean": Key(list[float](), "what to take from each channel, in units of 255; none for nothing"),
+            "std": Key(list[float](), "what to divide each channel by; none for nothing"),
+            "device": Key("auto", 'cpu, cuda, or "auto"'),
+        }
     return {
         "sets": Key(list(SETS), "which of the fifteen", two[:1]),
         "seeds": Key(3, "networks of a further round for each set", 1),
@@ -90,6 +118,7 @@ def keys_of(name: str) -> dict[str, Key]:
         "start": Key([0.0, 0.5, 1.0, 1.5, 2.0], "strengths of the first round", [1.0]),
         "lr": Key(0.07, "the baseline's learning rate"),
         **training,
+        **images,
     }
 
 
@@ -193,33 +222,37 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
-_LEAST = {"seeds": 1, "epochs": 1, "batch": 1, "most": 1, "warmup": 0, "rounds": 0, "train_images": 0, "test_images": 0}
+_LEAST = {
+    "seeds": 1, "epochs": 1, "batch": 1, "most": 1, "warmup": 0, "rounds": 0, "train_images": 0, "test_images": 0,
+    "images": 0, "size": 0,
+}  # fmt: skip
 _WORDS = {"precision": ("auto", "bfloat16", "float32", "float64"), "curves": ("yes", "no")}
 
 
 def _value(key: str, value: Any, default: Value) -> Value:
     """A value of the kind that a setting has."""
     from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
 
-    if key == "sets":
-        return read_sets(value)
-    if key == "models":
-        return read_names(value, MODELS, "model")
-    if key == "trials":
-        read_trials(split(value))
-        return split(value)
+    named: dict[str, Callable[[Any], Value]] = {
+        "sets": read_sets,
+        "set": lambda given: _one_set(key, given),
+        "knowledge_set": lambda given: _one_set(key, given),
+        "models": lambda given: read_names(given, MODELS, "model"),
+        "parts": lambda given: read_names(given, PARTS, "part"),
+        "filters": lambda given: _counts(key, given, 1 if default else 0),
+        "layers": split,
+        "trials": _trials,
+    }
+    if key in named:
+        return named[key](value)
     if isinstance(default, list):
         parts = split(value) if isinstance(value, str) else list(value)
         return [float(part) for part in parts]
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if isinstance(default, int):
-        if isinstance(value, float):
-            raise TypeError
-        number = int(value)
-        if number < _LEAST.get(key, number):
-            raise UsageError(f"{key} must be at least {_LEAST[key]}, not {number}")
-        return number
+        return _whole(key, value)
     if isinstance(default, float):
         return float(value)
     if key in _WORDS and value not in _WORDS[key]:
@@ -227,6 +260,40 @@ def _value(key: str, value: Any, default: Value) -> Value:
     if not isinstance(value, str):
         raise TypeError
     return value
+
+
+def _whole(key: str, value: Any) -> int:
+    if isinstance(value, float):
+        raise TypeError
+    number = int(value)
+    if number < _LEAST.get(key, number):
+        raise UsageError(f"{key} must be at least {_LEAST[key]}, not {number}")
+    return number
+
+
+def _one_set(key: str, value: Any) -> str:
+    found = read_sets(value)
+    if len(found) > 1:
+        raise UsageError(f"{key} is one set, not {', '.join(found)}")
+    return found[0]
+
+
+def _trials(value: Any) -> list[str]:
+    read_trials(split(value))
+    return split(value)
+
+
+def _counts(key: str, value: Any, least: int) -> list[int]:
+    """Whole numbers, each once and in order."""
+    parts = split(value) if isinstance(value, str) else list(value)
+    if any(isinstance(part, float | bool) for part in parts):
+        raise TypeError
+    numbers = sorted({int(part) for part in parts})
+    if numbers and numbers[0] < least:
+        raise UsageError(f"{key} must be at least {least}, not {numbers[0]}")
+    if least and not numbers:
+        raise UsageError(f"{key} is empty; give some numbers, such as --set {key}=10,50,100")
+    return numbers
 
 
 def read_trials(texts: Sequence[str]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What is shown, and how: one console, bars in a terminal, plain lines elsewhere, errors in one line."""
+"""What is shown, and how: one console, errors in one line, exit codes."""
 
 import functools
 import inspect
@@ -6,11 +6,8 @@ import json
 import os
 import sys
 import textwrap
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -18,14 +15,22 @@ import typer
 from torch_dcl.cli.names import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.live import Live
-    from rich.progress import Progress
+    from rich.console import Console
 
-__all__ = ["Bar", "bullets", "command", "console", "first_rank", "print_json", "say_minutes", "several", "world_size"]
+__all__ = [
+    "bullets",
+    "command",
+    "console",
+    "first_rank",
+    "for_machines",
+    "print_json",
+    "say_minutes",
+    "several",
+    "world_size",
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-EVERY = 10.0  # seconds between plain lines
+_aside = False
 
 
 def first_rank() -> bool:
@@ -43,8 +48,19 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def for_machines(asked: bool) -> None:
+    """With ``--json`` what is for people goes to stderr, so that stdout is JSON and nothing else.
+
+    Args:
+        asked: Whether it was asked for.
+    """
+    global _aside  # noqa: PLW0603 - one process, one command
+    _aside = asked
+
+
 def console(*, stderr: bool = False) -> "Console":
     """The console. Where there is no terminal a line has 120 characters, unless COLUMNS says otherwise."""
+    stderr = stderr or _aside
     from rich.console import Console  # noqa: PLC0415
 
     made = Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=not first_rank())
@@ -85,6 +101,7 @@ def command(*examples: str) -> Callable[[Command], Command]:
     def decorate(function: Command) -> Command:
         @functools.wraps(function)
         def guarded(*args: Any, debug: bool = False, **kwargs: Any) -> Any:
+            for_machines(False)
             try:
                 return function(*args, **kwargs)
             except ERRORS as error:
@@ -129,140 +146,3 @@ def say_minutes(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-
-
-class Bar:
-    """Progress: a bar in a terminal, a plain line now and then elsewhere.
-
-    ::
-
-        with Bar(console, total=9, unit="networks") as bar:
-            bar.now("A2")
-            bar.advance(3)
-
-    The time left is shown once a few steps are done, since the first ones say little.
-
-    Args:
-        on: The console.
-        total: Steps.
-        unit: What a step is, in the plural.
-        above: Something to show above the bar, asked for anew at every change; in a terminal alone.
-        every: Seconds between plain lines.
-    """
-
-    def __init__(
-        self,
-        on: "Console",
-        total: int,
-        unit: str,
-        *,
-        above: "Callable[[], RenderableType] | None" = None,
-        every: float = EVERY,
-    ) -> None:
-        self.console, self.total, self.unit, self.every = on, total, unit, every
-        self.done, self.first, self.text = 0, 0, ""
-        self._above = above
-        self._start = self._said = time.monotonic()
-        self._live: Live | None = None
-        self._progress: Progress | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> "Bar":
-        self._start = self._said = time.monotonic()
-        if self.console.is_terminal and not self.console.quiet:
-            self._go_live()
-        elif not self.console.quiet:
-            self._thread = threading.Thread(target=self._beat, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        if self._live is not None:
-            self._live.stop()
-        if self._thread is not None:
-            self._thread.join()
-
-    def now(self, text: str) -> None:
-        """Say what is being done."""
-        self.text = text
-        self._show()
-
-    def begin_at(self, done: int, total: int | None = None) -> None:
-        """Steps that were done before this began, and do not count for the time left."""
-        self.done = self.first = done
-        self.total = self.total if total is None else total
-        self._show()
-
-    def advance(self, steps: int = 1) -> None:
-        """Steps are done."""
-        self.done = min(self.total, self.done + steps)
-        self._show()
-
-    def note(self, line: str) -> None:
-        """Print a line that stays."""
-        (self._live.console if self._live else self.console).print(line, markup=False, soft_wrap=True)
-
-    @property
-    def left(self) -> float | None:
-        """Seconds that are left, None while that is a guess."""
-        gone, did = time.monotonic() - self._start, self.done - self.first
-        few = did < max(2, 0.05 * (self.total - self.first)) or gone < 3
-        return None if few else gone / did * (self.total - self.done)
-
-    def line(self) -> str:
-        """The state as a plain line."""
-        parts = [f"{self.done:,} of {self.total:,} {self.unit}", say_minutes(time.monotonic() - self._start)]
-        if self.left is not None and self.done < self.total:
-            parts.append(f"about {say_minutes(self.left)} left")
-        if self.text:
-            parts.append(self.text)
-        return " · ".join(parts)
-
-    def _show(self) -> None:
-        if self._live is not None and self._progress is not None:
-            left = self.left
-            eta = f"about {say_minutes(left)} left" if left is not None and self.done < self.total else ""
-            self._progress.update(
-                self._progress.task_ids[0], total=self.total, completed=self.done, text=self.text, eta=eta
-            )
-            self._live.update(self._screen())
-        elif time.monotonic() - self._said >= self.every:
-            self._say()
-
-    def _say(self) -> None:
-        self._said = time.monotonic()
-        self.console.print(self.line(), markup=False, soft_wrap=True)
-
-    def _beat(self) -> None:
-        """A line when nothing was said for a while, so that a long step does not look like a stop."""
-        while not self._stop.wait(min(1.0, self.every)):
-            if time.monotonic() - self._said >= self.every:
-                self._say()
-
-    def _go_live(self) -> None:
-        from rich.live import Live  # noqa: PLC0415
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
-
-        self._progress = Progress(
-            SpinnerColumn(style="cyan"),
-            BarColumn(28, complete_style="cyan"),
-            TextColumn(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {self.unit}"),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[eta]}[/dim]"),
-            TextColumn("{task.fields[text]}"),
-            console=self.console,
-        )
-        self._progress.add_task("", total=self.total, completed=self.done, text=self.text, eta="")
-        self._live = Live(self._screen(), console=self.console, transient=True, refresh_per_second=8)
-        self._live.start()
-
-    def _screen(self) -> "RenderableType":
-        from rich.console import Group  # noqa: PLC0415
-
-        if self._progress is None:
-            return ""
-        return self._progress if self._above is None else Group(self._above(), self._progress)

@@ -84,6 +84,7 @@ def calibrate(
     weight_decay: float = 5e-4,
     tried: dict[str, dict[float, list[float]]] | None = None,
     report: Callable[[str], None] = print,
+    images: tuple[int, int] | None = None,
 ) -> dict[str, Fitted]:
     """Fit the strengths.
 
@@ -101,6 +102,7 @@ def calibrate(
         weight_decay: Of the baseline.
         tried: Errors by set and strength that are known already, in place of the first round.
         report: Called with lines of progress.
+        images: How many images of a set to train on and to judge with; None for all.
     """
     fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in sets}
     most = {name: largest_strength(LAYOUTS[name]) for name in sets}
@@ -112,7 +114,7 @@ def calibrate(
             for strength in strengths
             for seed in seeds
         ]
-        for outcome in run_jobs(jobs, _write(digits, wanted, settings.device), settings, report):
+        for outcome in run_jobs(jobs, _write(digits, wanted, settings.device, images), settings, report):
             name, strength = outcome.job.data.split("@")
             fitted[name].tried.setdefault(float(strength), []).append(outcome.error)
         for found in fitted.values():
@@ -128,13 +130,13 @@ def calibrate(
     return fitted
 
 
-def _write(digits: Digits, wanted: dict[str, list[float]], device: str) -> Sets:
+def _write(digits: Digits, wanted: dict[str, list[float]], device: str, images: tuple[int, int] | None = None) -> Sets:
     """The sets at several strengths, by name and strength."""
     sets = Sets({}, {})
     for name, strengths in wanted.items():
         for strength in strengths:
             # The name stays: it is what the random numbers are drawn from.
             layout = dataclasses.replace(LAYOUTS[name], strength=strength)
-            made = make_sets(digits, [layout], "choose", device=device)
+            made = make_sets(digits, [layout], "choose", device=device, images=images)
             sets.train[f"{name}@{strength}"], sets.judge[f"{name}@{strength}"] = made.train[name], made.judge[name]
     return sets

@@ -292,8 +292,8 @@ def loss_gap_shrinks(losses: Mapping[str, Losses], name: str = "MNIST-III-10") -
     for column in models:
         gaps = losses[column].gaps
         smaller.append(mean(gaps) < mean(reference))
-        parts.append(f"{column} {mean(gaps):.3f}{_clearly(gaps, reference)}")
-    evidence = f"Test loss minus training loss: baseline {mean(reference):.3f}, {', '.join(parts)}."
+        parts.append(f"{column} {_minus(mean(gaps))}{_clearly(gaps, reference)}")
+    evidence = f"Test loss minus training loss: baseline {_minus(mean(reference))}, {', '.join(parts)}."
     decidable = len(models) == len(FIRST) or not all(smaller)
     return Finding(claim, "4.1.3", criterion, _decide(all(smaller), decidable=decidable), evidence)
 
@@ -360,6 +360,10 @@ def _everywhere(claim: str, section: str, criterion: str, comparisons: Sequence[
     decidable = refuted or all(c.compared for c in comparisons)
     evidence = "; ".join(map(str, comparisons)) + "."
     return Finding(claim, section, criterion, _decide(not refuted, decidable=decidable), evidence)
+
+
+def _minus(value: float) -> str:
+    return f"{value:.3f}".replace("-", "−")
 
 
 def _naming(places: Sequence[str], most: int = 3) -> str:

@@ -1,20 +1,23 @@
 """Train many LeNets for a table: jobs in, errors out. Jobs of one architecture become fleets."""
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 
 import torch
 from torch import nn
 
 from torch_dcl.data.layouts import LAYOUTS
+from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.columns import build
 from torch_dcl.paper.digitsets import Labelled, Sets
 from torch_dcl.training import Fleet, Member, Schedule
 from torch_dcl.training.fleet import Precision
 
-__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Settings", "plan_fleets", "run_jobs"]
+__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Progress", "Settings", "plan_fleets", "run_jobs"]
 
 BATCH = 100
 SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
@@ -65,6 +68,22 @@ class Outcome:
     """Training and test loss by epoch, where they were asked for."""
     network: nn.Module | None = field(default=None, repr=False, compare=False)
     """The trained network, where it was asked for; never of an oracle."""
+    seconds: float | None = field(default=None, repr=False, compare=False)
+    """Its share of the time that its fleet took, by networks; None where that was not noted."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a fleet is. Before the first epoch, ``epoch`` is 0."""
+
+    fleet: int
+    fleets: int
+    name: str
+    networks: int
+    epoch: int
+    epochs: int
+    loss: float | None = None
+    """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +100,11 @@ class Settings:
     """Whether to judge after every epoch."""
     networks: bool = False
     """Whether to give the trained networks."""
+    on_epoch: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
+    """Called before a fleet begins and after each of its epochs, to show how far it is; it changes no result. When it
+    raises KeyboardInterrupt the fleet is kept first, where there are checkpoints."""
+    checkpoints: Checkpoints | None = field(default=None, repr=False, compare=False)
+    """Where a fleet is kept while it is trained, to go on in the middle of it; None for nowhere."""
 
 
 Report = Callable[[str], None]
@@ -124,20 +148,27 @@ def run_jobs(
     found: dict[Job, Outcome] = {}
     fleets = plan_fleets(jobs, settings.most)
     for count, fleet in enumerate(fleets, 1):
-        start = time.perf_counter()
-        outcomes = _one_fleet(fleet, sets, settings)
+        start, size = time.perf_counter(), sum(job.networks for job in fleet)
+        wide = f", {fleet[0].filters} filters" if fleet[0].filters else ""
+        name = f"{fleet[0].column}, {fleet[0].classes} classes{wide}"
+        at = Progress(count, len(fleets), name, size, 0, settings.schedule.epochs)
+        outcomes = _one_fleet(fleet, sets, settings, at)
+        kept = settings.checkpoints
+        seconds = time.perf_counter() - start if kept is None else kept.seconds
+        outcomes = [replace(o, seconds=seconds * o.job.networks / size) for o in outcomes]
         found.update({outcome.job: outcome for outcome in outcomes})
         if keep is not None:
             keep(outcomes)
+            if kept is not None:
+                kept.end()
         if report is not None:
-            seconds, size = time.perf_counter() - start, sum(job.networks for job in fleet)
-            wide = f", {fleet[0].filters} filters" if fleet[0].filters else ""
-            name = f"{fleet[0].column}, {fleet[0].classes} classes{wide}"
             report(f"fleet {count} of {len(fleets)}, {name}: {size} networks in {seconds:.1f} s")
     return [found[job] for job in jobs]
 
 
-def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outcome]:
+def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings, at: Progress) -> list[Outcome]:
+    if settings.on_epoch is not None:
+        settings.on_epoch(at)
     train: dict[str, Labelled] = {}
     judge: dict[str, Labelled] = {}
     members, networks, owner = [], [], []
@@ -156,8 +187,27 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings) -> list[Outc
             networks.append(build(job.column, job.classes, seed, filters=job.filters))
             owner.append(job)
     fleet = Fleet(networks, members, train, batch=settings.batch, precision=settings.precision, device=settings.device)
-    judged: list[list[float]] = []
-    fleet.train(on_epoch=(lambda f: judged.append(f.evaluate(judge).losses.tolist())) if settings.curves else None)
+    judged = settings.checkpoints.begin(fleet, jobs) if settings.checkpoints is not None else []
+
+    if settings.curves and len(judged) < fleet.epoch:
+        judged.append(fleet.evaluate(judge).losses.tolist())
+
+    def after_epoch(trained: Fleet) -> None:
+        if settings.curves:
+            judged.append(trained.evaluate(judge).losses.tolist())
+        if settings.checkpoints is not None:
+            settings.checkpoints.after_epoch(trained, judged)
+        if settings.on_epoch is not None:
+            losses = [loss for loss in trained.history.train_loss[-1] if math.isfinite(loss)]
+            try:
+                settings.on_epoch(replace(at, epoch=trained.epoch, loss=mean(losses) if losses else None))
+            except KeyboardInterrupt:
+                # Asked to stop between two epochs, where the fleet can be kept as it is.
+                if settings.checkpoints is not None:
+                    settings.checkpoints.save(trained, judged)
+                raise
+
+    fleet.train(on_epoch=after_epoch)
     seen = fleet.evaluate(judge)
     last = fleet.history.train_loss[-1]
     losses = seen.losses.tolist()

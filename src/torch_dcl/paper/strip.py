@@ -1,32 +1,36 @@
 """The runs of one set as a small drawing: a lane per column, a point per seed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
+from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.table import Cell
 
 __all__ = ["strip"]
 
-WIDTH = 344
+WIDTH = 300
 LANE = 26
 HEAD = 30
 FOOT = 24
-LEFT = 70
+LEFT = 66
 RIGHT = 16
 
 
-def strip(name: str, cells: Sequence[Cell]) -> str:
+def strip(name: str, cells: Mapping[str, Cell | None]) -> str:
     """An inline SVG with the errors of one set.
 
     A filled point is a run, the bar is their mean, a hollow diamond is the paper's mean, and the dashed line stands at
-    the mean of the baseline. Runs that diverged do not stretch the axis; outside of it they are arrows at its edge.
+    the mean of the baseline. Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A
+    column that was not run has the paper's diamond alone.
 
     Args:
         name: The set.
-        cells: Its cells, from top to bottom.
+        cells: Its columns from top to bottom, with None for those that were not run.
     """
-    low, high, ticks = _axis(cells)
+    paper = {column: reported.mean for column in cells if (reported := TABLE1[name].get(column)) is not None}
+    run = [cell for cell in cells.values() if cell is not None]
+    low, high, ticks = _axis(run, list(paper.values()))
     height = HEAD + LANE * len(cells) + FOOT
     bottom = HEAD + LANE * len(cells)
 
@@ -40,36 +44,45 @@ def strip(name: str, cells: Sequence[Cell]) -> str:
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{HEAD}" y2="{bottom}"/>')
         parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    for cell in cells:
+    for cell in run:
         if cell.column == "baseline" and low <= cell.mean <= high:
             at = f"{x(cell.mean):.1f}"
             parts.append(f'<line class="base" x1="{at}" x2="{at}" y1="{HEAD}" y2="{bottom}"/>')
-    for i, cell in enumerate(cells):
+    for i, (column, lane) in enumerate(cells.items()):
         y = HEAD + LANE * i + LANE / 2
-        parts.append(f'<g class="c-{escape(cell.column)}">')
-        parts.append(f'<text class="lane" x="0" y="{y + 4:g}">{escape(cell.column)}</text>')
-        for seed, error in cell.runs.items():
-            title = f"<title>{escape(cell.column)}, seed {seed}: {error:.2f}</title>"
-            if error > high:
-                edge = WIDTH - RIGHT + 4
-                parts.append(f'<path d="M{edge} {y - 4:g}l7 4l-7 4z">{title}</path>')
-            else:
-                parts.append(f'<circle cx="{x(error):.1f}" cy="{y:g}" r="3">{title}</circle>')
-        if low <= cell.mean <= high:
-            at = f"{x(cell.mean):.1f}"
-            parts.append(f'<line class="mean" x1="{at}" x2="{at}" y1="{y - 8:g}" y2="{y + 8:g}"/>')
-        if cell.paper is not None:
-            title = f"<title>{escape(cell.column)} in the paper: {escape(cell.theirs)}</title>"
-            parts.append(f'<path class="paper" d="M{x(cell.paper):.1f} {y - 5:g}l5 5l-5 5l-5 -5z">{title}</path>')
+        parts.append(f'<g class="c-{escape(column)}">')
+        kind = "lane" if lane is not None else "lane tick"
+        parts.append(f'<text class="{kind}" x="0" y="{y + 4:g}">{escape(column)}</text>')
+        if lane is not None:
+            parts += _runs(lane, y, low, high, x)
+        if column in paper:
+            title = f"<title>{escape(column)} in the paper: {paper[column]:.2f}</title>"
+            parts.append(f'<path class="paper" d="M{x(paper[column]):.1f} {y - 5:g}l5 5l-5 5l-5 -5z">{title}</path>')
         parts.append("</g>")
     parts.append("</svg>")
     return "".join(parts)
 
 
-def _axis(cells: Sequence[Cell]) -> tuple[float, float, list[float]]:
+def _runs(cell: Cell, y: float, low: float, high: float, x: Callable[[float], float]) -> list[str]:
+    """A point a run, and the bar of their mean."""
+    parts = []
+    for seed, error in cell.runs.items():
+        title = f"<title>{escape(cell.column)}, seed {seed}: {error:.2f}</title>"
+        if error > high:
+            edge = WIDTH - RIGHT + 4
+            parts.append(f'<path d="M{edge} {y - 4:g}l7 4l-7 4z">{title}</path>')
+        else:
+            parts.append(f'<circle cx="{x(error):.1f}" cy="{y:g}" r="3">{title}</circle>')
+    if low <= cell.mean <= high:
+        at = f"{x(cell.mean):.1f}"
+        parts.append(f'<line class="mean" x1="{at}" x2="{at}" y1="{y - 8:g}" y2="{y + 8:g}"/>')
+    return parts
+
+
+def _axis(cells: Sequence[Cell], paper: Sequence[float]) -> tuple[float, float, list[float]]:
     """Both ends and the ticks, over the paper's means and the runs that did not diverge."""
     values = [error for cell in cells for seed, error in cell.runs.items() if seed not in cell.stopped]
-    values += [cell.paper for cell in cells if cell.paper is not None]
+    values += paper
     if not values:
         values = [error for cell in cells for error in cell.errors]
     low, high = min(values), max(values)

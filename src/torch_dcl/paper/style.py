@@ -16,7 +16,7 @@ html{-webkit-text-size-adjust:100%}
 body{margin:0;background:var(--ground);color:var(--ink);
 font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 font-variant-numeric:tabular-nums lining-nums}
-main{max-width:1180px;margin:0 auto;padding:48px 24px 96px}
+main{max-width:1240px;margin:0 auto;padding:48px 24px 96px}
 h1{font-size:28px;line-height:1.2;font-weight:600;letter-spacing:-.01em;margin:0 0 6px;max-width:40em}
 h2{font-size:19px;line-height:1.3;font-weight:600;margin:64px 0 12px;padding-top:14px;border-top:1px solid var(--rule)}
 h3{font-size:16px;font-weight:600;margin:0}
@@ -41,7 +41,7 @@ tbody tr+tr>*{border-top:1px solid var(--rule)}
 .all{width:100%}
 .all th:first-child{position:sticky;left:0;background:var(--ground);padding-right:14px}
 .all small{display:block;font-size:12.5px;color:var(--soft)}
-.all .first>*{border-top:1px solid var(--ink)}
+.all:not(.sorted) .first>*{border-top:1px solid var(--ink)}
 .all .lined{border-left:1px solid var(--rule)}
 .all th,.all td{padding:6px}
 .all th:first-child{padding-left:0}
@@ -56,12 +56,13 @@ text-align:left;color:var(--soft);font-size:.85em;white-space:nowrap}
 .absent{color:var(--soft);font-size:12.5px}
 a{color:inherit;text-decoration-color:var(--rule);text-underline-offset:3px}
 a:hover{text-decoration-color:currentColor}
-.set{display:grid;grid-template-columns:344px minmax(0,1fr);gap:0 40px;padding:26px 0 20px;align-items:start;
+.set{display:grid;grid-template-columns:300px minmax(0,1fr);gap:0 36px;padding:26px 0 20px;align-items:start;
 border-top:1px solid var(--rule)}
 .set:first-of-type{border-top:0}
 .set h3{grid-column:1/-1}
 .set table{width:100%;font-size:13.5px}
-.set th,.set td{height:25px;line-height:25px;padding-top:0;padding-bottom:0}
+.set th,.set td{height:25px;line-height:25px;padding:0 8px}
+.set th:first-child{padding-left:0}
 .set thead th{height:29px;line-height:29px;font-size:12.5px}
 .dot{display:inline-block;width:7px;height:7px;margin-right:8px;border-radius:50%;
 background:currentColor;vertical-align:1px}
@@ -78,7 +79,6 @@ background:currentColor;vertical-align:1px}
 .c-A3D{color:var(--A3D)}.c-B2{color:var(--B2)}.c-B3S{color:var(--B3S)}.c-B3D{color:var(--B3D)}
 .c-narrow,.c-low-rank,.c-summed{color:var(--control)}
 .claim{padding:18px 0;border-top:1px solid var(--rule);display:grid;grid-template-columns:1fr 1fr;gap:6px 40px}
-.claim:first-of-type{border-top:0}
 .claim h3{grid-column:1/-1;max-width:46em}
 .claim .rule{grid-column:1/-1;font-size:13.5px;color:var(--soft);margin:0 0 4px;max-width:80ch}
 .claim p{font-size:14.5px;line-height:1.5;margin:0}
@@ -90,9 +90,41 @@ dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
 pre{margin:0;padding:12px 14px;background:var(--box);border-radius:4px;
 font:13.5px/1.5 ui-monospace,Menlo,Consolas,monospace}
-@media (max-width:900px){.set{grid-template-columns:minmax(0,1fr);gap:6px}.claim{grid-template-columns:1fr}}
+code{font:12.5px/1.5 ui-monospace,Menlo,Consolas,monospace;color:var(--soft)}
+.set code{white-space:nowrap;display:inline-block;padding:9px 0 3px}
+.tag{display:inline-block;margin-left:6px;padding:0 5px;border:1px solid var(--rule);border-radius:3px;
+color:var(--soft);font-size:11px;line-height:15px;vertical-align:1px}
+.all thead .tag{display:block;margin:0 10px 0 auto;width:max-content;font-size:11px}
+th button{all:unset;cursor:pointer;white-space:nowrap}
+th button:hover{color:var(--ink)}
+th button:focus-visible{outline:2px solid var(--A2);outline-offset:3px;border-radius:1px}
+th[aria-sort]{color:var(--ink)}
+th[aria-sort=ascending] button::before{content:"↑ "}
+th[aria-sort=descending] button::before{content:"↓ "}
+th small{display:block;color:var(--soft);font-size:13px}
+th .tag{font-size:11px}
+figure{margin:22px 0 34px}
+figure svg{display:block;max-width:100%;height:auto}
+figure img{display:block;width:100%;min-width:640px;height:auto;border-radius:4px}
+figcaption{color:var(--soft);font-size:13.5px;line-height:1.5;margin-top:10px;max-width:80ch}
+.figures{display:flex;flex-wrap:wrap;gap:0 48px;align-items:flex-start}
+.figures figure{flex:0 1 482px;min-width:0}
+.dark{display:none}
+.run{margin-top:72px;padding-top:10px;border-top:3px solid var(--ink)}
+.run h1{font-size:24px}
+.where{color:var(--soft);font-size:13.5px;margin:0 0 4px;overflow-wrap:anywhere}
+.small{margin:22px 0 4px}
+.starts th,.starts td{text-align:left;padding-right:24px}
+details{margin-top:14px}
+summary{cursor:pointer;color:var(--soft)}
+summary:focus-visible{outline:2px solid var(--A2);outline-offset:2px}
+details .box{margin-top:10px}
+@media (prefers-color-scheme:dark){.dark{display:block}.light{display:none}
+figure img{filter:invert(1) hue-rotate(180deg)}}
+@media (max-width:1140px){.set{grid-template-columns:minmax(0,1fr);gap:6px}}
+@media (max-width:900px){.claim{grid-template-columns:1fr}}
 @media (max-width:520px){main{padding:28px 18px 64px}h1{font-size:24px}.lead{font-size:18px}h2{margin-top:48px}
 .scores th,.scores td{padding-left:6px;padding-right:6px}.scores th:first-child{padding-left:0}
 dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:10px}}
-@media print{.box{overflow:visible}.set,.claim{break-inside:avoid}}
+@media print{th[aria-sort] button::before{content:""}.box{overflow:visible}.set,.claim{break-inside:avoid}}
 """

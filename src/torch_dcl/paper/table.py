@@ -43,6 +43,7 @@ class Cell:
         test_loss: Final test losses, one per seed, or None.
         stopped: Seeds whose training diverged. One that is also in ``seeds`` counts with its error.
         fitted: Whether the difficulty of the set was fitted to the paper's number in this column.
+        minutes: The share of its fleets' time that its networks took, None where that was not noted.
     """
 
     set: str
@@ -56,6 +57,7 @@ class Cell:
     test_loss: tuple[float, ...] | None = None
     stopped: tuple[int, ...] = ()
     fitted: bool = False
+    minutes: float | None = field(default=None, compare=False)
 
     @property
     def runs(self) -> dict[int, float]:
@@ -171,7 +173,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
     """
     content = asdict(table)
     for cell in content["cells"]:
-        for key in ("train_loss", "test_loss"):
+        for key in ("train_loss", "test_loss", "minutes"):
             if cell[key] is None:
                 del cell[key]
     parse(json.loads(json.dumps(content)), os.fspath(path))
@@ -276,6 +278,7 @@ def _cell(read: _Reader) -> Cell:
         test_loss=None if losses[1] is None else tuple(map(float, losses[1])),
         stopped=tuple(read.get("stopped", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of seeds", [])),
         fitted=read.get("fitted", lambda v: isinstance(v, bool), "true or false", False),
+        minutes=read.get("minutes", lambda v: v is None or (_is_number(v) and v >= 0), "a number from 0 or null", None),
     )
 
 

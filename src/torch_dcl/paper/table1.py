@@ -6,24 +6,28 @@ training.
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torch_dcl.data.layouts import LAYOUTS
+from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.columns import CONTROLS, MODELS, weights
 from torch_dcl.paper.digitsets import Digits, make_sets
+from torch_dcl.paper.drawings import finite
 from torch_dcl.paper.engine import Job, Outcome, Report, Settings, plan_fleets, run_jobs
 from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.search import Choice, stored_choice
 from torch_dcl.paper.table import Cell, Table
+from torch_dcl.paper.telling import telling
 from torch_dcl.training.runs import RunFolder, environment
 
-__all__ = ["Estimate", "estimate", "run_table1"]
+__all__ = ["Estimate", "estimate", "jobs_of", "outcome_of", "run_table1", "table_of"]
 
 DEVIATIONS = (
     "The paper gives no schedule for LeNet; ours is under protocol, with SGD, momentum 0.9 and weight decay 5e-4.",
@@ -76,6 +80,7 @@ def run_table1(
     resume: bool = False,
     seconds: float = math.inf,
     report: Report = print,
+    begin: Callable[[int, int], None] | None = None,
 ) -> Table | None:
     """Run the table, or go on with it.
 
@@ -93,6 +98,7 @@ def run_table1(
         resume: Whether to go on with what the folder holds.
         seconds: Begin no further fleet when so much time has gone, and leave the rest to a later call.
         report: Called with lines of progress.
+        begin: Called once, with the networks that were done before and those that this process has in all.
 
     Returns:
         The table, or None where networks are missing: time was up, or this is not the first rank.
@@ -112,7 +118,7 @@ def run_table1(
         "precision": settings.precision, "strengths": {name: LAYOUTS[name].strength for name in sets},
         "choice": {column: {str(d): t._asdict() for d, t in choice[column].items()} for column in columns},
     }  # fmt: skip
-    recipe["choice"] = _finite(recipe["choice"])
+    recipe["choice"] = finite(recipe["choice"])
     start = time.perf_counter()
     part = f"-{rank}" if world > 1 else ""
     if rank:  # the first rank makes the folder
@@ -120,13 +126,18 @@ def run_table1(
     with RunFolder.open(path, recipe, resume=resume or rank > 0, part=part) as folder:
         if rank == 0:
             _wait_for_all(world)
-        known = {_job(record["job"]): _outcome(record) for record in folder.read("outcomes")}
+        settings, report = telling(folder, settings, report, part)
+        known = {_job(record["job"]): outcome_of(record) for record in folder.read("outcomes")}
         # Shared out before what is known is taken away, so that every rank sees the same shares whenever it looks.
         mine = plan_fleets(jobs, settings.most)[rank::world]
         fleets = [left for fleet in mine if (left := [job for job in fleet if job not in known])]
+        if begin is not None:
+            before, here = (sum(job.networks for job in some) for some in (known, itertools.chain(*fleets)))
+            begin(before, before + here)
         if known:
             report(f"{len(known)} of {len(jobs)} entries are done already")
         written = make_sets(digits, sets, "report", device=settings.device, images=images)
+        settings = dataclasses.replace(settings, checkpoints=Checkpoints(folder, part, report=report))
 
         def keep(outcomes: list[Outcome]) -> None:
             for outcome in outcomes:
@@ -136,16 +147,24 @@ def run_table1(
             if time.perf_counter() - start > seconds:
                 report(f"time is up: {len(fleets) - count + 1} fleets are left; go on with --resume")
                 break
-            run_jobs(fleet, written, settings, lambda line, c=count: report(f"{c}/{len(fleets)} {line}"), keep)  # type: ignore[misc]
+            numbered = _numbered(settings, count, len(fleets))
+            run_jobs(fleet, written, numbered, lambda line, c=count: report(f"{c}/{len(fleets)} {line}"), keep)  # type: ignore[misc]
         folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
         _wait_for_all(world)
         if rank:
             return None
-        found = {_job(record["job"]): _outcome(record) for record in folder.read("outcomes")}
+        found = {_job(record["job"]): outcome_of(record) for record in folder.read("outcomes")}
         if any(job not in found for job in jobs):
             return None
-        minutes = sum(record["training"] for record in folder.read("minutes"))
-        return _table([found[job] for job in jobs], digits, settings, {"training and evaluation": minutes})
+        return table_of([found[job] for job in jobs], digits.source, settings, folder)
+
+
+def _numbered(settings: Settings, fleet: int, fleets: int) -> Settings:
+    """The same settings, for a fleet that is run by itself and is one of several all the same."""
+    tell = settings.on_epoch
+    if tell is None:
+        return settings
+    return dataclasses.replace(settings, on_epoch=lambda at: tell(dataclasses.replace(at, fleet=fleet, fleets=fleets)))
 
 
 def _wait_for_all(world: int) -> None:
@@ -158,7 +177,15 @@ def _wait_for_all(world: int) -> None:
     dist.barrier()
 
 
-def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minutes: Mapping[str, float]) -> Table:
+def table_of(outcomes: Sequence[Outcome], source: str, settings: Settings, folder: RunFolder) -> Table:
+    """The table of what a run folder holds.
+
+    Args:
+        outcomes: The entries that are there, in any order.
+        source: What the sets were written with.
+        settings: How the networks were trained.
+        folder: Where: its minutes, and the machines that it was started on.
+    """
     by_cell: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         by_cell.setdefault((outcome.job.data, outcome.job.column), []).append(outcome)
@@ -175,48 +202,51 @@ def _table(outcomes: Sequence[Outcome], digits: Digits, settings: Settings, minu
             weights(column, classes) * networks,
             None if paper is None else paper.mean, None if paper is None else paper.std,
             train, test, tuple(o.job.seed for o in group if o.stopped is not None), column == "baseline",
+            _minutes(group),
         )  # fmt: skip
         cells.append(cell)
-    here = environment()
+    spent = sum(record["training"] for record in folder.read("minutes"))
+    here = folder.read("environment") or [environment()]
     schedule = settings.schedule
     protocol = {
-        "digits": digits.source,
-        "schedule": f"{schedule.epochs} epochs, batch {settings.batch}, warm-up over {schedule.warmup} steps, rate "
+        "digits": source,
+        "schedule": f"{schedule.epochs} epoch{'s' if schedule.epochs > 1 else ''}, batch {settings.batch}, "
+        f"warm-up over {schedule.warmup} step{'' if schedule.warmup == 1 else 's'}, rate "
         f"times {schedule.factor:g} after {' and '.join(f'{100 * drop:.0f} %' for drop in schedule.drops) or 'none'}",
         "precision": settings.precision or "bfloat16 on a GPU, float32 on a CPU",
         "learning rates": "chosen on digits of the training set by the same trials for every column",
         "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",
     }
+    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in here)
     return Table(
-        "Table 1: multi-digit numbers", tuple(cells), protocol, here["gpu"] or f"CPU, {here['cpus']} cores",
-        here["versions"], minutes, here["command"], DEVIATIONS,
+        "Table 1: multi-digit numbers", tuple(cells), protocol, "; ".join(machines), here[-1]["versions"],
+        {"training and evaluation": spent} if spent else {}, here[0]["command"], DEVIATIONS,
     )  # fmt: skip
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: None stands for them."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _minutes(outcomes: Sequence[Outcome]) -> float | None:
+    seconds = [outcome.seconds for outcome in outcomes]
+    return sum(s for s in seconds if s is not None) / 60 if None not in seconds else None
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
     record = dataclasses.asdict(dataclasses.replace(outcome, network=None))
     del record["network"]
     record["curves"] = [list(curve) for curve in outcome.curves]
-    return dict(_finite(record))
+    return dict(finite(record))
 
 
 def _job(record: Mapping[str, Any]) -> Job:
     return Job(**{**record, "clip": math.inf if record["clip"] is None else record["clip"]})
 
 
-def _outcome(record: Mapping[str, Any]) -> Outcome:
+def outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """What a line of ``outcomes.jsonl`` says."""
     train, test = (_number(record[name]) for name in ("train_loss", "test_loss"))
     curves = ([_number(x) for x in record["curves"][0]], [_number(x) for x in record["curves"][1]])
-    return Outcome(_job(record["job"]), record["error"], test, train, record["stopped"], curves)
+    return Outcome(
+        _job(record["job"]), record["error"], test, train, record["stopped"], curves, seconds=record.get("seconds")
+    )
 
 
 def _number(value: float | None) -> float:

@@ -40,10 +40,14 @@ def summary(table: Table, further: Sequence[Finding] = ()) -> str:
     here = Counter(ours.verdict for _, ours in pairs)
     paper = Counter(theirs.verdict for theirs, _ in pairs if theirs)
     return (
-        f"Section 4.1 of the paper, split into {len(pairs)} claims: {here['holds']} hold here, "
-        f"{here['does not hold']} do not, and {here['not decidable']} cannot be decided. "
+        f"Section 4.1 of the paper, split into {len(pairs)} claims: {_are(here['holds'], 'holds', 'hold')} here, "
+        f"{_are(here['does not hold'], 'does', 'do')} not, and {here['not decidable']} cannot be decided. "
         f"By the paper's own table, {paper['holds']} of {paper.total()} hold."
     )
+
+
+def _are(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:

@@ -1,0 +1,38 @@
+"""What a run tells while it goes, written into its folder as well: ``metrics.jsonl`` by epoch, ``log.txt`` by line."""
+
+import dataclasses
+import datetime
+
+from torch_dcl.paper.engine import Progress, Report, Settings
+from torch_dcl.training.runs import RunFolder
+
+__all__ = ["telling"]
+
+
+def telling(folder: RunFolder, settings: Settings, report: Report, part: str = "") -> tuple[Settings, Report]:
+    """The same settings and the same report, which also write down what they are told.
+
+    Args:
+        folder: The run's.
+        settings: How networks are trained.
+        report: Called with lines of progress.
+        part: What the files' names end in, where several processes share the folder.
+    """
+    tell = settings.on_epoch
+
+    def on_epoch(at: Progress) -> None:
+        if at.epoch:
+            folder.append(f"metrics{part}", {"time": _now(), **dataclasses.asdict(at)})
+        if tell is not None:
+            tell(at)
+
+    def line(text: str) -> None:
+        with (folder.path / f"log{part}.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{_now()} {text}\n")
+        report(text)
+
+    return dataclasses.replace(settings, on_epoch=on_epoch), line
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
