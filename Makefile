@@ -18,7 +18,7 @@ export PYTHON VENV
 RUN = "$(VENV)/bin/python"
 SETUP = bash tools/setup_env.sh
 
-.PHONY: help env env-dev demo test test-zoo lint format clean
+.PHONY: help env env-dev demo test test-zoo lint format docs clean
 
 help: ## show this list
 	@echo "torch-dcl: Deep Collaborative Learning for PyTorch"
@@ -44,6 +44,10 @@ lint: env-dev ## check style (ruff) and types (mypy, strict)
 format: env-dev ## put the code into the house style
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+docs: env-dev ## build the documentation from pages and docstrings (no network needed)
+	$(RUN) -m sphinx -q -W --keep-going -E -d build/doctrees docs build/docs
+	@echo "Built: build/docs/index.html"
 
 env: ## make the environment and install the package
 	@$(SETUP)

@@ -1,0 +1,80 @@
+"""What is changed in the pages' code before the tests run it, and why. What is not listed is run as it stands.
+
+A change that no page needs any more fails a test, and so does a snippet that cannot be run.
+"""
+
+import torch
+
+# Commands, as they stand on a page: words that are added to them, because the full command would take minutes or hours.
+TINY = "--epochs 1 --set train_images=100 --set test_images=50 --set batch=50 --set warmup=2"
+ADDED = {
+    "dcl demo": "--images 100 --epochs 1 --seeds 1",
+    "dcl demo --epochs 8 --seeds 5 --out my-demo": "--images 100 --epochs 1 --seeds 1",
+    "dcl plan torchvision:resnet18 --only layer4.0.conv1 --measure": "--input-size 3,32,32",
+    "dcl run table1": f"--sets II-01 --models baseline,A2 --seeds 1 {TINY}",
+    "dcl run table1 --sets II-01,III-10 --seeds 5": "--dry-run",
+    "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --out runs/part": f"--seeds 1 {TINY}",
+    "dcl run table1 --set epochs=12 --set batch=50 --out runs/short": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run mine.toml --out runs/mine": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run table1 --minutes 20 --out runs/slices": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run figures": "--smoke --set parts=filters --set filters=10,25 --seeds 1",
+    "dcl run knowledge.toml": "--set size=32 --set images=20",
+    "dcl run calibration --sets II-01 --out runs/calibration": "--smoke",
+    "dcl run table1-search --models baseline,A2 --out runs/search": "--dry-run",
+    "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/": "--dry-run",
+    "dcl data digits --sets II-01,III-10 --out data/digits": "--images 50",
+    "dcl data sheet -o sheet.png": "--sets II-01,III-10 --samples 2",
+    "python examples/train_image_folder.py digits/ --make --size 32 --epochs 5": (
+        "--network shufflenet_v2_x0_5 --only stage4.1.branch2.0 --epochs 1"
+    ),
+    "python examples/export_onnx.py resnet18 --load resnet18-dcl.safetensors": "--size 32",
+}
+
+# Commands with a word that the reader is meant to fill in.
+FILLED = {
+    "dcl report RUN": "dcl report runs/table1",
+}
+
+# Commands on several pages whose products no page uses later: the first page that has one runs it for all.
+ONCE = ("dcl demo", "dcl doctor", "dcl run table1 --dry-run")
+
+# Commands that are looked at and not run, because they would change the environment that the tests run in:
+# `make -n` must know the target, and pip's extras must be in pyproject.toml.
+LOOKED_AT = ("make", "pip")
+
+# Python: what stands on a page, and what is run instead. Every text must occur in the page's snippets.
+TEXT = {
+    "README.md": {
+        "(3, 224, 224)": "(3, 32, 32)",
+        "range(75)": "range(2)",
+        "Schedule(24)": "Schedule(1)",
+        'generate("MNIST-II-01", "train",': 'generate("MNIST-II-01", "train", indices=range(200),',
+        "fleet.network(3)": "fleet.network(1)",
+    },
+    "docs/convert.md": {
+        "size=224": "size=32",
+        "(3, 224, 224)": "(3, 64, 64)",
+        "torch.randn(2, 3, 224, 224)": "torch.randn(2, 3, 32, 32)",
+        'plan.only("layer3*", "layer4*")\ndone': 'plan.only("layer3.0.conv1")\ndone',
+    },
+    "docs/train.md": {
+        "for epoch in range(20)": "for epoch in range(1)",
+        "Schedule(epochs=30, warmup=50,": "Schedule(epochs=1, warmup=1,",
+        "for seed in range(3)": "for seed in range(1)",
+    },
+}  # fmt: skip
+
+# What a page's snippets take as given. `model` is there already where they need it.
+GIVEN = {
+    "README.md": """
+import torch
+x = torch.randn(2, 256, 8, 8)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+""",
+}
+
+# Packages that a page needs and the library does not.
+NEEDS = {"docs/command.md": ("timm",), "docs/convert.md": ("onnxscript", "onnxruntime")}
+
+# On every page.
+ANYWHERE = {} if torch.cuda.is_available() else {'"cuda"': '"cpu"'}
