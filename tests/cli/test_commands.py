@@ -202,6 +202,15 @@ def test_a_fleet_that_goes_on_in_its_middle_does_not_run_over(capsys):
     assert (bar.done, bar.text) == (4, "A2, 100 classes, 4 networks")
 
 
+@pytest.fixture
+def interrupts():
+    """Whatever runs the tests may ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_the_first_interrupt_waits_for_the_end_of_the_epoch_and_the_second_does_not():
     bar = Bar(Console(file=io.StringIO()), 0, "networks")
     listener = Listener(bar)
@@ -217,6 +226,13 @@ def test_the_first_interrupt_waits_for_the_end_of_the_epoch_and_the_second_does_
             told(listener, 1)
         assert bar.done == pytest.approx(0.5)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_where_interrupts_are_ignored_they_stay_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Listener(Bar(Console(file=io.StringIO()), 0, "networks")).stopping_softly():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():

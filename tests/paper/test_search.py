@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_dcl.fusion import LEAN
+from torch_dcl.models.variants import VARIANTS
 from torch_dcl.paper import search as searching
 from torch_dcl.paper.columns import MODELS
 from torch_dcl.paper.digitsets import make_sets, read_mnist
@@ -127,20 +129,22 @@ def test_the_trials_on_record_give_exactly_the_stored_choice(record):
 
 
 def test_every_column_had_the_same_trials_on_the_sets_of_the_search(record):
-    # The record says that baseline and A2 were tried with one more, which was not chosen.
-    more = Trial(0.04, 1.0)
     for column in MODELS:
         tried = {}
         for found in recorded(record):
             if found.job.column == column:
                 tried.setdefault(found.job.data, []).append(Trial(found.job.lr, found.job.clip))
         assert set(tried) == set(SEARCHED_ON)
-        for trials in tried.values():
-            assert len(trials) == len(set(trials))
-            assert set(trials) - {more} == set(TRIALS)
-            assert more not in trials or column in ("baseline", "A2")
-        assert more not in stored_choice()[column].values()
-    assert "0.04 and norm 1, which was not chosen" in record["protocol"]
+        assert all(sorted(trials) == sorted(TRIALS) for trials in tried.values())
+
+
+def test_what_was_tried_before_is_kept_and_said(record):
+    more = [row for row in record["earlier"] if (row["lr"], row["clip"]) == (0.04, 1.0)]
+    assert {row["column"] for row in more} == {"baseline", "A2"}
+    assert "a ninth trial of baseline and A2 that was not chosen" in record["protocol"]
+    starts = {row["lean"] for row in record["earlier"] if "lean" in row}
+    assert starts == {0.0, 1.0}
+    assert {row["lean"] for row in record["trials"] if row["column"] in VARIANTS} == {LEAN}
 
 
 def test_all_trials_on_record_have_the_seed_that_the_table_does_not_use(record):

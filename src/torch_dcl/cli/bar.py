@@ -228,12 +228,13 @@ class Listener:
     def stopping_softly(self) -> Iterator[None]:
         """Let the first Ctrl-C wait for the end of the epoch, where the fleet can be kept, and the second one not.
 
-        Only the main thread of a process can do so; elsewhere an interrupt is what it always is.
+        Only the main thread of a process can do so, and only where interrupts are not ignored, as they are for what a
+        shell runs in the background; elsewhere an interrupt is what it always is.
         """
-        if threading.current_thread() is not threading.main_thread():
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
             yield
             return
-        before = signal.getsignal(signal.SIGINT)
 
         def ask(_number: int, _frame: object) -> None:
             self.stop = True

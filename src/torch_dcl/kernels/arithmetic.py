@@ -56,7 +56,7 @@ def _inverse_cube_root(x, STEPS: tl.constexpr):
     y = (0x54A20000 - x.to(tl.int32, bitcast=True) // 3).to(tl.float32, bitcast=True)
     third = x * (1.0 / 3.0)
     for _ in tl.static_range(STEPS):
-        y *= 4.0 / 3.0 - third * (y * y * y)
+        y *= 4.0 / 3.0 - (third * y) * (y * y)  # in this order nothing leaves the range
     return y
 
 
@@ -100,7 +100,8 @@ def _quick_gradients(g, a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEP
 
 @triton.jit
 def _cube_root(x):
-    return tl.exp2(tl.log2(x) / 3)
+    y = _inverse_cube_root(x, 3)
+    return x * y * y
 
 
 @triton.jit
