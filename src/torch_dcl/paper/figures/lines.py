@@ -68,7 +68,11 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             spread = [x + 0.15] * len(values)
             axes.plot(spread, values, "o", ms=2.1, mfc=theme.blue, mec="none", alpha=0.55, zorder=2)
             axes.plot(x, mean, "o", ms=4.4, mfc=theme.blue, mec=theme.page, mew=0.7, zorder=4)
-        labels = [f"{point['filters']}\n{_short(point.get('weights'))}".rstrip() for point in points]
+        shown = _with_room(list(place.values()))
+        labels = [
+            f"{point['filters']}\n{_short(point.get('weights'))}".rstrip() if has_room else ""
+            for point, has_room in zip(points, shown, strict=True)
+        ]
         axes.set_xticks(list(place.values()), labels, linespacing=1.35)
         axes.xaxis.set_minor_locator(NullLocator())
         second = "\nweights of the network (millions)" if any(point.get("weights") for point in points) else ""
@@ -92,6 +96,15 @@ def _places(widths: Sequence[int]) -> list[float]:
         return [0.0]
     first, span = math.log(widths[0]), math.log(widths[-1] / widths[0])
     return [(math.log(width) - first) / span * (len(widths) - 1) for width in widths]
+
+
+def _with_room(places: Sequence[float], room: float = 0.8) -> list[bool]:
+    """Which labels can be read beside their neighbours; the last one always."""
+    shown, nearest = [], math.inf
+    for place in reversed(places):
+        shown.append(nearest - place >= room)
+        nearest = place if shown[-1] else nearest
+    return shown[::-1]
 
 
 def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
