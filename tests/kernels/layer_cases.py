@@ -54,6 +54,9 @@ def fuse_case(T, pairs, shape, change, device, dtype):
     if change == "huge":
         # The products leave the range of float32 on the way to a z that does not.
         pre = [pre[0] * 1e20, pre[1] * 1e-3, *(p * 1e-20 for p in pre[2:])]
+    if change == "strided":
+        # Each in a layout of its own, with gaps and without.
+        pre = [torch.stack([pre[0], pre[0]], -1)[..., 0], pre[1].movedim(0, -1).contiguous().movedim(-1, 0), *pre[2:]]
     eps = 10.0 ** -(2 if pairs else T)
     fast = dispatch.fuse_pairs if pairs else dispatch.fuse_branches
     with dispatch.watch() as ran:
@@ -64,7 +67,7 @@ def fuse_case(T, pairs, shape, change, device, dtype):
 
 for _T, _pairs in ((2, False), (3, False), (3, True)):
     for _shape in ((1,), (3, 7), (2, 5, 211)):
-        for _change in ("", "dead", "large and small", "huge"):
+        for _change in ("", "dead", "large and small", "huge", "strided"):
             name = f"fuse T={_T}{' pairs' if _pairs else ''} {_shape} {_change}"
             CASES[name] = functools.partial(fuse_case, _T, _pairs, _shape, _change)
 
@@ -96,6 +99,19 @@ for _T, _pairs in ((2, False), (3, False), (3, True)):
                 name = f"project T={_T}{' pairs' if _pairs else ''} P={_P} M={_M} K2={_K2}"
                 name += f"{' bias' if _bias else ''}{' kept' if _keep else ''}"
                 CASES[name] = functools.partial(project_case, _T, _pairs, _P, _M, _K2, _bias, _keep)
+
+
+# Too large for the interpreter.
+LARGE = {
+    f"project T={T} P={P} M={M} K2={K2}{' kept' if keep else ''}": functools.partial(
+        project_case, T, False, P, M, K2, True, keep
+    )
+    for T, P, M, K2, keep in [
+        (2, 50_177, 20, 7, False), (3, 50_177, 1, 1, False), (2, 3, 100, 1000, False), (3, 65, 100, 1023, False),
+        (2, 70, 256, 48, False), (3, 70, 256, 48, False), (2, 70, 300, 48, False), (2, 50_177, 20, 7, True),
+        (3, 65, 100, 1023, True), (2, 784, 128, 512, False),
+    ]
+}  # fmt: skip
 
 
 def layer_case(kind, settings, training, device, dtype):

@@ -50,7 +50,8 @@ def compiled(monkeypatch):
                 if isinstance(value, int) and value % 16 == 0 and name not in fixed:
                     hints[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, hints)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert made.metadata.shared <= 227 * 1024, f"{kernel.fn.__name__} does not fit on the chip"
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
@@ -69,14 +70,22 @@ def test_the_fusion(compiled, T, pairs, dtype):
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, True)])
-@pytest.mark.parametrize(("P", "M", "K2"), [(1, 1, 1), (64, 128, 512)])
-def test_the_projection(compiled, T, pairs, P, M, K2):
+@pytest.mark.parametrize(
+    ("P", "M", "K2", "dtype"),
+    [
+        (1, 1, 1, torch.bfloat16),
+        (64, 128, 512, torch.bfloat16),
+        (64, 256, 1024, torch.bfloat16),
+        (64, 128, 512, torch.float32),
+    ],
+    ids=str,
+)
+def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     from torch_dcl.kernels import fused
 
-    y, weight, bias = torch.randn(P, T * M), torch.randn(T * M, K2), torch.randn(T, K2)
-    low = [t.bfloat16() for t in (y, weight, bias)]
-    fused.project_forward(*low, T, 0.01, pairs)
-    fused.project_backward(torch.randn(P, K2).bfloat16(), *low, T, 0.01, pairs)
+    y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
+    fused.project_forward(y, weight, bias, T, 0.01, pairs)
+    fused.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs)
     assert compiled == ["_project_forward", "_project_backward"]
 
 

@@ -179,12 +179,12 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, pre = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            given = [t for t in saved if t is not None]
-            found = _again(_reference_project, grads[0], given, ctx.settings)
-            return (*found, *(None,) * (7 - len(found)))
-        found = _project_backward_kernels(grads[0].contiguous(), *saved, pre, *ctx.settings)
+        y, weight, bias, pre = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
+            given = [t for t in (y, weight, bias) if t is not None]
+            again = _again(_reference_project, grads[0], given, ctx.settings)
+            return (*again, *(None,) * (7 - len(again)))
+        found = _project_backward_kernels(grads[0].contiguous(), y, weight, bias, pre, *ctx.settings)
         return *found, None, None, None, None
 
 
