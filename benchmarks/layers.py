@@ -5,11 +5,13 @@
 bf16 weights and activations, channels_last, cudnn.benchmark on. Forward, and forward with backward, are captured as
 CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take turns. The ratio is always to
 the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user gets it, and the run fails if its
-kernels did not run; `dcl-reference` is the same without them.
+kernels did not run; `dcl-reference` is the same without them. `tensorly` is a Tucker convolution of about the same
+weights, where tensorly-torch is installed.
 """
 
 import argparse
 import csv
+import importlib.util
 import statistics
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,7 +23,7 @@ from torch import nn
 import torch_dcl as dcl
 from torch_dcl.files import replacing
 from torch_dcl.kernels import dispatch
-from torch_dcl.models import alexnet, variant_plan
+from torch_dcl.models import alexnet, count_weights, variant_plan
 
 COLUMNS = ["case", "contender", "precision", "forward_ms", "full_ms", "forward_ratio", "full_ratio", "peak_mib"]
 COLUMNS += ["device", "torch"]
@@ -38,9 +40,21 @@ def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> C
                 nn.Conv2d(channels // 2, channels, 1), nn.ReLU(),
             ),
         }  # fmt: skip
+        if importlib.util.find_spec("tltorch"):
+            made["tensorly"] = nn.Sequential(tucker(plain[0], made["dcl"]), nn.ReLU())
         return made, torch.randn(batch, channels, side, side)
 
     return build
+
+
+def tucker(plain: nn.Conv2d, like: nn.Module) -> nn.Module:
+    """A factorised convolution with no more weights than another layer."""
+    import tltorch  # noqa: PLC0415
+
+    share = count_weights(like) / count_weights(plain)
+    return tltorch.FactorizedConv.from_conv(
+        plain, rank=share, factorization="tucker", implementation="factorized", decompose_weights=False
+    )
 
 
 def linear(features: int, outputs: int, batch: int, **settings) -> Callable:
