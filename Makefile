@@ -3,6 +3,7 @@
 #   make demo PYTHON=python3.12        another Python to make the environment with
 #   make test VENV=/another/disk/venv  another place for the environment
 #   make test PYTEST_ARGS="-x tests/test_files.py"
+#   make test WORKERS=0                one test after the other, in one process
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -10,6 +11,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= auto
 
 # One thread for the tests: steady on a machine with few cores, or with other work on them.
 OMP_NUM_THREADS ?= 1
@@ -31,7 +33,7 @@ demo: env ## the idea in two minutes: three networks on two-digit numbers, and a
 	@$(RUN) examples/demo.py
 
 test: env-dev ## run the tests (no GPU needed)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 test-zoo: env-dev ## run the large zoo of torchvision and timm networks
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -m zoo $(PYTEST_ARGS)

@@ -99,7 +99,7 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["run", "."], "no recipe.toml"),
         (["run"], "Missing argument"),
         (["run", "table1-search", "--set", "trials=fast"], "0.07 clip 3"),
-        (["ls", "table9"], "table1"),
+        (["ls", "table1-serch"], "did you mean table1-search?"),
         (["run", "figures", "--set", "parts=filter"], "did you mean filters?"),
         (["run", "figures", "--set", "set=II-01,II-02"], "set is one set"),
         (["run", "figures", "--set", "filters=0"], "at least 1"),
@@ -172,7 +172,7 @@ def test_completion_of_the_shell_knows_the_recipes(process, monkeypatch, environ
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**environment, **words}
     )
-    assert done.stdout.split() == ["table1", "table1-search"]
+    assert done.stdout.split() == ["table1", "table1-search", "table2"]
     for name in ("one", "two/inside"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "recipe.json").write_text("{}")

@@ -17,6 +17,11 @@ ADDED = {
     "dcl run table1 --set epochs=12 --set batch=50 --out runs/short": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run mine.toml --out runs/mine": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run table1 --minutes 20 --out runs/slices": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run table2 --networks bignet --data cifar10 --seeds 3": (
+        "--smoke --networks lenet --models lenet,lenet+dcl --seeds 1 --out runs/table2"
+    ),
+    "dcl run chart --data cifar10": "--smoke --set units=dcl,star --seeds 1 --out runs/chart",
+    "dcl run table2 --smoke": "--models lenet --seeds 1",
     "dcl run figures": "--smoke --set parts=filters --set filters=10,25 --seeds 1",
     "dcl run knowledge.toml": "--set size=32 --set images=20",
     "dcl run calibration --sets II-01 --out runs/calibration": "--smoke",

@@ -10,8 +10,10 @@ import pytest
 from torch_dcl.paper import find_runs, read_run, save
 from torch_dcl.paper.digitsets import read_mnist
 from torch_dcl.paper.engine import Settings
+from torch_dcl.paper.naturalsets import MADE_UP
 from torch_dcl.paper.reading import state_of
 from torch_dcl.paper.table1 import run_table1
+from torch_dcl.paper.table2 import run_table2
 from torch_dcl.paper.trial import is_trial
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunError, RunFolder, holder
@@ -120,7 +122,26 @@ def test_a_run_of_table_2_is_counted_by_its_entries(tmp_path):
             folder.append("outcomes", {"data": "cifar10", "column": "lenet", "seed": seed, "error": 1.0})
     state = state_of(tmp_path / "run")
     assert (state.recipe, state.state, state.done, state.total) == ("table2", "incomplete", 2, 6)
-    assert read_run(tmp_path / "run").table is None
+    with pytest.raises(RunError, match=r"recipe or its outcomes are damaged \(KeyError: 'data'\)"):
+        read_run(tmp_path / "run")
+
+
+def test_a_run_of_table_2_that_has_not_ended_has_the_table_so_far(tmp_path):
+    path = tmp_path / "run"
+    made = run_table2(
+        path, columns=("lenet", "lenet+dcl"), data=["cifar10"], seeds=2, scale=1e-9, root=MADE_UP, images=(10, 5),
+        batch=5, report=lambda _: None,
+    )  # fmt: skip
+    assert read_run(path).table == made
+    lines = (path / "outcomes.jsonl").read_text().splitlines(keepends=True)
+    (path / "outcomes.jsonl").write_text("".join(lines[:3]))
+    found = read_run(path)
+    assert (found.state.done, found.state.total) == (3, 4)
+    assert [(cell.column, cell.seeds) for cell in found.table.cells] == [("lenet", (0, 1)), ("lenet+dcl", (0,))]
+    assert found.table.cells[0] == made.cells[0]
+    assert is_trial(found.table)
+    (path / "outcomes.jsonl").unlink()
+    assert read_run(path).table is None
 
 
 def test_an_unknown_recipe_is_named(tmp_path):

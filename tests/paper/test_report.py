@@ -118,7 +118,8 @@ def test_recipes_without_a_report_are_named(tmp_path, name):
     recipe = {"recipe": name, "models": [], "sets": [], "trials": [], "rounds": 0}
     with RunFolder.open(tmp_path / "run", recipe):
         pass
-    with pytest.raises(ValueError, match=f"is a run of {name}; reports are of table1, figures, knowledge"):
+    known = "table1, table2, chart, figures, knowledge"
+    with pytest.raises(ValueError, match=f"is a run of {name}; reports are of {known}"):
         report([tmp_path / "run"])
 
 

@@ -132,13 +132,13 @@ def test_the_rate_is_chosen_on_training_images_alone(whole, root, tmp_path, monk
         return evaluate(self, data, **options)
 
     monkeypatch.setattr(Fleet, "evaluate", watched)
-    monkeypatch.setattr(deciding, "step_times", lambda points, *_: dict.fromkeys(points, 1.0))
+    monkeypatch.setattr(deciding, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
     run(tmp_path / "run", root, units=("dcl",))
     assert seen == [(100, 1), (0, 3)]  # one image kept apart to choose by, then three of the test set
 
 
 def test_slices_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, monkeypatch):
-    monkeypatch.setattr(deciding, "step_times", lambda points, *_: dict.fromkeys(points, 1.0))
+    monkeypatch.setattr(deciding, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
     taken = itertools.count()
     one_step = Fleet._one_step
 

@@ -29,6 +29,9 @@ app.add_typer(data_app, name="data")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
+DATA_HELP = (
+    "MNIST's folder. For table2, chart: sets (cifar10,cifar100,svhn), their folder, or both. For knowledge: any data."
+)
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
 Mnist = Annotated[
     str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
@@ -142,6 +145,8 @@ def _complete_recipe_or_run(incomplete: str) -> list[str]:
     "dcl run table1 --smoke",
     "dcl run table1 --sets II-01,III-10 --models baseline,A2 --seeds 5 --data mnist/",
     "dcl run runs/table1 --resume",
+    "dcl run table2 --networks bignet --data cifar10 --seeds 3 --minutes 9",
+    "dcl run chart --data cifar10 --smoke",
     "dcl run figures --set parts=filters,curves",
     "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist",
     "dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine",
@@ -156,15 +161,16 @@ def run(
     ],
     sets: Annotated[str | None, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")] = None,
     models: Annotated[
-        str | None, typer.Option(help="Which columns: baseline,A2,low-rank or all.", metavar="NAMES")
+        str | None,
+        typer.Option(help="Which columns: baseline,A2,low-rank or all; of table2: bignet,bignet+dcl.", metavar="NAMES"),
+    ] = None,
+    networks: Annotated[
+        str | None, typer.Option(help="Of table2: lenet,bignet,wrn or all, each without and with DCL.", metavar="NAMES")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, auto.")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A folder with the idx files of MNIST; for knowledge, any data.", metavar="FOLDER"),
-    ] = None,
+    data: Annotated[str | None, typer.Option(help=DATA_HELP, metavar="FOLDER|NAMES")] = None,
     pairs: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting of the recipe. May be repeated.", metavar="KEY=VALUE")
     ] = None,
@@ -174,7 +180,7 @@ def run(
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Begin no further fleet after so many minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes; --resume goes on.")] = None,
     as_json: AsJsonEnd = False,
 ) -> None:
     """Run a recipe: the paper's tables and figures, on your machine."""
@@ -185,7 +191,8 @@ def run(
     for_machines(as_json)
 
     named: dict[str, Any] = {
-        "sets": sets, "models": models, "seeds": seeds, "epochs": epochs, "device": device, "data": data,
+        "sets": sets, "models": models, "networks": networks, "seeds": seeds, "epochs": epochs, "device": device,
+        "data": data,
     }  # fmt: skip
     task = make_task(recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry)
     if dry:
@@ -328,7 +335,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Run folders, names of runs in runs/, or files table1.json.",
+            help="Run folders, names of runs in runs/, or files table1.json and table2.json.",
             metavar="RUN…",
             autocompletion=_complete_run,
         ),

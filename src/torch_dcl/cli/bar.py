@@ -42,6 +42,7 @@ class Bar:
         unit: What a step is, in the plural.
         above: Something to show above the bar, asked for anew at every change; in a terminal alone.
         every: Seconds between plain lines.
+        by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
     """
 
     def __init__(
@@ -52,10 +53,13 @@ class Bar:
         *,
         above: "Callable[[], RenderableType] | None" = None,
         every: float = EVERY,
+        by_step: bool = False,
     ) -> None:
         self.console, self.total, self.unit, self.every = on, total, unit, every
         self.done, self.first, self.text = 0.0, 0.0, ""
         self.step: tuple[int, int, str] | None = None
+        self.by_step = by_step
+        self._begun: tuple[float, int] | None = None
         self._above = above
         self._start = self._said = time.monotonic()
         self._live: Live | None = None
@@ -84,7 +88,7 @@ class Bar:
 
     def now(self, text: str) -> None:
         """Say what is being done."""
-        self.text, self.step = text, None
+        self.text, self.step, self._begun = text, None, None
         self._show()
 
     def inside(self, done: int, total: int, unit: str) -> None:
@@ -96,6 +100,9 @@ class Bar:
             unit: What a part is, in the plural.
         """
         self.step = (done, total, unit)
+        # What was done before this call says nothing of the time, and a first part takes longer than others.
+        if self._begun is None and done:
+            self._begun = (time.monotonic(), done)
         self._show()
 
     def begin_at(self, done: int, total: int | None = None) -> None:
@@ -121,9 +128,18 @@ class Bar:
     @property
     def left(self) -> float | None:
         """Seconds that are left, None while that is a guess."""
+        if self.by_step:
+            return self._left_of_step()
         gone, did = time.monotonic() - self._start, self.done - self.first
         few = did < max(2, 0.05 * (self.total - self.first)) or gone < 3
         return None if few else gone / did * (self.total - self.done)
+
+    def _left_of_step(self) -> float | None:
+        if self._begun is None or self.step is None:
+            return None
+        since, first = self._begun
+        gone, did = time.monotonic() - since, self.step[0] - first
+        return None if not did or gone < 3 else gone / did * (self.step[1] - self.step[0])
 
     def line(self) -> str:
         """The state as a plain line."""
@@ -137,7 +153,8 @@ class Bar:
 
     def _eta(self) -> str:
         left = self.left
-        return f"about {say_minutes(left)} left" if left is not None and self.done < self.total else ""
+        of = " for this fleet" if self.by_step else ""
+        return f"about {say_minutes(left)} left{of}" if left is not None and self.done < self.total else ""
 
     def _show(self) -> None:
         """Take down how things are. In a terminal they are drawn a few times a second, whatever happens meanwhile."""
@@ -198,10 +215,11 @@ class Listener:
 
     Args:
         bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
+        first: What is done before the first fleet.
     """
 
-    def __init__(self, bar: Bar) -> None:
-        self.bar = bar
+    def __init__(self, bar: Bar, first: str = "writing the sets") -> None:
+        self.bar, self.first = bar, first
         self.stop = False
         """Whether to stop at the end of the epoch that is being trained."""
         self._before = 0.0
@@ -211,7 +229,7 @@ class Listener:
         """So many networks were done before, and so many there are in all."""
         self.bar.begin_at(before, total)
         self._before, self._size = float(before), 0
-        self.bar.now("writing the sets")
+        self.bar.now(self.first)
 
     def on_epoch(self, at: "Progress") -> None:
         """A fleet is so far."""

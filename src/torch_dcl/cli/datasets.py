@@ -8,7 +8,7 @@ from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.places import find_mnist, mnist_in, read_device
 from torch_dcl.cli.screen import console, print_json
 
-__all__ = ["check", "show", "what_is_here", "write_digits", "write_sheet"]
+__all__ = ["check", "is_here", "show", "what_is_here", "write_digits", "write_sheet"]
 
 
 def what_is_here() -> list[dict[str, Any]]:
@@ -42,6 +42,14 @@ _NAMED = (
 
 _FILES = {"mnist": "its four idx files", "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat"}
 _FOLDERS = {"mnist": "mnist", "svhn": "svhn"}
+
+
+def is_here(name: str, root: str | None = None) -> bool:
+    """Whether files of a named set are in the usual places, or in a folder alone."""
+    from torch_dcl.data.sources import places  # noqa: PLC0415
+
+    marks = next(marks for known, _, marks in _NAMED if known == name)
+    return any(_has(place, name, marks) for place in places(root))
 
 
 def _has(place: Path, name: str, marks: tuple[str, ...]) -> bool:

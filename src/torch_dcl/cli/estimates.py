@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch_dcl.cli.screen import console, print_json, say_minutes
-from torch_dcl.cli.tasks import Task, Training, jobs_of
+from torch_dcl.cli.tasks import Natural, Task, Training, jobs_of
 
 __all__ = ["dry_run"]
 
@@ -15,7 +15,12 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
         task: The run.
         as_json: Whether to say it to a machine.
     """
-    rows, plain = _training(task) if isinstance(task, Training) else _looking(task)
+    if isinstance(task, Natural):
+        from torch_dcl.cli.natural_estimates import estimate_natural  # noqa: PLC0415
+
+        rows, plain = estimate_natural(task)
+    else:
+        rows, plain = _training(task) if isinstance(task, Training) else _looking(task)
     rows.append(("folder", str(task.out)))
     if as_json:
         print_json({"recipe": task.recipe.name, **plain, "device": task.device, "folder": str(task.out)})

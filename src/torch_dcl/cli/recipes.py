@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets, split
+from torch_dcl.cli.naturals import NATURAL, keys_of_natural, read_data
 
 __all__ = ["ABOUT", "Key", "Recipe", "as_toml", "find_recipe", "read_recipe", "recipe", "with_settings"]
 
@@ -18,6 +19,8 @@ ABOUT = {
     "table1-search": "the learning rates behind Table 1, chosen on digits that are not the test set's",
     "calibration": "how hard the sets are, fitted to the paper's baseline column",
     "figures": "what is beside Table 1: filters of a branch, loss curves, what filters answer to, what else was tried",
+    "table2": "Table 2: LeNet, BigNet and WRN on CIFAR and SVHN, without and with DCL, beside the paper's numbers",
+    "chart": "DCL against its rivals on BigNet: test error against weights and against the time of a step",
     "knowledge": "what the filters of your own converted network answer to, on your own labelled images",
 }
 
@@ -44,6 +47,8 @@ class Recipe:
 
 def keys_of(name: str) -> dict[str, Key]:
     """The settings of a recipe, in the order in which they are printed."""
+    if name in NATURAL:
+        return keys_of_natural(name)
     from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
     from torch_dcl.paper.engine import BATCH, SCHEDULE  # noqa: PLC0415
     from torch_dcl.paper.experiments import FILTERS  # noqa: PLC0415
@@ -197,6 +202,11 @@ def with_settings(base: Recipe, settings: Mapping[str, Any], where: str = "") ->
     for key, value in settings.items():
         if key not in keys:
             raise UsageError(f"{where}{base.name} has no setting {key!r}; {nearest(key, keys)}")
+        if base.name in NATURAL and key == "data":
+            names, folder = read_data(value, base.name)
+            values |= {"data": names if isinstance(keys["data"].default, list) else names[0]} if names else {}
+            values |= {"root": folder} if folder is not None else {}
+            continue
         try:
             values[key] = _value(key, value, keys[key].default)
         except UsageError as error:
@@ -224,21 +234,33 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 _LEAST = {
     "seeds": 1, "epochs": 1, "batch": 1, "most": 1, "warmup": 0, "rounds": 0, "train_images": 0, "test_images": 0,
-    "images": 0, "size": 0,
+    "images": 0, "size": 0, "streams": 1,
 }  # fmt: skip
-_WORDS = {"precision": ("auto", "bfloat16", "float32", "float64"), "curves": ("yes", "no")}
+_BETWEEN = {"scale": 1.0, "search_scale": 1.0, "shares": 0.5, "rates": math.inf}
+"""Numbers above 0, and at most this."""
+_YES_OR_NO = ("yes", "no")
+_WORDS = {
+    "precision": ("auto", "bfloat16", "float32", "float64"), "curves": _YES_OR_NO, "compile": _YES_OR_NO,
+    "average": _YES_OR_NO,
+}  # fmt: skip
 
 
 def _value(key: str, value: Any, default: Value) -> Value:
     """A value of the kind that a setting has."""
+    from torch_dcl.paper import natural  # noqa: PLC0415
     from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
     from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
+    from torch_dcl.paper.units import UNITS  # noqa: PLC0415
 
     named: dict[str, Callable[[Any], Value]] = {
         "sets": read_sets,
         "set": lambda given: _one_set(key, given),
         "knowledge_set": lambda given: _one_set(key, given),
-        "models": lambda given: read_names(given, MODELS, "model"),
+        "models": lambda given: (
+            read_names(given, MODELS if default else natural.COLUMNS, "model") if default or split(given) else []
+        ),
+        "networks": lambda given: read_names(given, natural.NETWORKS, "network"),
+        "units": lambda given: read_names(given, list(UNITS), "unit"),
         "parts": lambda given: read_names(given, PARTS, "part"),
         "filters": lambda given: _counts(key, given, 1 if default else 0),
         "layers": split,
@@ -248,13 +270,13 @@ def _value(key: str, value: Any, default: Value) -> Value:
         return named[key](value)
     if isinstance(default, list):
         parts = split(value) if isinstance(value, str) else list(value)
-        return [float(part) for part in parts]
+        return [_bounded(key, float(part)) for part in parts]
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if isinstance(default, int):
-        return _whole(key, value)
+        return _whole(key, value, default)
     if isinstance(default, float):
-        return float(value)
+        return _bounded(key, float(value))
     if key in _WORDS and value not in _WORDS[key]:
         raise UsageError(f"{key} is {value!r}; {nearest(str(value), _WORDS[key])}")
     if not isinstance(value, str):
@@ -262,12 +284,20 @@ def _value(key: str, value: Any, default: Value) -> Value:
     return value
 
 
-def _whole(key: str, value: Any) -> int:
+def _whole(key: str, value: Any, default: int) -> int:
     if isinstance(value, float):
         raise TypeError
     number = int(value)
-    if number < _LEAST.get(key, number):
-        raise UsageError(f"{key} must be at least {_LEAST[key]}, not {number}")
+    least = min(_LEAST.get(key, number), default)  # where 0 stands for something, it is allowed
+    if number < least and key in _LEAST:
+        raise UsageError(f"{key} must be at least {least}, not {number}")
+    return number
+
+
+def _bounded(key: str, number: float) -> float:
+    if key in _BETWEEN and not 0 < number <= _BETWEEN[key]:
+        most = "" if math.isinf(_BETWEEN[key]) else f" and at most {_BETWEEN[key]:g}"
+        raise UsageError(f"{key} must be above 0{most}, not {number:g}")
     return number
 
 

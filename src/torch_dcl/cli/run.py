@@ -9,6 +9,7 @@ import typer
 
 from torch_dcl.cli.folders import as_row, say
 from torch_dcl.cli.names import UsageError
+from torch_dcl.cli.naturals import NATURAL
 from torch_dcl.cli.recipes import as_toml
 from torch_dcl.cli.screen import console, first_rank, print_json, say_minutes, several
 from torch_dcl.cli.tasks import Task, Training
@@ -26,7 +27,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
     from torch_dcl.cli.works import WORKS  # noqa: PLC0415
     from torch_dcl.paper.reading import state_of  # noqa: PLC0415
 
-    if several() and task.recipe.name != "table1":
+    if several() and task.recipe.name not in ("table1", *NATURAL):
         raise UsageError("this recipe runs in one process; start it without torchrun")
     screen = console()
     if first_rank() and not (task.out / "recipe.json").exists():
@@ -54,7 +55,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
 
 
 def _next(task: Task) -> str:
-    if task.recipe.name in ("table1", "figures", "knowledge"):
+    if task.recipe.name in ("table1", "figures", "knowledge", *NATURAL):
         return f" A page of it: dcl report {shlex.quote(str(task.out))}"
     return ""
 

@@ -1,5 +1,6 @@
-"""Table 1 in a terminal, where few sets leave room for a line to every cell."""
+"""A table in a terminal, where few sets leave room for a line to every cell."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,12 +11,16 @@ if TYPE_CHECKING:
 __all__ = ["long_table"]
 
 
-def long_table(table: "Table", *, weights: bool) -> "RichTable":
+def long_table(
+    table: "Table", *, weights: bool, against: str = "the baseline", absent: "Mapping[str, str] | None" = None
+) -> "RichTable":
     """A line for every cell: the paper's number, ours, and the difference to the baseline.
 
     Args:
         table: The table.
         weights: Whether there is room for the weights; a narrow screen can do without them, but not with a cut number.
+        against: What a difference is to.
+        absent: Sets of which nothing was run, with the reason.
     """
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.markup import escape  # noqa: PLC0415
@@ -25,7 +30,7 @@ def long_table(table: "Table", *, weights: bool) -> "RichTable":
     from torch_dcl.paper.text import mark  # noqa: PLC0415
 
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", "to the baseline, 95 %", "weights")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
     for name in names if weights else names[:-1]:
         made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
     for name in table.sets:
@@ -40,4 +45,6 @@ def long_table(table: "Table", *, weights: bool) -> "RichTable":
                 *([f"{cell.weights:,}"] if weights else []),
                 style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
             )  # fmt: skip
+    for name, reason in (absent or {}).items():
+        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
     return made

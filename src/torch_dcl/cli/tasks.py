@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.names import UsageError
+from torch_dcl.cli.naturals import NATURAL, images_of, refuse_without_data, root_of
 from torch_dcl.cli.recipes import Recipe, find_recipe, read_settings, read_trials, with_settings
 from torch_dcl.cli.screen import several
 
 if TYPE_CHECKING:
     from torch_dcl.paper.digitsets import Digits
     from torch_dcl.paper.engine import Job, Settings
+    from torch_dcl.paper.table2 import How
 
-__all__ = ["Task", "Training", "as_kept", "jobs_of", "make_task"]
+__all__ = ["Natural", "Task", "Training", "as_kept", "jobs_of", "make_task"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,28 @@ class Training(Task):
         """How many epochs, in words."""
         count = self.settings.schedule.epochs
         return f"{count} epoch{'s' if count > 1 else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Natural(Task):
+    """A recipe that trains networks on natural images."""
+
+    how: "How"
+    root: str | None
+    images: tuple[int | None, int | None] | None
+
+    @property
+    def sets(self) -> list[str]:
+        """The sets that are asked for."""
+        given = self.recipe["data"]
+        return [given] if isinstance(given, str) else list(given)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of Table 2 that are asked for."""
+        from torch_dcl.paper.table2 import columns_of  # noqa: PLC0415
+
+        return columns_of(self.recipe["networks"], self.recipe["models"] or None)
 
 
 def make_task(
@@ -100,6 +124,11 @@ def make_task(
             if not recipe[key]:
                 raise UsageError(f"the recipe knowledge needs {key}; give --set {key}=… ({_example(key)})")
         return task
+    if recipe.name in NATURAL:
+        natural = _natural(task)
+        if not dry:
+            refuse_without_data(natural.sets, natural.root, recipe.name)
+        return natural
     from torch_dcl.paper.digitsets import read_mnist  # noqa: PLC0415
     from torch_dcl.paper.engine import Settings  # noqa: PLC0415
     from torch_dcl.training import Schedule  # noqa: PLC0415
@@ -113,6 +142,21 @@ def make_task(
     made = Settings(schedule, recipe["batch"], device, precision, recipe["most"], curves)
     digits = read_mnist(find_mnist(recipe["data"]))
     return Training(**vars(task), digits=digits, settings=made)
+
+
+def _natural(task: Task) -> Natural:
+    from torch_dcl.paper.table2 import How  # noqa: PLC0415
+
+    recipe = task.recipe
+    for key in ("shares", "rates"):
+        if recipe.name == "chart" and not recipe[key]:
+            raise UsageError(f"{key} is empty; give some numbers, such as --set {key}=0.25")
+    precision = None if recipe["precision"] == "auto" else recipe["precision"]
+    how = How(
+        task.device, precision, recipe["most"], compile=recipe["compile"] == "yes", streams=recipe["streams"],
+        average=recipe["average"] == "yes",
+    )  # fmt: skip
+    return Natural(**vars(task), how=how, root=root_of(recipe), images=images_of(recipe))
 
 
 def _example(key: str) -> str:

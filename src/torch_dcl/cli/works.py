@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.names import UsageError
+from torch_dcl.cli.natural_works import run_natural_chart, run_natural_table
 from torch_dcl.cli.screen import bullets, console, first_rank, several
 from torch_dcl.cli.tasks import Task, Training, as_kept, jobs_of
 
@@ -194,5 +195,7 @@ WORKS: dict[str, Callable[[Any], bool]] = {
     "table1-search": _search,
     "calibration": _calibration,
     "figures": _figures,
+    "table2": run_natural_table,
+    "chart": run_natural_chart,
     "knowledge": _knowledge,
 }

@@ -1,6 +1,7 @@
 """What the paper reports, and the runs, tables and figures that answer it."""
 
 from torch_dcl.paper.claims import Finding, judge
+from torch_dcl.paper.natural_table import NaturalTable, as_markdown2, load_table2, save_table2
 from torch_dcl.paper.page import as_html
 from torch_dcl.paper.reading import Run, find_runs, read_run
 from torch_dcl.paper.report import report
@@ -14,20 +15,24 @@ __all__ = [
     "TABLE2",
     "Cell",
     "Finding",
+    "NaturalTable",
     "Reported",
     "Run",
     "Table",
     "TableError",
     "as_html",
     "as_markdown",
+    "as_markdown2",
     "as_rich",
     "as_text",
     "find_runs",
     "findings",
     "judge",
     "load",
+    "load_table2",
     "read_run",
     "report",
     "save",
+    "save_table2",
     "verdict",
 ]

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,20 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
+from torch_dcl.paper.engine import Settings
 from torch_dcl.paper.natural import Recipe, inputs_of, recipe_of
-from torch_dcl.paper.table2 import How, Report, _wait_for_all, read_sets, train_in_slices
+from torch_dcl.paper.naturalsets import Images, departures, read_sets
+from torch_dcl.paper.table2 import How, Report, Slice, Tell, _wait_for_all
+from torch_dcl.paper.telling import telling
+from torch_dcl.paper.trial import MARK
 from torch_dcl.paper.units import UNITS, build_unit, unit_weights
 from torch_dcl.training import Fleet, Member
-from torch_dcl.training.runs import RunFolder, environment
+from torch_dcl.training.runs import RunFolder
 
-__all__ = ["RATES", "Trial", "hold_out", "run_deciding", "step_times"]
+__all__ = ["DATA", "RATES", "Trial", "hold_out", "points_of", "run_deciding", "step_times"]
+
+DATA = ("cifar10", "cifar100")
+"""What the chart is of."""
 
 RATES = (0.003, 0.01, 0.03)
 SEARCH_SEED = 100
@@ -73,12 +80,15 @@ def run_deciding(
     scale: float = 1.0,
     search_scale: float = 0.2,
     root: str | os.PathLike[str] | None = None,
-    images: tuple[int, int] | None = None,
+    images: Images | None = None,
     batch: int | None = None,
+    rounds: int = 5,
     how: How | None = None,
     resume: bool = False,
     seconds: float = math.inf,
     report: Report = print,
+    begin: Callable[[int, int], None] | None = None,
+    on_epoch: Tell | None = None,
 ) -> dict[str, Any] | None:
     """Search, train and test, or go on with it.
 
@@ -93,13 +103,17 @@ def run_deciding(
         seeds: Of the chart, from 0.
         scale: What part of BigNet's recipe to train for the chart.
         search_scale: What part of it to train for a trial.
-        root: Where the data is; None for the usual places.
+        root: Where the data is; None for the usual places, `MADE_UP` for generated images.
         images: How many images to train on and to test with; None for all. For trying things out.
         batch: Images of a step, in place of the recipe's. For trying things out.
+        rounds: Of which the time of a step is the median.
         how: Device, precision and the like.
         resume: Whether to go on with what the folder holds.
         seconds: Stop at the next end of an epoch when so much time has gone, and leave the rest to a later call.
         report: Called with lines of progress.
+        begin: Called once, with the networks that were done before and those that this process has in all.
+        on_epoch: Called before a fleet begins and after each of its epochs. When it raises KeyboardInterrupt the fleet
+            is kept first.
 
     Returns:
         The chart as plain data: a point for each unit and budget with its errors, weights, time of a step and trials;
@@ -114,11 +128,12 @@ def run_deciding(
     found = sets[data]
     whole = recipe_of("bignet", data)
     whole = dataclasses.replace(whole, batch=batch or whole.batch)
-    points = [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
+    points = points_of(units, shares)
     asked = {
         "chart": "deciding", "data": found.source, "points": [list(point) for point in points], "rates": list(rates),
         "seeds": seeds, "scale": scale, "search_scale": search_scale, "images": images,
         "recipe": dataclasses.asdict(whole), "precision": how.precision, "compile": how.compile, "most": how.most,
+        "rounds": rounds,
     }  # fmt: skip
     part = f"-{rank}" if world > 1 else ""
     if rank:  # the first rank makes the folder
@@ -126,12 +141,17 @@ def run_deciding(
     with RunFolder.open(path, asked, resume=resume or rank > 0, part=part) as folder:
         if rank == 0:
             _wait_for_all(world)
-        phases = _Phases(found, whole, how, folder, part, start + seconds, report)
+        told, report = telling(folder, Settings(on_epoch=on_epoch), report, part)
+        phases = _Phases(found, whole, how, folder, part, start + seconds, report, told.on_epoch)
         tried = [[Trial("choose", *point, lr, SEARCH_SEED) for lr in rates] for point in points]
+        if begin is not None:
+            of_mine = set(points[rank::world])
+            before = sum((trial.unit, trial.share) in of_mine for trial in phases.errors())
+            begin(before, len(of_mine) * (len(rates) + seeds))
         phases.run(tried[rank::world], search_scale)
         _wait_for_all(world)
         errors = phases.errors()
-        table: dict[str, Any] | None = None
+        chart: dict[str, Any] | None = None
         if all(trial in errors for trials in tried for trial in trials):
             chosen = {trials[0][1:3]: min(trials, key=lambda t: errors[t]).lr for trials in tried}
             reported = [[Trial("report", *p, chosen[p], seed) for seed in range(seeds)] for p in points]
@@ -139,7 +159,8 @@ def run_deciding(
             _wait_for_all(world)
             errors = phases.errors()
             if rank == 0 and all(trial in errors for trials in reported for trial in trials):
-                times = step_times(points, found, whole, how)
+                report("measuring the time of a step")
+                times = step_times(points, found, whole, how, rounds=rounds)
                 rows = [
                     {
                         "unit": unit, "share": share, "weights": unit_weights(unit, len(found.classes), share),
@@ -149,23 +170,40 @@ def run_deciding(
                     }
                     for i, ((unit, share), trials) in enumerate(zip(points, reported, strict=True))
                 ]  # fmt: skip
-                table = {
-                    "title": f"BigNet on {data}: error against weights and time of a step", "points": rows,
-                    "scale": scale, "search_scale": search_scale, "recipe": str(whole.scaled(scale)),
-                    "data": found.source, "environment": environment(),
-                }  # fmt: skip
+                chart = {"set": data, "points": rows, **_described(asked, data, whole, folder)}
         folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
-        return table
+        return chart
+
+
+def points_of(units: Sequence[str], shares: Sequence[float]) -> list[tuple[str, float]]:
+    """Units and budgets; the plain layer is there once, since it has no budget."""
+    return [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
+
+
+def _described(asked: Mapping[str, Any], data: str, whole: Recipe, folder: RunFolder) -> dict[str, Any]:
+    """What a reader has to know of a chart beside its points."""
+    scale = asked["scale"]
+    batches = [whole.batch] if whole.batch != recipe_of("bignet", data).batch else []
+    told = departures([asked["data"]], asked["images"], batches)
+    title = f"BigNet on {data}: error against weights and time of a step{MARK if told else ''}"
+    if scale < 1:
+        told.append(f"Shortened: the recipe was trained for {scale:g} of its epochs.")
+    return {
+        "title": title, "told": told, "scale": scale,
+        "search_scale": asked["search_scale"], "recipe": str(whole.scaled(scale)), "data": asked["data"],
+        "environment": folder.read("environment")[-1],
+    }  # fmt: skip
 
 
 class _Phases:
     """Trials as fleets, one after another, with their errors written down."""
 
     def __init__(
-        self, data: Dataset, recipe: Recipe, how: How, folder: RunFolder, part: str, until: float, report: Report
-    ) -> None:
+        self, data: Dataset, recipe: Recipe, how: How, folder: RunFolder, part: str, until: float, report: Report,
+        tell: Tell | None,
+    ) -> None:  # fmt: skip
         self.data, self.recipe, self.how = data, recipe, how
-        self.folder, self.part, self.until, self.report = folder, part, until, report
+        self.folder, self.part, self.until, self.report, self.tell = folder, part, until, report, tell
         self.began = False
         self.parted = hold_out(data)
 
@@ -186,19 +224,20 @@ class _Phases:
                 self.report(f"time is up: {len(left) - number + 1} fleets of this phase are left; go on with --resume")
                 return
             self.began = True
-            self._one(trials, known, scale)
+            slice_ = Slice(
+                self.folder, self.part, self.until, self.how.every, (number, len(left)), self.report, self.tell
+            )
+            self._one(trials, known, scale, slice_)
 
-    def _one(self, trials: Sequence[Trial], known: dict[Trial, float], scale: float) -> None:
+    def _one(self, trials: Sequence[Trial], known: dict[Trial, float], scale: float, slice_: Slice) -> None:
         data, first = self.data, trials[0]
         train, judge = self.parted
         if first.purpose == "report":
             train, judge = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
         fleet = _fleet(trials, train, data, self.recipe.scaled(scale), self.how)
-        name = f"{first.purpose}-{first.unit}-{first.share:g}"
-        path = self.folder.path / "fleets" / f"{name}.safetensors"
-        done = train_in_slices(fleet, path, self.until, self.how.every)
-        self.report(f"{name}: epoch {fleet.epoch} of {fleet.epochs}")
-        if not done:
+        file = f"{first.purpose}-{first.unit}-{first.share:g}"
+        aim = "learning rates of" if first.purpose == "choose" else "seeds of"
+        if slice_.train(fleet, file, f"{aim} {first.unit} at {first.share:g}") is None:
             return
         seen = fleet.evaluate({data.name: judge})
         for row, trial in enumerate(trials):
@@ -209,7 +248,7 @@ class _Phases:
                     "stopped": fleet.history.stopped.get(row),
                 }
                 self.folder.append(f"outcomes{self.part}", record)
-        path.unlink()
+        slice_.checkpoint(file).unlink()
 
 
 def _fleet(trials: Sequence[Trial], train: Labelled, data: Dataset, recipe: Recipe, how: How) -> Fleet:

@@ -65,7 +65,7 @@ def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "
     """The figures of a part, by name: functions of whether the page is dark.
 
     Args:
-        part: One of `torch_dcl.paper.reading.PARTS`; ``tried`` has none, it is a table.
+        part: One of `torch_dcl.paper.reading.PARTS`, of which ``tried`` has none, it is a table; or ``chart``.
         data: What its file holds.
     """
     if part == "filters":
@@ -73,6 +73,8 @@ def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "
     if part == "curves":
         whole = _without_lost(data)
         return {"curves": lambda dark: figures.curves_figure(whole, dark=dark)} if whole["series"] else {}
+    if part == "chart":
+        return {"chart": lambda dark: figures.chart_figure(data, dark=dark)}
     if part == "knowledge":
         return {f"knowledge-{name}": _knowledge(stored) for name, stored in data["networks"].items()}
     return {}

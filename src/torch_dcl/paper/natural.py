@@ -63,8 +63,9 @@ class Recipe:
 
     def __str__(self) -> str:
         drops = ", ".join(f"{100 * drop:.0f} %" for drop in self.schedule.drops)
+        epochs = "1 epoch" if self.schedule.epochs == 1 else f"{self.schedule.epochs} epochs"
         return (
-            f"{self.schedule.epochs} epochs, batch {self.batch}, rate {self.lr:g} times {self.schedule.factor:g} after "
+            f"{epochs}, batch {self.batch}, rate {self.lr:g} times {self.schedule.factor:g} after "
             f"{drops}, momentum {self.momentum:g}{' (nesterov)' if self.nesterov else ''}, weight decay "
             f"{self.weight_decay:g}{', biases at twice the rate without decay' if self.caffe else ''}"
             f"{f', dropout {self.dropout:g} in the blocks' if self.dropout else ''}"

@@ -4,7 +4,7 @@
 
     run = read_run("runs/table1")
     run.state.state      # "running", "finished", "incomplete" or "damaged"
-    run.table            # Table 1 as far as it is there
+    run.table            # Table 1 or 2 as far as it is there
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_dcl.paper import table1
 from torch_dcl.paper.engine import Outcome, Settings
+from torch_dcl.paper.natural_table import NaturalTable, load_table2, table2_of
 from torch_dcl.paper.table import Table, load
 from torch_dcl.paper.trial import as_trial, departures
 from torch_dcl.training import Schedule
@@ -26,6 +27,7 @@ __all__ = ["PARTS", "Run", "State", "find_runs", "read_run", "state_of"]
 PARTS = ("filters", "curves", "knowledge", "tried")
 """What a run may hold beside the table, each as a file NAME.json."""
 CURVES_OF = "MNIST-III-10"
+_TRIAL = ("purpose", "unit", "share", "lr", "seed")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Run:
     path: Path
     state: State
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for; empty for a file ``table1.json`` by itself."""
+    """What was asked for; empty for a file ``table1.json`` or ``table2.json`` by itself."""
     environment: tuple[Mapping[str, Any], ...] = ()
     """Versions, hardware and command, for every time that it was started."""
     outcomes: tuple[Outcome, ...] = ()
@@ -61,7 +63,7 @@ class Run:
     table: Table | None = None
     """As it was written at the run's end, or of what is there so far; None where there is none."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """The data of figures, by the names of `PARTS`, as JSON has them."""
+    """The data of figures, by the names of `PARTS` and ``chart``, as JSON has them."""
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[State]:
@@ -104,6 +106,9 @@ def _count(folder: RunFolder) -> tuple[str, int, int, str]:
     if recipe.get("table") == 2:
         entries = {(record["data"], record["column"], record["seed"]) for record in folder.read("outcomes")}
         return "table2", len(entries), len(recipe["recipes"]) * recipe["seeds"], "entries"
+    if recipe.get("chart") is not None:
+        trials = {json.dumps([record[key] for key in _TRIAL]) for record in folder.read("outcomes")}
+        return "chart", len(trials), len(recipe["points"]) * (len(recipe["rates"]) + recipe["seeds"]), "trainings"
     name = recipe["recipe"]
     if name == "table1-search":
         total = len(recipe["models"]) * len(recipe["sets"]) * len(recipe["trials"])
@@ -118,7 +123,7 @@ def _count(folder: RunFolder) -> tuple[str, int, int, str]:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run folder, also while it runs; or a file ``table1.json`` by itself.
+    """Read a run folder, also while it runs; or a file ``table1.json`` or ``table2.json`` by itself.
 
     Args:
         path: The folder, or the file.
@@ -130,9 +135,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     place = Path(path)
     if place.is_file():
-        table = load(place)
-        count = len(table.cells)
-        return Run(place, State(str(place), "table1", "finished", count, count, "cells"), table=table)
+        table = load_table2(place) if _is_table2(place) else load(place)
+        count, name = len(table.cells), "table2" if isinstance(table, NaturalTable) else "table1"
+        return Run(place, State(str(place), name, "finished", count, count, "cells"), table=table)
     folder = RunFolder.look(place)
     state = state_of(place)
     if state.state == "damaged":
@@ -140,12 +145,33 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     outcomes: tuple[Outcome, ...] = ()
     if state.recipe == "table1":
         outcomes = tuple(table1.outcome_of(record) for record in folder.read("outcomes"))
-    whole = place / "table1.json"
-    table_here = load(whole) if whole.is_file() else _so_far(folder, outcomes) if outcomes else None
-    parts = {name: data for name in PARTS if (data := _part(place / f"{name}.json")) is not None}
+    table_here = _table(folder, state, outcomes)
+    parts = {name: data for name in (*PARTS, "chart") if (data := _part(place / f"{name}.json")) is not None}
     if "curves" not in parts and (curves := _curves(outcomes)):
         parts["curves"] = curves
     return Run(place, state, folder.recipe, tuple(folder.read("environment")), outcomes, table_here, parts)
+
+
+def _is_table2(file: Path) -> bool:
+    """Whether a file says which sets are absent, as Table 2's does. What is not JSON is refused later."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(content, dict) and "absent" in content
+
+
+def _table(folder: RunFolder, state: State, outcomes: tuple[Outcome, ...]) -> Table | None:
+    """The table as it was written at the end, or of what is there."""
+    if state.recipe == "table2":
+        whole = folder.path / "table2.json"
+        try:
+            return load_table2(whole) if whole.is_file() else table2_of(folder) if state.done else None
+        except (KeyError, TypeError, IndexError) as error:
+            told = f"{type(error).__name__}: {error}"
+            raise RunError(f"{folder.path}: its recipe or its outcomes are damaged ({told}); run it again") from error
+    whole = folder.path / "table1.json"
+    return load(whole) if whole.is_file() else _so_far(folder, outcomes) if outcomes else None
 
 
 def _so_far(folder: RunFolder, outcomes: tuple[Outcome, ...]) -> Table:

@@ -1,7 +1,8 @@
 """Runs as one page: `report(["runs/table1", "runs/figures"], "report.html")`.
 
-Every run has a section: of Table 1 the verdict, the tables, the figures and the claims; of a run of figures these, with
-the claims that they answer; and of each the machine that it ran on, and the recipe.
+Every run has a section: of Table 1 the verdict, the tables, the figures and the claims; of Table 2 the verdict and its
+tables; of the deciding chart its picture and its points; of a run of figures these, with the claims that they answer;
+and of each the machine that it ran on, and the recipe.
 """
 
 import json
@@ -15,6 +16,8 @@ from torch_dcl.paper import figures
 from torch_dcl.paper.claims import Finding, Losses, large_banks_help_little, loss_gap_shrinks, more_filters_help
 from torch_dcl.paper.document import box, column, document, figure, listed, not_run, prose, sheet, table
 from torch_dcl.paper.drawings import drawings, lost_runs
+from torch_dcl.paper.natural_page import chart_said, chart_table, sections2
+from torch_dcl.paper.natural_table import NaturalTable, said
 from torch_dcl.paper.page import claim, how, sections
 from torch_dcl.paper.reading import Run, read_run
 from torch_dcl.paper.reported import DCL_COLUMNS, SETS, TABLE1
@@ -25,6 +28,7 @@ from torch_dcl.paper.verdict import summary
 __all__ = ["check", "differences", "further_findings", "report"]
 
 TITLES = {
+    "chart": "DCL and its rivals on BigNet",
     "figures": "Figures beside Table 1",
     "knowledge": "What filters and their branches answer to",
 }
@@ -42,7 +46,8 @@ def report(
     """The page of one or several runs.
 
     Args:
-        runs: Run folders, also of runs that have not ended; files ``table1.json``; or what `read_run` gave.
+        runs: Run folders, also of runs that have not ended; files ``table1.json`` or ``table2.json``; or what
+            `read_run` gave.
         out: Where to write it, all or nothing; None writes nothing.
         images: Whether to show samples of the sets.
 
@@ -72,7 +77,8 @@ def report(
     for i, run in enumerate(found, 1):
         body = "\n".join(_run(run, f"run{i}", there, prefix=f"run{i}-" if several else ""))
         parts.append(f'<section class="run" id="run-{i}">{body}</section>' if several else body)
-    sets = [name for name in SETS if any(run.table and name in run.table.sets for run in found)]
+    tables = [run.table for run in found if run.table is not None and not isinstance(run.table, NaturalTable)]
+    sets = [name for name in SETS if any(name in each.sets for each in tables)]
     if sets and images:
         parts.append(f"<h2>The sets</h2>\n{sheet(sets)}")
     page = document(title, parts)
@@ -88,18 +94,26 @@ def check(run: Run) -> None:
         ValueError: It has no results yet, or is of a recipe without a report; the message says what to do.
     """
     if run.table is None and not run.parts:
-        if run.state.recipe in ("table1", *TITLES):
+        if run.state.recipe in ("table1", "table2", *TITLES):
             raise ValueError(f"{run.path} has no results yet; go on with dcl run {run.path} --resume")
-        raise ValueError(f"{run.path} is a run of {run.state.recipe}; reports are of table1, {', '.join(TITLES)}")
+        raise ValueError(
+            f"{run.path} is a run of {run.state.recipe}; reports are of table1, table2, {', '.join(TITLES)}"
+        )
 
 
 def _title(run: Run) -> str:
-    return run.table.title if run.table is not None else TITLES.get(run.state.recipe, "Report")
+    if run.table is not None:
+        return run.table.title
+    return str(run.parts.get("chart", {}).get("title") or TITLES.get(run.state.recipe, "Report"))
 
 
 def _gist(run: Run) -> str:
+    if isinstance(run.table, NaturalTable):
+        return " ".join(said(run.table)[:1]) or "nothing to compare yet."
     if run.table is not None:
         return summary(run.table, further_findings(run))
+    if "chart" in run.parts:
+        return chart_said(run.parts["chart"])
     held = [finding.verdict for finding in further_findings(run)]
     told = f"{', '.join(run.parts)}"
     return f"{told}; {held.count('holds')} of {len(held)} claims hold." if held else f"{told}."
@@ -111,6 +125,9 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> list[str]:
     if run.recipe:
         told = f"{run.path}, {state.state}, {state.done:,} of {state.total:,} {state.unit}"
         parts.append(f'<p class="where">{escape(told)}</p>')
+    if isinstance(run.table, NaturalTable):
+        parts += [*sections2(run.table, prefix=prefix), how(run.table, machine=not run.environment)]
+        return [*parts, _environment(run)]
     further = further_findings(run)
     drawn = _figures(run, name, there)
     if run.table is not None:
@@ -127,7 +144,8 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> list[str]:
 def _figures(run: Run, name: str, there: set[str]) -> str:
     """What can be drawn from the run, and "not run" for what no run on the page has."""
     parts = []
-    wanted: Sequence[str] = ("knowledge",) if run.state.recipe == "knowledge" else tuple(ABSENT)
+    alone = run.state.recipe in ("knowledge", "chart")
+    wanted: Sequence[str] = (run.state.recipe,) if alone else tuple(ABSENT)
     if run.table is not None:
         cells = differences(run.table)
         parts.append(
@@ -141,6 +159,11 @@ def _figures(run: Run, name: str, there: set[str]) -> str:
             continue
         data = run.parts[part]
         try:
+            if part == "chart":  # as wide as the page
+                parts.append(f'<p class="lead">{prose(chart_said(data))}</p>')
+                parts += [*(figure(draw, f"{name}-{word}") for word, draw in drawings(part, data).items())]
+                parts.append(chart_table(data))
+                continue
             together += [figure(draw, f"{name}-{word}") for word, draw in drawings(part, data).items()]
             if part == "curves" and (lost := lost_runs(data)):
                 together.append(f"<p>{lost} {'run' if lost == 1 else 'runs'} diverged and cannot be drawn.</p>")

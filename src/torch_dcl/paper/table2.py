@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from torch_dcl.data import Dataset, load
+from torch_dcl.data import Dataset
 from torch_dcl.files import SealedError
+from torch_dcl.paper.engine import Progress, Settings
 from torch_dcl.paper.natural import (
     COLUMNS,
     DATA,
@@ -27,29 +27,19 @@ from torch_dcl.paper.natural import (
     caffe_factors,
     inputs_of,
     network_of,
-    paper_error,
     recipe_of,
-    weights,
 )  # fmt: skip
-from torch_dcl.paper.natural_table import NOT_AVAILABLE, NaturalTable
-from torch_dcl.paper.table import Cell
+from torch_dcl.paper.natural_table import NaturalTable, table2_of
+from torch_dcl.paper.naturalsets import Images, read_sets
+from torch_dcl.paper.telling import telling
 from torch_dcl.training import Fleet, Member
 from torch_dcl.training.fleet import Precision
-from torch_dcl.training.runs import RunFolder, environment
+from torch_dcl.training.runs import RunFolder
 
-__all__ = ["Entry", "How", "make_fleet", "read_sets", "run_table2", "train_in_slices"]
+__all__ = ["Entry", "How", "columns_of", "make_fleet", "read_sets", "run_table2", "train_in_slices"]
 
-DEVIATIONS = (
-    "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
-    "and cross-entropy are inferred from its weights and rates; nagadomi's own preparation of the data is left out.",
-    "WRN: the paper says 16 layers and no width; ours is WRN-16-4. Its only fully-connected layer is the classifier, "
-    "so DCL stands there, with branches of a quarter of the classes, rounded up.",
-    "LeNet: Caffe's start, mean image and factors are inferred; on SVHN its inputs are 64 times the normalised images.",
-    "SVHN: no mirroring; BigNet's random crops are the only augmentation, since the text names none.",
-    "dcl3s is not in the paper: section 4.1 promises three stochastic branches for natural images, 4.2 uses two.",
-)
-Labelled = tuple[Tensor, Tensor]
 Report = Callable[[str], None]
+Tell = Callable[[Progress], None]
 
 
 class Entry(NamedTuple):
@@ -80,55 +70,6 @@ class How:
     """Seconds between two checkpoints, roughly: they are written at the ends of epochs."""
 
 
-def read_sets(
-    names: Sequence[str],
-    root: str | os.PathLike[str] | None = None,
-    images: tuple[int, int] | None = None,
-    report: Report = print,
-) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Read the sets that are there, and say which are not.
-
-    Args:
-        names: Some of `DATA`.
-        root: Where they are; None for the usual places.
-        images: How many images to train on and to test with, the first ones of a set; None for all.
-        report: Called with a line for each set: what was found, or what to put where.
-
-    Returns:
-        Sets by name, and by name why one is absent.
-
-    Raises:
-        ValueError: There is no such set in the table.
-        FileNotFoundError: None of them was found.
-    """
-    unknown = [name for name in names if name not in DATA]
-    if unknown:
-        raise ValueError(f"Table 2 has no set {unknown[0]!r}; its sets are {', '.join(DATA)}")
-    found: dict[str, Dataset] = {}
-    absent: dict[str, str] = {}
-    for name in names:
-        try:
-            whole = load(name, root=root)
-        except FileNotFoundError as error:
-            absent[name] = NOT_AVAILABLE
-            report(f"{name}: {NOT_AVAILABLE} ({error})")
-            if len(absent) == len(names):
-                raise
-            continue
-        found[name] = whole if images is None else _first(whole, *images)
-        report(str(found[name]))
-    return found, absent
-
-
-def _first(data: Dataset, train: int, test: int) -> Dataset:
-    return dataclasses.replace(
-        data,
-        train_images=data.train_images[:train], train_labels=data.train_labels[:train],
-        test_images=data.test_images[:test], test_labels=data.test_labels[:test],
-        source=f"{data.source}, of which the first {train:,} and {test:,}",
-    )  # fmt: skip
-
-
 def run_table2(
     path: str | os.PathLike[str],
     *,
@@ -138,12 +79,14 @@ def run_table2(
     seeds: int = 3,
     scale: float = 1.0,
     root: str | os.PathLike[str] | None = None,
-    images: tuple[int, int] | None = None,
+    images: Images | None = None,
     batch: int | None = None,
     how: How | None = None,
     resume: bool = False,
     seconds: float = math.inf,
     report: Report = print,
+    begin: Callable[[int, int], None] | None = None,
+    on_epoch: Tell | None = None,
 ) -> NaturalTable | None:
     """Run the table, or go on with it.
 
@@ -156,7 +99,7 @@ def run_table2(
         data: Which sets. One that is not found is noted as absent.
         seeds: How many, from 0.
         scale: What part of each recipe's epochs to train; a shortened run is marked so.
-        root: Where the data is; None for the usual places.
+        root: Where the data is; None for the usual places, `MADE_UP` for generated images.
         images: How many images of a set to train on and to test with; None for all. For trying things out.
         batch: Images of a step, in place of the recipes'. For trying things out.
         how: Device, precision and the like; the rank's own GPU takes the place of ``cuda``.
@@ -164,6 +107,9 @@ def run_table2(
         seconds: Stop at the next end of an epoch when so much time has gone, and leave the rest to a later call. Every
             call goes on by one epoch at least.
         report: Called with lines of progress.
+        begin: Called once, with the networks that were done before and those that this process has in all.
+        on_epoch: Called before a fleet begins and after each of its epochs. When it raises KeyboardInterrupt the fleet
+            is kept first.
 
     Returns:
         The table, or None where networks are missing: time was up, or this is not the first rank.
@@ -178,7 +124,7 @@ def run_table2(
     if how.device == "cuda":
         how = dataclasses.replace(how, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         torch.cuda.set_device(how.device)
-    wanted = _columns(networks, columns)
+    wanted = columns_of(networks, columns)
     sets, absent = read_sets(data, root, images, report if rank == 0 else lambda _: None)
     recipes = {
         (name, column): _recipe(column, sets[name], scale, batch, how) for name in sets for column in wanted
@@ -195,33 +141,30 @@ def run_table2(
     with RunFolder.open(path, asked, resume=resume or rank > 0, part=part) as folder:
         if rank == 0:
             _wait_for_all(world)
+        told, report = telling(folder, Settings(on_epoch=on_epoch), report, part)
         entries = [Entry(name, column, seed) for name in sets for column in wanted for seed in range(seeds)]
         known = {entry_of(record) for record in folder.read("outcomes")}
-        if known:
-            report(f"{len(known)} of {len(entries)} entries are done already")
         mine = _fleets(entries, how.most)[rank::world]
         left = [fleet for fleet in mine if any(entry not in known for entry in fleet)]
+        if begin is not None:
+            begin(len(known), len(known) + sum(map(len, left)))
+        if known:
+            report(f"{len(known)} of {len(entries)} entries are done already")
         for number, fleet in enumerate(left, 1):
             if number > 1 and time.perf_counter() - start > seconds:  # the first one goes on by an epoch in any case
                 report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
                 break
             of = (fleet[0].data, fleet[0].column)
-            done = _one_fleet(
-                fleet, sets[of[0]], recipes[of], how, folder, part, known, start + seconds,
-                lambda line, n=number: report(f"{n}/{len(left)} {line}"),  # type: ignore[misc]
-            )  # fmt: skip
-            if not done:
+            slice_ = Slice(folder, part, start + seconds, how.every, (number, len(left)), report, told.on_epoch)
+            if not _one_fleet(fleet, sets[of[0]], recipes[of], how, known, slice_):
                 report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
                 break
         folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
         _wait_for_all(world)
         if rank:
             return None
-        outcomes = {entry_of(record): record for record in folder.read("outcomes")}
-        if any(entry not in outcomes for entry in entries):
-            return None
-        minutes = sum(record["training"] for record in folder.read("minutes"))
-        return _table({e: outcomes[e] for e in entries}, sets, absent, recipes, how, scale, minutes)
+        done = {entry_of(record) for record in folder.read("outcomes")}
+        return table2_of(folder) if done.issuperset(entries) else None
 
 
 def entry_of(record: Mapping[str, Any]) -> Entry:
@@ -229,7 +172,12 @@ def entry_of(record: Mapping[str, Any]) -> Entry:
     return Entry(record["data"], record["column"], record["seed"])
 
 
-def _columns(networks: Sequence[str], columns: Sequence[str] | None) -> tuple[str, ...]:
+def columns_of(networks: Sequence[str], columns: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The columns of some networks, or those that are named, in the table's order.
+
+    Raises:
+        ValueError: There is no such network or column.
+    """
     if columns is not None:
         for column in columns:
             network_of(column)
@@ -282,7 +230,8 @@ def train_in_slices(
         path: Where the checkpoint is, and is written at the end of an epoch when ``every`` seconds have gone.
         until: When to stop, by `time.perf_counter`; at least one epoch is trained.
         every: Seconds.
-        tell: Called after every epoch.
+        tell: Called when the checkpoint has been read and after every epoch. When it raises KeyboardInterrupt the fleet
+            is written down first.
 
     Returns:
         Whether the training has ended. The checkpoint of its end is there then.
@@ -291,17 +240,22 @@ def train_in_slices(
         ValueError: The checkpoint is of another fleet.
         SealedError: It is damaged; remove it to begin anew.
     """
+    tell = tell or (lambda _: None)
     if path.exists():
         try:
             fleet.load(path)
         except SealedError as error:
             raise SealedError(f"{error}; remove the file to train this fleet from its beginning") from error
+        tell(fleet)
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = time.perf_counter()
     while fleet.epoch < fleet.epochs:
         fleet.train(1)
-        if tell is not None:
+        try:
             tell(fleet)
+        except KeyboardInterrupt:
+            fleet.save(path)
+            raise
         now = time.perf_counter()
         if fleet.epoch == fleet.epochs or now > until or now - saved > every:
             fleet.save(path)
@@ -311,34 +265,81 @@ def train_in_slices(
     return fleet.epoch == fleet.epochs
 
 
+class Slice(NamedTuple):
+    """What a process does of a run in one call: where it writes, how long it has, whom it tells."""
+
+    folder: RunFolder
+    part: str
+    until: float
+    every: float
+    which: tuple[int, int]
+    """Which fleet it is, of how many."""
+    report: Report
+    tell: Tell | None
+
+    def train(self, fleet: Fleet, file: str, name: str) -> float | None:
+        """Train a fleet, or go on with it.
+
+        Args:
+            fleet: Fresh.
+            file: What its checkpoint is called.
+            name: What it is called for people.
+
+        Returns:
+            The seconds that it took in all its slices; None when time is up before its end.
+        """
+        start, path = time.perf_counter(), self.checkpoint(file)
+        number, count = self.which
+        networks = f"{len(fleet.members)} network{'s' if len(fleet.members) > 1 else ''}"
+
+        def tell(at: Fleet) -> None:
+            if self.tell is not None:
+                loss = [value for value in (at.history.train_loss or [[]])[-1] if math.isfinite(value)]
+                mean = sum(loss) / len(loss) if loss else None
+                self.tell(Progress(number, count, name, len(at.members), at.epoch, at.epochs, mean))
+
+        tell(fleet)
+        if path.exists():
+            self.report(f"{number}/{count} {name}, {networks}: going on")
+        done = train_in_slices(fleet, path, self.until, self.every, tell)
+        spent = time.perf_counter() - start
+        self.report(
+            f"{number}/{count} {name}, {networks}: epoch {fleet.epoch} of {fleet.epochs}, {spent:.1f} s in this slice"
+        )
+        self.folder.append(f"slices{self.part}", {"fleet": file, "epoch": fleet.epoch, "seconds": spent})
+        if not done:
+            return None
+        return sum(float(record["seconds"]) for record in self.folder.read("slices") if record["fleet"] == file)
+
+    def checkpoint(self, file: str) -> Path:
+        """Where a fleet is kept while it is trained."""
+        return self.folder.path / "fleets" / f"{file}.safetensors"
+
+
 def _one_fleet(
-    entries: Sequence[Entry], data: Dataset, recipe: Recipe, how: How, folder: RunFolder, part: str,
-    known: set[Entry], until: float, report: Report,
-) -> bool:  # fmt: skip
+    entries: Sequence[Entry], data: Dataset, recipe: Recipe, how: How, known: set[Entry], slice_: Slice
+) -> bool:
     """Train some entries, or go on with them, and write down what came of them; False when time is up before."""
-    start, column = time.perf_counter(), entries[0].column
+    column = entries[0].column
     fleet = make_fleet(column, [entry.seed for entry in entries], data, recipe, how)
-    path = folder.path / "fleets" / f"{data.name}-{column}-{entries[0].seed}.safetensors"
-    name = f"{column} on {data.name}, {len(entries)} networks"
-    if path.exists():
-        report(f"{name}: going on")
-    done = train_in_slices(fleet, path, until, how.every)
-    report(f"{name}: epoch {fleet.epoch} of {fleet.epochs}, {time.perf_counter() - start:.1f} s in this slice")
-    if not done:
+    file = f"{data.name}-{column}-{entries[0].seed}"
+    spent = slice_.train(fleet, file, f"{column} on {data.name}")
+    if spent is None:
         return False
     seen = fleet.evaluate({data.name: (data.test_images, data.test_labels)})
     last = fleet.history.train_loss[-1]
     for row, entry in enumerate(entries):
         if entry not in known:  # some may have been written down before a kill
             numbers = {"test_loss": float(seen.losses[row]), "train_loss": last[row]}
-            folder.append(
-                f"outcomes{part}",
+            slice_.folder.append(
+                f"outcomes{slice_.part}",
                 {
                     **entry._asdict(), "error": float(seen.errors[row]), "stopped": fleet.history.stopped.get(row),
                     **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
+                    "seconds": spent / len(entries),
                 },
             )  # fmt: skip
-    path.unlink()
+    slice_.checkpoint(file).unlink()
     return True
 
 
@@ -350,36 +351,3 @@ def _wait_for_all(world: int) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dist.barrier()
-
-
-def _table(
-    outcomes: Mapping[Entry, Mapping[str, Any]], sets: Mapping[str, Dataset], absent: Mapping[str, str],
-    recipes: Mapping[tuple[str, str], Recipe], how: How, scale: float, minutes: float,
-) -> NaturalTable:  # fmt: skip
-    by_cell: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for entry, record in outcomes.items():
-        by_cell.setdefault((entry.data, entry.column), []).append(record)
-    cells = []
-    for (name, column), group in by_cell.items():
-        losses = [tuple(record[key] for record in group) for key in ("train_loss", "test_loss")]
-        train, test = (None if None in values else values for values in losses)
-        cells.append(
-            Cell(
-                set=name, column=column, errors=tuple(record["error"] for record in group),
-                seeds=tuple(record["seed"] for record in group), weights=weights(column, len(sets[name].classes)),
-                paper=paper_error(column, name), train_loss=train, test_loss=test,
-                stopped=tuple(record["seed"] for record in group if record["stopped"] is not None),
-            )
-        )  # fmt: skip
-    here = environment()
-    protocol = {f"data, {name}": data.source for name, data in sets.items()}
-    for (name, column), recipe in recipes.items():
-        if "+" not in column:
-            protocol[f"{column} on {name}"] = str(recipe)
-    protocol["precision"] = how.precision or "bfloat16 on a GPU, float32 on a CPU"
-    protocol["test"] = "mean over an image and its mirror image" if how.average else "the middle of each image, once"
-    short = "" if scale == 1 else f", shortened to {scale:g} of the epochs"
-    return NaturalTable(
-        f"Table 2: natural images{short}", tuple(cells), protocol, here["gpu"] or f"CPU, {here['cpus']} cores",
-        here["versions"], {"training and evaluation": minutes}, here["command"], DEVIATIONS, dict(absent), scale,
-    )  # fmt: skip

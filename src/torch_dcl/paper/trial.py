@@ -8,7 +8,7 @@ from torch_dcl.training import Schedule
 
 __all__ = ["as_trial", "departures", "is_trial"]
 
-_MARK = " (a trial, not the protocol)"
+MARK = " (a trial, not the protocol)"
 
 
 def departures(source: str, schedule: Schedule, images: tuple[int, int] | None) -> list[str]:
@@ -34,9 +34,9 @@ def as_trial(table: Table, told: list[str]) -> Table:
     """The table with what it departs in, first among its deviations; itself where it does not."""
     if not told:
         return table
-    return dataclasses.replace(table, title=table.title + _MARK, deviations=(*told, *table.deviations))
+    return dataclasses.replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
 
 
 def is_trial(table: Table) -> bool:
     """Whether the table says of itself that it is a trial."""
-    return table.title.endswith(_MARK)
+    return table.title.endswith(MARK)

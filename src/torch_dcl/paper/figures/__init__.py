@@ -11,7 +11,10 @@ means. matplotlib is imported when a figure is drawn.
 
 from torch_dcl.paper.figures.bars import complementary_figure
 from torch_dcl.paper.figures.canvas import save, svg
+from torch_dcl.paper.figures.chart import chart_figure
 from torch_dcl.paper.figures.forest import differences_figure
 from torch_dcl.paper.figures.lines import curves_figure, filters_figure
 
-__all__ = ["complementary_figure", "curves_figure", "differences_figure", "filters_figure", "save", "svg"]
+__all__ = [
+    "chart_figure", "complementary_figure", "curves_figure", "differences_figure", "filters_figure", "save", "svg",
+]  # fmt: skip
