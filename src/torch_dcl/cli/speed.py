@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 __all__ = ["Speed", "memory", "speed_of"]
 
-H200 = 3.3e6  # images a second: results/fleet.csv, 75 networks, batch 100, 1,000 classes, DCL-A2, bfloat16
-PER_NETWORK = 1.04 / 75  # GiB, from the same row
+H200 = 2.7e6  # images a second over the whole of Table 1, judging included: results/table1.json, 950 networks, 8.5 min
+PER_NETWORK = 1.04 / 75  # GiB: results/fleet.csv, 75 networks, batch 100, 1,000 classes, DCL-A2, bfloat16
 
 
 class Speed(NamedTuple):
@@ -23,7 +23,7 @@ def speed_of(device: str) -> Speed:
     if device.startswith("cuda"):
         name = torch.cuda.get_device_name(device)
         if "H200" in name:
-            return Speed(H200, "as measured on an H200, results/fleet.csv")
+            return Speed(H200, "as measured on an H200, results/table1.json")
         return Speed(_trial(device, 64, 2000), f"measured just now on {name}")
     threads = torch.get_num_threads()
     words = f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
