@@ -20,6 +20,7 @@ ADDED = {
     "dcl run table2 --networks bignet --data cifar10 --seeds 3": (
         "--smoke --networks lenet --models lenet,lenet+dcl --seeds 1 --out runs/table2"
     ),
+    "dcl run table2 --networks bignet --data cifar10": "--dry-run",
     "dcl run chart --data cifar10": "--smoke --set units=dcl,star --seeds 1 --out runs/chart",
     "dcl run table2 --smoke": "--models lenet --seeds 1",
     "dcl run figures": "--smoke --set parts=filters --set filters=10,25 --seeds 1",
