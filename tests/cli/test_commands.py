@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -263,3 +264,15 @@ def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3725, "1:02 h")])
 def test_times_are_for_people(seconds, words):
     assert say_minutes(seconds) == words
+
+
+def test_a_set_is_fetched_into_a_folder_that_is_looked_in(dcl, monkeypatch):
+    asked = []
+    monkeypatch.setattr("torch_dcl.data.load", lambda name, **how: asked.append((name, how)) or "CIFAR-10, all of it")
+    assert "CIFAR-10, all of it" in dcl("data", "fetch", "cifar10")
+    assert asked == [("cifar10", {"root": Path("data"), "download": True})]
+
+
+def test_a_set_that_nobody_offers_is_refused_with_the_nearest(dcl):
+    said = dcl("data", "fetch", "cifar1000", code=2)
+    assert "there is no set 'cifar1000' to fetch; did you mean cifar100?" in said

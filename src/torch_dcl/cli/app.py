@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_dcl.cli.names import UsageError, nearest, read_sets, split
+from torch_dcl.cli.data_app import HELP, AsJson, data_app
+from torch_dcl.cli.names import UsageError, nearest, split
 from torch_dcl.cli.recipes import ABOUT
 from torch_dcl.cli.screen import command, console, for_machines, print_json
 
 __all__ = ["app"]
 
-HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="dcl",
     context_settings=HELP,
@@ -22,20 +22,12 @@ app = typer.Typer(
     help="Deep Collaborative Learning for PyTorch: large layers replaced by small multiplied branches.",
     epilog="New here? [bold]dcl demo[/bold] takes two minutes.",
 )
-data_app = typer.Typer(
-    context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True, pretty_exceptions_enable=False
-)
 app.add_typer(data_app, name="data")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
 DATA_HELP = (
     "MNIST's folder. For table2, chart: sets (cifar10,cifar100,svhn), their folder, or both. For knowledge: any data."
 )
-Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
-Mnist = Annotated[
-    str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
-]
 
 
 def _version(asked: bool) -> None:
@@ -257,73 +249,6 @@ def list_all(
 def _in(runs: Path, name: str) -> str:
     """A run's folder from its name alone."""
     return str(runs / name) if (runs / name).is_dir() else name
-
-
-@data_app.callback()
-@command(
-    "dcl data",
-    "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits",
-    "dcl data sheet -o sheet.png",
-    "dcl data check data/digits",
-)
-def data(context: typer.Context, as_json: AsJson = False) -> None:
-    """What data is here, and where it is looked for. Make it, draw it, check it."""
-    if context.invoked_subcommand is None:
-        from torch_dcl.cli.datasets import show  # noqa: PLC0415
-
-        show(as_json=as_json)
-
-
-@data_app.command(context_settings=HELP)
-@command(
-    "dcl data digits --sets II-01",
-    "dcl data digits --mnist mnist/ --out data/digits",
-)
-def digits(
-    sets: Sets = "all",
-    mnist: Mnist = None,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data/digits"),
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, auto. The bytes are the same.")] = "auto",
-    images: Annotated[int | None, typer.Option(help="Only the first images of each part, to try things out.")] = None,
-) -> None:
-    """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
-    from torch_dcl.cli.datasets import write_digits  # noqa: PLC0415
-
-    write_digits(read_sets(sets), mnist, out, device, images)
-
-
-@data_app.command(context_settings=HELP)
-@command(
-    "dcl data sheet -o sheet.png",
-    "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
-)
-def sheet(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
-        "sheet.png"
-    ),
-    sets: Sets = "all",
-    mnist: Mnist = None,
-    samples: Annotated[int, typer.Option(help="Images of each set.")] = 12,
-) -> None:
-    """Draw the sets: where the digits stand, how they vary, and samples."""
-    from torch_dcl.cli.datasets import write_sheet  # noqa: PLC0415
-
-    write_sheet(output, read_sets(sets), mnist, samples)
-
-
-@data_app.command("check", context_settings=HELP)
-@command(
-    "dcl data check data/digits",
-    "dcl data check data/digits/MNIST-II-01.safetensors",
-)
-def check_data(
-    paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
-) -> None:
-    """Check prepared files, byte for byte."""
-    from torch_dcl.cli.datasets import check  # noqa: PLC0415
-
-    if not check(paths, as_json=as_json):
-        raise typer.Exit(1)
 
 
 @app.command(context_settings=HELP)

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcl.cli.bar import Bar
-from torch_dcl.cli.names import UsageError
+from torch_dcl.cli.names import UsageError, nearest
 from torch_dcl.cli.places import find_mnist, mnist_in, read_device
 from torch_dcl.cli.screen import console, print_json
 
-__all__ = ["check", "is_here", "show", "what_is_here", "write_digits", "write_sheet"]
+__all__ = ["check", "fetch_set", "is_here", "show", "what_is_here", "write_digits", "write_sheet"]
 
 
 def what_is_here() -> list[dict[str, Any]]:
@@ -38,6 +38,7 @@ _NAMED = (
     ("cifar100", "50,000 + 10,000 images", ("cifar-100-binary.tar.gz", "cifar-100-binary", "cifar100")),
     ("svhn", "604,388 + 26,032 images", ("train_32x32.mat", "svhn/train_32x32.mat", "SVHN/train_32x32.mat")),
 )
+FETCHED = tuple(name for name, _, _ in _NAMED)
 
 
 _FILES = {"mnist": "its four idx files", "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat"}
@@ -109,6 +110,15 @@ def write_digits(sets: list[str], mnist: str | None, out: Path, device: str, ima
             bar.note(f"{out / name}.safetensors  sha256 {found[:16]}…")
             bar.advance()
     screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load('prepared:{out / sets[0]}.safetensors')")
+
+
+def fetch_set(name: str, out: Path) -> None:
+    """Download a set unless it is in the folder, and read it, which checks it."""
+    from torch_dcl.data import load  # noqa: PLC0415
+
+    if name not in FETCHED:
+        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, FETCHED)}")
+    console().print(str(load(name, root=out, download=True)))
 
 
 def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) -> None:

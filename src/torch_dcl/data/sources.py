@@ -204,11 +204,11 @@ def _fetch(name: str, target: Path, extra: bool) -> None:
             fetch([ADDRESS + form.archive], target / form.archive, form.md5)
             write_members(target / form.archive, form.members, target)
     except OSError as error:
-        raise OSError(f"{name} could not be fetched: {error}; {_remedy(name, target)}") from error
+        raise OSError(f"{name} could not be fetched: {error}; {_remedy(name, target, failed=True)}") from error
 
 
-def _remedy(name: str, place: Path) -> str:
-    """Which files to put where."""
+def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
+    """Which files to put where; and unless that failed, how they are fetched."""
     if name == "mnist":
         files, folder = [f"{file}.gz" for pair in _IDX for file in pair], place / "MNIST" / "raw"
         rest = "leave root out to use the embedded excerpt"
@@ -218,4 +218,5 @@ def _remedy(name: str, place: Path) -> str:
     else:
         files, folder = [CIFAR[name].archive], place
         rest = "or arrays into a folder of that name"
-    return f"put {', '.join(files)} into {folder}, or pass download=True ({rest})"
+    fetch = "" if failed else f", or fetch them with `dcl data fetch {name}`"
+    return f"put {', '.join(files)} into {folder}{fetch} ({rest})"

@@ -66,8 +66,7 @@ def read_sets(
 
 def remedy(error: FileNotFoundError) -> str:
     """What `load` says of a set that is not there, without what only a caller in Python can do."""
-    words = str(error).replace(", or pass download=True", "")
-    return words.replace(" (pass extra=False to do without the extra images)", "")
+    return str(error).replace(" (pass extra=False to do without the extra images)", "")
 
 
 def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
