@@ -13,6 +13,7 @@ from rich.console import Console
 
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.screen import say_minutes
+from torch_dcl.data import read_prepared
 from torch_dcl.paper.demo import CAVEAT, Entry, verdict
 from torch_dcl.paper.engine import Progress
 
@@ -276,3 +277,14 @@ def test_a_set_is_fetched_into_a_folder_that_is_looked_in(dcl, monkeypatch):
 def test_a_set_that_nobody_offers_is_refused_with_the_nearest(dcl):
     said = dcl("data", "fetch", "cifar1000", code=2)
     assert "there is no set 'cifar1000' to fetch; did you mean cifar100?" in said
+
+
+def test_files_that_were_written_are_told_to_machines(dcl_for_machines):
+    found, people = dcl_for_machines("data", "digits", "--sets", "II-01", "--images", 5, "--json")
+    (row,) = found
+    assert row["set"] == "MNIST-II-01"
+    assert read_prepared(row["file"]).train_images.shape == (5, 1, 28, 28)
+    assert row["sha256"][:16] in people
+    found, _ = dcl_for_machines("data", "sheet", "--sets", "II-01", "--samples", 1, "-o", "one.svg", "--json")
+    assert found == {"sheet": "one.svg", "sets": ["MNIST-II-01"]}
+    assert Path("one.svg").is_file()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_dcl.cli.data_app import HELP, AsJson, data_app
+from torch_dcl.cli.data_app import HELP, AsJson, AsJsonEnd, data_app
 from torch_dcl.cli.names import UsageError, nearest, split
 from torch_dcl.cli.recipes import ABOUT
 from torch_dcl.cli.screen import command, console, for_machines, print_json
@@ -24,7 +24,6 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
-AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
 DATA_HELP = (
     "MNIST's folder. For table2, chart: sets (cifar10,cifar100,svhn), their folder, or both. For knowledge: any data."
 )

@@ -6,15 +6,16 @@ from typing import Annotated
 import typer
 
 from torch_dcl.cli.names import read_sets
-from torch_dcl.cli.screen import command
+from torch_dcl.cli.screen import command, for_machines, print_json
 
-__all__ = ["HELP", "AsJson", "data_app"]
+__all__ = ["HELP", "AsJson", "AsJsonEnd", "data_app"]
 
 HELP = {"help_option_names": ["-h", "--help"]}
 data_app = typer.Typer(
     context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True, pretty_exceptions_enable=False
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
 Mnist = Annotated[
     str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
@@ -63,11 +64,15 @@ def digits(
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data/digits"),
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, auto. The bytes are the same.")] = "auto",
     images: Annotated[int | None, typer.Option(help="Only the first images of each part, to try things out.")] = None,
+    as_json: AsJsonEnd = False,
 ) -> None:
     """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
     from torch_dcl.cli.datasets import write_digits  # noqa: PLC0415
 
-    write_digits(read_sets(sets), mnist, out, device, images)
+    for_machines(as_json)
+    files = write_digits(read_sets(sets), mnist, out, device, images)
+    if as_json:
+        print_json(files)
 
 
 @data_app.command(context_settings=HELP)
@@ -82,11 +87,15 @@ def sheet(
     sets: Sets = "all",
     mnist: Mnist = None,
     samples: Annotated[int, typer.Option(help="Images of each set.")] = 12,
+    as_json: AsJsonEnd = False,
 ) -> None:
     """Draw the sets: where the digits stand, how they vary, and samples."""
     from torch_dcl.cli.datasets import write_sheet  # noqa: PLC0415
 
+    for_machines(as_json)
     write_sheet(output, read_sets(sets), mnist, samples)
+    if as_json:
+        print_json({"sheet": str(output), "sets": read_sets(sets)})
 
 
 @data_app.command("check", context_settings=HELP)

@@ -80,8 +80,10 @@ def show(*, as_json: bool) -> None:
     screen.print("Multi-digit sets are written when needed. Files: dcl data digits · a picture: dcl data sheet")
 
 
-def write_digits(sets: list[str], mnist: str | None, out: Path, device: str, images: int | None) -> None:
-    """Write multi-digit sets as prepared files."""
+def write_digits(
+    sets: list[str], mnist: str | None, out: Path, device: str, images: int | None
+) -> list[dict[str, str]]:
+    """Write multi-digit sets as prepared files; give their names, paths and SHA-256."""
     from torch_dcl.data import Dataset, write_prepared  # noqa: PLC0415
     from torch_dcl.data.digits import SIZES, generate, segment, source  # noqa: PLC0415
     from torch_dcl.data.layouts import LAYOUTS  # noqa: PLC0415
@@ -93,6 +95,7 @@ def write_digits(sets: list[str], mnist: str | None, out: Path, device: str, ima
     out.mkdir(parents=True, exist_ok=True)
     screen = console()
     screen.print(f"Writing with {source(folder)} to {out}")
+    written: list[dict[str, str]] = []
     with Bar(screen, len(sets), "sets") as bar:
         for name in sets:
             bar.now(name)
@@ -107,9 +110,11 @@ def write_digits(sets: list[str], mnist: str | None, out: Path, device: str, ima
             words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
             data = Dataset(name, train, train_labels, test, test_labels, classes, words)
             found = write_prepared(data, out / f"{name}.safetensors")
+            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": found})
             bar.note(f"{out / name}.safetensors  sha256 {found[:16]}…")
             bar.advance()
     screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load('prepared:{out / sets[0]}.safetensors')")
+    return written
 
 
 def fetch_set(name: str, out: Path) -> None:

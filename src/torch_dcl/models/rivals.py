@@ -1,5 +1,6 @@
 """Layers that multiply branches in other ways than DCL does, to set beside it at the same weights."""
 
+import abc
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ _TARGET = (1 - 1 / math.pi) / 6
 """The variance of a ReLU layer's output for unit inputs, where the layer keeps a third of them, as torch's does."""
 
 
-class _Product(DCLLinear):
+class _Product(DCLLinear, abc.ABC):
     """What the two below share: a DCL layer's branches and weights, fused otherwise."""
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
@@ -40,11 +41,13 @@ class _Product(DCLLinear):
         wide = torch.promote_types(pre[0].dtype, torch.float32)
         return self._fused([response.to(wide) for response in pre]).to(pre[0].dtype)
 
+    @abc.abstractmethod
     def _spread(self) -> float:
-        raise NotImplementedError
+        """The standard deviation of the responses at the start."""
 
+    @abc.abstractmethod
     def _fused(self, pre: list[Tensor]) -> Tensor:
-        raise NotImplementedError
+        """z from the responses before any ReLU, in float32 or wider."""
 
 
 class StarLinear(_Product):
