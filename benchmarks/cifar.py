@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="in place of the recipe's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", choices=["bfloat16", "float32"])
-    parser.add_argument("--stacked", choices=["recipe", "yes", "no"], default="recipe")
+    parser.add_argument("--stacked", action="store_true", help="networks of a fleet as one stack")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--streams", type=int, default=1, help="networks of a fleet that run at a time")
+    parser.add_argument("--streams", type=int, default=8, help="networks of a fleet that run at a time")
     parser.add_argument("--loader", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
     parser.add_argument("--loader-images", type=int, help="images that the loader is measured over; all by default")
@@ -96,9 +96,10 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     device = torch.device(arguments.device)
     precision = arguments.precision or ("bfloat16" if device.type == "cuda" else "float32")
     recipe = recipe_of(network, "cifar10")
-    stacked = {"recipe": recipe.stacked, "yes": True, "no": False}[arguments.stacked]
-    recipe = replace(recipe, batch=arguments.batch or recipe.batch, stacked=stacked)
-    how = How(arguments.device, precision, compile=arguments.compile, streams=arguments.streams)
+    recipe = replace(recipe, batch=arguments.batch or recipe.batch)
+    how = How(
+        arguments.device, precision, stacked=arguments.stacked, compile=arguments.compile, streams=arguments.streams
+    )
     wanted = [column for column in COLUMNS if network_of(column) == network]
     ready, peaks = {}, {}
     for column in (c for c in wanted if c.removeprefix(network) in arguments.variants):
@@ -127,8 +128,8 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
             {
                 "column": column, "method": "loader" if name == "loader" else "fleet",
                 "networks": together, "batch": recipe.batch, "precision": precision,
-                "stacked": stacked and name != "loader", "compile": arguments.compile and name != "loader",
-                "streams": 1 if name == "loader" else arguments.streams,
+                "stacked": arguments.stacked and name != "loader", "compile": arguments.compile and name != "loader",
+                "streams": 1 if name == "loader" or arguments.stacked else min(seeds, arguments.streams),
                 "epochs_per_s": float(f"{speed / arguments.images:.4g}"), "images_per_s": round(speed),
                 "ratio_to_plain": round(seconds / median[network], 3) if network in median else "",
                 "ratio_to_loader": round(median["loader"] / seconds, 2) if "loader" in median else "",

@@ -1,8 +1,90 @@
 """`dcl run` of what is beside Table 1: calibration, figures, and the knowledge of one's own network."""
 
 import json
+import os
+import signal
+from types import SimpleNamespace
 
 import pytest
+
+TINY = ("--set", "train_images=50", "--set", "test_images=50", "--epochs", "2", "--set", "batch=50", "--seeds", "1",
+        "--set", "warmup=0", "--device", "cpu")  # fmt: skip
+FIGURES = ("run", "figures", "--set", "parts=filters,curves", "--set", "set=II-01", "--set", "filters=10", *TINY)
+CALIBRATION = ("run", "calibration", "--sets", "II-01", "--set", "start=0.5,1", "--set", "rounds=2", *TINY)
+
+
+@pytest.fixture
+def epochs(monkeypatch):
+    """The epochs that are trained, as networks, sizes and losses; `epochs.then` is called behind each."""
+    from torch_dcl.training import Fleet
+
+    class Epochs(list):
+        then = staticmethod(lambda: None)
+
+    real, trained = Fleet._one_epoch, Epochs()
+
+    def one_epoch(fleet):
+        real(fleet)
+        size = sum(p.numel() for p in fleet.network(0).parameters())
+        trained.append(([m.name for m in fleet.members], size, fleet.epoch, fleet.history.train_loss[-1]))
+        trained.then()
+
+    monkeypatch.setattr(Fleet, "_one_epoch", one_epoch)
+    return trained
+
+
+def left(path):
+    """What a run leaves, to the last digit, and the names of what it should not leave."""
+    results = [path / name for name in ("filters.json", "curves.json", "rounds.jsonl")]
+    content = {file.name: file.read_text() for file in results if file.exists()}
+    return content, [file.name for pattern in ("fleet*", "checkpoints*") for file in path.glob(pattern)]
+
+
+@pytest.mark.parametrize(
+    ("words", "after", "state"), [(FIGURES, 3, "0 of 2 parts"), (FIGURES, 11, "1 of 2 parts"),
+                                  (CALIBRATION, 3, "1 of 3 rounds")],
+)  # fmt: skip
+def test_an_interrupt_keeps_the_fleet_and_the_run_goes_on_to_the_same_numbers(dcl, folder, epochs, words, after, state):
+    name = words[1]
+    dcl(*words, "--out", f"runs/whole-{name}")
+    whole = list(epochs)
+    epochs.clear()
+
+    def ctrl_c():
+        if len(epochs) == after:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    epochs.then = ctrl_c
+    shown = dcl(*words, code=130)
+    assert f"runs/{name} is incomplete, {state}" in " ".join(shown.split())
+    assert f"dcl run runs/{name} --resume" in shown
+    assert len(epochs) == after
+    assert left(folder / f"runs/whole-{name}")[1] == []
+    assert list((folder / f"runs/{name}").glob("fleet-*.safetensors")) != []
+    shown = dcl("run", f"runs/{name}", "--resume")
+    assert "going on in the middle of a fleet, after epoch 1 of 2" in shown
+    assert epochs == whole
+    assert left(folder / f"runs/{name}") == left(folder / f"runs/whole-{name}")
+
+
+@pytest.mark.parametrize(("words", "calls"), [(FIGURES, 4), (CALIBRATION, 2)])
+def test_minutes_end_in_the_middle_of_a_fleet(dcl, folder, epochs, monkeypatch, words, calls):
+    from torch_dcl.paper import calibration_run, engine, parts
+
+    name = words[1]
+    dcl(*words, "--out", f"runs/whole-{name}")
+    whole = list(epochs)
+    epochs.clear()
+    # A clock on which every epoch takes a minute.
+    for module in (calibration_run, engine, parts):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: 60.0 * len(epochs)))
+    shown = dcl(*words, "--minutes", "3")
+    for _ in range(calls - 1):
+        assert "Time is up." in shown
+        shown = dcl("run", f"runs/{name}", "--resume", "--minutes", "3")
+    assert "Time is up." not in shown
+    assert epochs == whole
+    assert left(folder / f"runs/{name}") == left(folder / f"runs/whole-{name}")
 
 
 def test_calibration_smoke_is_small(dcl, folder):

@@ -241,7 +241,6 @@ def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():
     out = io.StringIO()
     bar = Bar(Console(file=out, width=100), 4, "networks")
     listener = Listener(bar)
-    listener.report("3/7 fleet 1 of 1, A2, 100 classes: 2 networks in 0.4 s")
     listener.report("fleet 1 of 4, A2, 100 classes: 2 networks in 0.4 s")
     assert out.getvalue() == ""
     listener.report("4 of 12 entries are done already")

@@ -42,7 +42,7 @@ def solution(curve, target):
     return ((target - start) / slope) ** (1 / power)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(curve=curves, wanted=st.floats(0.1, 1.9), tried=st.sets(st.integers(0, 20), min_size=2))
 def test_the_next_strength_lies_between_the_neighbours_of_the_target(curve, wanted, tried):
     target = error_at(curve, wanted)
@@ -58,7 +58,7 @@ def test_the_next_strength_lies_between_the_neighbours_of_the_target(curve, want
         assert 0 <= found < min(above) or found == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(curve=curves, wanted=st.floats(0.1, 1.9))
 def test_a_few_rounds_find_the_target_on_any_rising_curve(curve, wanted):
     target = error_at(curve, wanted)
@@ -129,7 +129,7 @@ def test_the_largest_strength_is_allowed_and_a_hundredth_more_is_not(name):
     check_largest(LAYOUTS[name])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     shift=st.integers(0, 100), scale=st.integers(0, 75), rotation=st.integers(0, 180), noise=st.integers(0, 128),
     strength=st.floats(0, 1),

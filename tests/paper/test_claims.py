@@ -216,7 +216,7 @@ cells = st.one_of(
 rows = st.dictionaries(st.sampled_from(COLUMNS), cells)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(SETS), rows))
 def test_any_table_gets_a_verdict_and_a_sentence(made):
     for finding in judge(made):

@@ -105,7 +105,7 @@ def test_torchs_generator_is_left_as_it_was_the_first_time(column):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(column=st.sampled_from(ALL), seed=st.integers(0, 2**40), mine=st.integers(0, 2**40))
 def test_torchs_generator_is_left_as_it_was_later(column, seed, mine):
     build(column, 10, 0)

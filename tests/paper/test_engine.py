@@ -60,7 +60,7 @@ jobs_of_any_kind = st.builds(
 )
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200)
 @given(jobs=st.lists(jobs_of_any_kind, max_size=60), most=st.integers(3, 20))
 def test_fleets_hold_every_job_once_and_are_of_one_architecture_and_not_too_large(jobs, most):
     fleets = plan_fleets(jobs, most)

@@ -40,7 +40,7 @@ def recorded(record):
 # Choosing
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_the_lowest_mean_error_is_taken_and_a_diverged_network_counts_as_100(data):
     names = ("MNIST-II-02", "MNIST-II-05", "MNIST-III-02", "MNIST-III-10")

@@ -46,7 +46,7 @@ some_cells = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(some_cells, names, st.dictionaries(names, names, max_size=3))
 def test_any_table_survives_the_file_and_can_be_printed(tmp_path_factory, cells, title, protocol):
     table = Table(title, tuple(cells), protocol, deviations=(title,))

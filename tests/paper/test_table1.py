@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -14,14 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from torch_dcl.data.layouts import LAYOUTS
-from torch_dcl.paper import table, table1
+from torch_dcl.paper import engine, table, table1
 from torch_dcl.paper.columns import MODELS, weights
 from torch_dcl.paper.digitsets import read_mnist
-from torch_dcl.paper.engine import SCHEDULE, Settings, run_jobs
+from torch_dcl.paper.engine import SCHEDULE, Settings, run_fleets
+from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.search import Trial, stored_choice
 from torch_dcl.paper.table1 import estimate, jobs_of, run_table1
-from torch_dcl.training import Schedule
+from torch_dcl.training import Fleet, Schedule
 from torch_dcl.training.runs import RunError
 
 NAME = "MNIST-II-01"
@@ -60,7 +60,7 @@ def untrained(monkeypatch):
     def refuse(*_):
         pytest.fail("a network was trained")
 
-    monkeypatch.setattr(table1, "run_jobs", refuse)
+    monkeypatch.setattr(Fleet, "_one_epoch", refuse)
 
 
 def records(folder, name="outcomes"):
@@ -131,15 +131,21 @@ def test_an_estimate_counts_networks_images_and_fleets():
 
 
 def test_a_run_in_slices_gives_the_table_of_a_run_at_once(whole, tmp_path, monkeypatch):
-    ticks = itertools.count()  # a clock that goes on by one whenever it is looked at
-    monkeypatch.setattr(table1, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    clock = [0.0]  # goes on by one with every epoch, and a fleet has one
+    for module in (table1, engine):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def tick(at):
+        clock[0] += at.epoch
+
+    settings = dataclasses.replace(SETTINGS, on_epoch=tick)
     lines = []
     path = tmp_path / "slices"
     assert run(path, seconds=0, report=lines.append) is None
     assert not (path / "outcomes.jsonl").exists()
     assert lines == ["time is up: 4 fleets are left; go on with --resume"]
     for count in (2, 4, 5):
-        assert run(path, resume=True, seconds=1.5) is None  # one fleet each
+        assert run(path, settings=settings, resume=True, seconds=1) is None  # one fleet each
         assert len(records(path)) == count
     made = run(path, resume=True)
     assert made.cells == whole[0].cells
@@ -149,7 +155,7 @@ def test_a_run_in_slices_gives_the_table_of_a_run_at_once(whole, tmp_path, monke
 
 def test_a_run_that_is_broken_off_keeps_the_fleets_that_were_done(whole, tmp_path):
     def stop(line):
-        if line.startswith("2/4"):
+        if line.startswith("fleet 2 of 4"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -346,11 +352,11 @@ def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whol
 def as_rank(monkeypatch, rank):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(table1, "_wait_for_all", lambda _: None)
+    monkeypatch.setattr(Rank, "wait", lambda _: None)
 
 
 def test_the_other_ranks_wait_until_the_first_has_made_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(table1, "run_jobs", lambda *_: None)
+    monkeypatch.setattr(table1, "run_fleets", lambda *_: None)
     calls = []
 
     def barrier(_):
@@ -361,7 +367,7 @@ def test_the_other_ranks_wait_until_the_first_has_made_the_folder(tmp_path, monk
             monkeypatch.setenv("RANK", "1")
 
     as_rank(monkeypatch, 1)
-    monkeypatch.setattr(table1, "_wait_for_all", barrier)
+    monkeypatch.setattr(Rank, "wait", barrier)
     run(tmp_path / "shared")
     assert calls == [False, True, True, True]
 
@@ -369,11 +375,11 @@ def test_the_other_ranks_wait_until_the_first_has_made_the_folder(tmp_path, monk
 def test_a_rank_that_starts_late_does_its_own_share(tmp_path, monkeypatch):
     planned = []
 
-    def note(jobs, sets, settings, report, keep):
-        planned.extend(jobs)
-        return run_jobs(jobs, sets, settings, report, keep)
+    def note(fleets, *others):
+        planned.extend(job for fleet in fleets for job in fleet)
+        return run_fleets(fleets, *others)
 
-    monkeypatch.setattr(table1, "run_jobs", note)
+    monkeypatch.setattr(table1, "run_fleets", note)
     for rank in (0, 1):  # the first one ends before the second one begins
         as_rank(monkeypatch, rank)
         run(tmp_path / "shared", resume=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "Listener"]
 
 EVERY = 5.0  # seconds between plain lines
-FLEET = re.compile(r"^(\d+/\d+ )?fleet \d+ of \d+, ")
+FLEET = re.compile(r"^fleet \d+ of \d+, ")
 
 
 class Bar:

@@ -119,7 +119,7 @@ def _memory(network: str, data: str, networks: int, task: "Natural") -> float:
     kept = _outputs(model, 24 if network == "bignet" else 32)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     number = 2 if task.device.startswith("cuda") and task.how.precision in (None, "bfloat16") else 4
-    at_a_time = networks if recipe.stacked else min(networks, task.how.streams)
+    at_a_time = min(networks, task.how.streams)
     asked = task.images or (None, None)
     images = sum(min(size, count or size) for size, count in zip(SIZES[data], asked, strict=True))
     batch = task.recipe["batch"] or recipe.batch

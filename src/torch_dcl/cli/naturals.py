@@ -32,8 +32,8 @@ def keys_of_natural(name: str) -> dict[str, Any]:
         "device": Key("auto", 'cpu, cuda, or "auto"'),
         "precision": Key("auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU'),
         "most": Key(8, "networks of a fleet at most"),
-        "compile": Key("no", 'compile networks that are not stacked: "yes" or "no"'),
-        "streams": Key(1, "how many networks that are not stacked run at a time on a GPU"),
+        "compile": Key("no", 'compile the networks: "yes" or "no"'),
+        "streams": Key(8, "how many networks of a fleet run at a time on a GPU"),
         "average": Key("no", 'test with the mean over an image and its mirror image: "yes" or "no"'),
     }
     if name == "table2":

@@ -98,7 +98,7 @@ def make_task(
         out: The run folder, or None.
         smoke: Whether to make it tiny.
         resume: Whether to go on.
-        minutes: When to begin no further fleet.
+        minutes: When to stop, at the end of an epoch.
         dry: Whether nothing will be written.
 
     Raises:

@@ -27,18 +27,13 @@ SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * 
 
 
 @contextmanager
-def _listening(task: Training, *, softly: bool = False) -> "Iterator[tuple[Settings, dict[str, Any]]]":
-    """A bar over the networks of a run: the settings that tell it of every epoch, and what a run is told to call.
-
-    Args:
-        task: The run.
-        softly: Whether an interrupt waits for the end of an epoch, since the run keeps its fleet there.
-    """
+def _listening(task: Training) -> "Iterator[tuple[Settings, dict[str, Any]]]":
+    """A bar over the networks of a run: the settings that tell it of every epoch, and what a run is told to call."""
     with Bar(console(), 0, "networks, first rank" if several() else "networks") as bar:
         listener = Listener(bar)
         settings = dataclasses.replace(task.settings, on_epoch=listener.on_epoch)
         # With torchrun the other ranks would wait for this one.
-        with listener.stopping_softly() if softly and not several() else nullcontext():
+        with nullcontext() if several() else listener.stopping_softly():
             yield settings, {"report": listener.report, "begin": listener.begin}
 
 
@@ -51,7 +46,7 @@ def _table1(task: Training) -> bool:
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
-    with _listening(task, softly=True) as (settings, told):
+    with _listening(task) as (settings, told):
         table = run_table1(
             task.out, task.digits, settings, columns=recipe["models"], sets=recipe["sets"], seeds=recipe["seeds"],
             images=task.images, resume=task.resume, seconds=task.seconds, **told,
@@ -77,7 +72,7 @@ def _table1(task: Training) -> bool:
 def _search(task: Training) -> bool:
     from torch_dcl.paper.search_run import run_search  # noqa: PLC0415
 
-    with _listening(task, softly=True) as (settings, told):
+    with _listening(task) as (settings, told):
         choice = run_search(
             task.out, as_kept(task), task.digits, settings, jobs_of(task), images=task.images, resume=task.resume,
             seconds=task.seconds, **told,

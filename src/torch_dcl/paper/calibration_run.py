@@ -1,5 +1,6 @@
-"""The fit of how hard the sets are, as a run that can be gone on with: round by round."""
+"""The fit of how hard the sets are, as a run that can be gone on with: round by round, and inside of a round."""
 
+import dataclasses
 import json
 import math
 import os
@@ -11,8 +12,9 @@ from typing import Any
 from torch_dcl.files import write_text
 from torch_dcl.paper import calibrate
 from torch_dcl.paper.calibrate import Fitted
+from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.digitsets import Digits
-from torch_dcl.paper.engine import Job, Report, Settings
+from torch_dcl.paper.engine import Job, Report, Settings, TimeUpError
 from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.telling import telling
 from torch_dcl.training.runs import RunFolder, environment
@@ -52,7 +54,7 @@ def run_calibration(
         settings: How the baseline is trained.
         images: How many images of a set to train on and to judge with; None for all.
         resume: Whether to go on with what the folder holds.
-        seconds: Begin no further round when so much time has gone.
+        seconds: Stop at the next end of an epoch when so much time has gone.
         report: Called with lines of progress.
         begin: Called once, with the networks that were done before and those that there are in all.
 
@@ -71,15 +73,24 @@ def run_calibration(
         each, first = len(sets) * recipe["seeds"], len(sets) * len(start)
         if begin is not None:
             begin(first + (len(rounds) - 1) * each if rounds else 0, first + recipe["rounds"] * each)
+        for number in range(len(rounds)):
+            _kept(folder, number).forget()  # a kill may have come in between
         for number in range(len(rounds), 1 + recipe["rounds"]):
             if time.perf_counter() - began > seconds:
                 return None
-            found = calibrate.calibrate(
-                digits, settings, lr=lambda _name: float(recipe["lr"]), sets=sets, start=start, rounds=min(number, 1),
-                seeds=recipe["seeds"], tried=tried, report=report, images=images,
-            )  # fmt: skip
+            kept = _kept(folder, number, report)
+            going = dataclasses.replace(settings, checkpoints=kept, until=began + seconds)
+            try:
+                found = calibrate.calibrate(
+                    digits, going, lr=lambda _name: float(recipe["lr"]), sets=sets, start=start, rounds=min(number, 1),
+                    seeds=recipe["seeds"], tried=tried, report=report, images=images,
+                )  # fmt: skip
+            except TimeUpError as error:
+                report(f"round {number}: {error}")
+                return None
             tried = {name: fitted.tried for name, fitted in found.items()}
             folder.append("rounds", {"round": number, "tried": tried})
+            kept.forget()
         made = [Fitted(name, TABLE1[name]["baseline"].mean, by_strength) for name, by_strength in (tried or {}).items()]
         rows = [
             {"set": fitted.name, "paper": fitted.target, "strength": fitted.best, "errors": fitted.tried[fitted.best],
@@ -90,6 +101,11 @@ def run_calibration(
                    "recipe": folder.recipe, "environment": environment(), "sets": rows}  # fmt: skip
         write_text(Path(path) / "calibration.json", json.dumps(content, indent=1) + "\n")
     return made
+
+
+def _kept(folder: RunFolder, number: int, report: Report | None = None) -> Checkpoints:
+    """Where the fleets of a round are kept."""
+    return Checkpoints(folder, of=f"round-{number}", report=report)
 
 
 def _tried(stored: Mapping[str, Mapping[str, list[float]]]) -> Tried:

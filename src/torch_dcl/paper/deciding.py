@@ -22,7 +22,8 @@ from torch_dcl.data.draws import draw
 from torch_dcl.paper.engine import Settings
 from torch_dcl.paper.natural import Recipe, inputs_of, recipe_of
 from torch_dcl.paper.naturalsets import Images, departures, read_sets
-from torch_dcl.paper.table2 import How, Report, Slice, Tell, _wait_for_all
+from torch_dcl.paper.ranks import Rank
+from torch_dcl.paper.table2 import How, Report, Slice, Tell
 from torch_dcl.paper.telling import telling
 from torch_dcl.paper.trial import MARK
 from torch_dcl.paper.units import UNITS, build_unit, unit_weights
@@ -120,11 +121,9 @@ def run_deciding(
         or None where something is missing: time was up, or this is not the first rank.
     """
     how, start = how or How(), time.perf_counter()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if how.device == "cuda":
-        how = dataclasses.replace(how, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(how.device)
-    sets, _ = read_sets([data], root, images, report if rank == 0 else lambda _: None)
+    rank = Rank.here()
+    how = dataclasses.replace(how, device=rank.device(how.device))
+    sets, _ = read_sets([data], root, images, report if not rank.number else lambda _: None)
     found = sets[data]
     whole = recipe_of("bignet", data)
     whole = dataclasses.replace(whole, batch=batch or whole.batch)
@@ -135,30 +134,25 @@ def run_deciding(
         "recipe": dataclasses.asdict(whole), "precision": how.precision, "compile": how.compile, "most": how.most,
         "rounds": rounds,
     }  # fmt: skip
-    part = f"-{rank}" if world > 1 else ""
-    if rank:  # the first rank makes the folder
-        _wait_for_all(world)
-    with RunFolder.open(path, asked, resume=resume or rank > 0, part=part) as folder:
-        if rank == 0:
-            _wait_for_all(world)
-        told, report = telling(folder, Settings(on_epoch=on_epoch), report, part)
-        phases = _Phases(found, whole, how, folder, part, start + seconds, report, told.on_epoch)
+    with rank.open(path, asked, resume=resume) as folder:
+        told, report = telling(folder, Settings(on_epoch=on_epoch), report, rank.part)
+        phases = _Phases(found, whole, how, folder, rank.part, start + seconds, report, told.on_epoch)
         tried = [[Trial("choose", *point, lr, SEARCH_SEED) for lr in rates] for point in points]
         if begin is not None:
-            of_mine = set(points[rank::world])
+            of_mine = set(rank.share(points))
             before = sum((trial.unit, trial.share) in of_mine for trial in phases.errors())
             begin(before, len(of_mine) * (len(rates) + seeds))
-        phases.run(tried[rank::world], search_scale)
-        _wait_for_all(world)
+        phases.run(rank.share(tried), search_scale)
+        rank.wait()
         errors = phases.errors()
         chart: dict[str, Any] | None = None
         if all(trial in errors for trials in tried for trial in trials):
             chosen = {trials[0][1:3]: min(trials, key=lambda t: errors[t]).lr for trials in tried}
             reported = [[Trial("report", *p, chosen[p], seed) for seed in range(seeds)] for p in points]
-            phases.run(reported[rank::world], scale)
-            _wait_for_all(world)
+            phases.run(rank.share(reported), scale)
+            rank.wait()
             errors = phases.errors()
-            if rank == 0 and all(trial in errors for trials in reported for trial in trials):
+            if not rank.number and all(trial in errors for trials in reported for trial in trials):
                 report("measuring the time of a step")
                 times = step_times(points, found, whole, how, rounds=rounds)
                 rows = [
@@ -171,7 +165,7 @@ def run_deciding(
                     for i, ((unit, share), trials) in enumerate(zip(points, reported, strict=True))
                 ]  # fmt: skip
                 chart = {"set": data, "points": rows, **_described(asked, data, whole, folder)}
-        folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
+        folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
         return chart
 
 

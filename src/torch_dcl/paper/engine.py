@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
@@ -17,7 +17,18 @@ from torch_dcl.paper.digitsets import Labelled, Sets
 from torch_dcl.training import Fleet, Member, Schedule
 from torch_dcl.training.fleet import Precision
 
-__all__ = ["BATCH", "SCHEDULE", "Job", "Outcome", "Progress", "Settings", "plan_fleets", "run_jobs"]
+__all__ = [
+    "BATCH",
+    "SCHEDULE",
+    "Job",
+    "Outcome",
+    "Progress",
+    "Settings",
+    "TimeUpError",
+    "plan_fleets",
+    "run_fleets",
+    "run_jobs",
+]
 
 BATCH = 100
 SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
@@ -105,6 +116,20 @@ class Settings:
     raises KeyboardInterrupt the fleet is kept first, where there are checkpoints."""
     checkpoints: Checkpoints | None = field(default=None, repr=False, compare=False)
     """Where a fleet is kept while it is trained, to go on in the middle of it; None for nowhere."""
+    until: float = field(default=math.inf, repr=False, compare=False)
+    """When to stop, by `time.perf_counter`: no further fleet is begun then, and where there are checkpoints the fleet
+    that is being trained is kept at the end of its epoch."""
+
+
+class TimeUpError(Exception):
+    """Time is up, and some fleets are not trained yet.
+
+    Args:
+        left: How many.
+    """
+
+    def __init__(self, left: int) -> None:
+        super().__init__(f"time is up: {left} fleet{'s are' if left > 1 else ' is'} left; go on with --resume")
 
 
 Report = Callable[[str], None]
@@ -143,27 +168,57 @@ def run_jobs(
         settings: How.
         report: Called with a line after every fleet.
         keep: Called with the outcomes of every fleet, so that they can be written down.
+
+    Raises:
+        TimeUpError: As `run_fleets`.
     """
     jobs = list(jobs)
-    found: dict[Job, Outcome] = {}
-    fleets = plan_fleets(jobs, settings.most)
+    outcomes = run_fleets(plan_fleets(jobs, settings.most), sets, settings, report, keep)
+    found = {outcome.job: outcome for outcome in outcomes}
+    return [found[job] for job in jobs]
+
+
+def run_fleets(
+    fleets: Sequence[Sequence[Job]],
+    sets: Sets,
+    settings: Settings,
+    report: Report | None = None,
+    keep: Callable[[list[Outcome]], None] | None = None,
+) -> list[Outcome]:
+    """Train and judge fleets, one after another. A fleet that its checkpoint has trained already is only judged.
+
+    Args:
+        fleets: From `plan_fleets`.
+        sets: As in `run_jobs`.
+        settings: As in `run_jobs`.
+        report: As in `run_jobs`.
+        keep: As in `run_jobs`.
+
+    Raises:
+        TimeUpError: Time was up before the end of the last one.
+    """
+    found: list[Outcome] = []
+    kept = settings.checkpoints
+    if kept is not None:
+        kept.expect(fleets)
     for count, fleet in enumerate(fleets, 1):
+        if time.perf_counter() >= settings.until:
+            raise TimeUpError(len(fleets) - count + 1)
         start, size = time.perf_counter(), sum(job.networks for job in fleet)
         wide = f", {fleet[0].filters} filters" if fleet[0].filters else ""
         name = f"{fleet[0].column}, {fleet[0].classes} classes{wide}"
         at = Progress(count, len(fleets), name, size, 0, settings.schedule.epochs)
         outcomes = _one_fleet(fleet, sets, settings, at)
-        kept = settings.checkpoints
         seconds = time.perf_counter() - start if kept is None else kept.seconds
         outcomes = [replace(o, seconds=seconds * o.job.networks / size) for o in outcomes]
-        found.update({outcome.job: outcome for outcome in outcomes})
+        found += outcomes
         if keep is not None:
             keep(outcomes)
             if kept is not None:
                 kept.end()
         if report is not None:
             report(f"fleet {count} of {len(fleets)}, {name}: {size} networks in {seconds:.1f} s")
-    return [found[job] for job in jobs]
+    return found
 
 
 def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings, at: Progress) -> list[Outcome]:
@@ -187,7 +242,8 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings, at: Progress
             networks.append(build(job.column, job.classes, seed, filters=job.filters))
             owner.append(job)
     fleet = Fleet(networks, members, train, batch=settings.batch, precision=settings.precision, device=settings.device)
-    judged = settings.checkpoints.begin(fleet, jobs) if settings.checkpoints is not None else []
+    kept = settings.checkpoints
+    judged = kept.begin(fleet, jobs) if kept is not None else []
 
     if settings.curves and len(judged) < fleet.epoch:
         judged.append(fleet.evaluate(judge).losses.tolist())
@@ -195,25 +251,40 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings, at: Progress
     def after_epoch(trained: Fleet) -> None:
         if settings.curves:
             judged.append(trained.evaluate(judge).losses.tolist())
-        if settings.checkpoints is not None:
-            settings.checkpoints.after_epoch(trained, judged)
+        if kept is not None:
+            kept.after_epoch(trained, judged)
         if settings.on_epoch is not None:
             losses = [loss for loss in trained.history.train_loss[-1] if math.isfinite(loss)]
             try:
                 settings.on_epoch(replace(at, epoch=trained.epoch, loss=mean(losses) if losses else None))
             except KeyboardInterrupt:
                 # Asked to stop between two epochs, where the fleet can be kept as it is.
-                if settings.checkpoints is not None:
-                    settings.checkpoints.save(trained, judged)
+                if kept is not None:
+                    kept.save(trained, judged)
                 raise
+        if kept is not None and trained.epoch < trained.epochs and time.perf_counter() >= settings.until:
+            kept.save(trained, judged)
+            raise TimeUpError(at.fleets - at.fleet + 1)
 
     fleet.train(on_epoch=after_epoch)
+    rows_of = {job: [row for row, whose in enumerate(owner) if whose is job] for job in jobs}
+    return _outcomes(fleet, rows_of, sets, judge, judged, settings)
+
+
+def _outcomes(
+    fleet: Fleet,
+    rows_of: Mapping[Job, Sequence[int]],
+    sets: Sets,
+    judge: Mapping[str, Labelled],
+    judged: Sequence[Sequence[float]],
+    settings: Settings,
+) -> list[Outcome]:
+    """What came of every job of a trained fleet; ``rows_of`` says which of its networks are a job's."""
     seen = fleet.evaluate(judge)
     last = fleet.history.train_loss[-1]
     losses = seen.losses.tolist()
     outcomes = []
-    for job in jobs:
-        rows = [i for i, whose in enumerate(owner) if whose is job]
+    for job, rows in rows_of.items():
         labels = sets.judge[job.data][1].to(seen.predictions.device)
         number = torch.zeros_like(labels)
         for row in rows:

@@ -48,8 +48,6 @@ class Recipe:
     nesterov: bool = False
     caffe: bool = False
     """Whether biases learn twice as fast and do not decay, as in Caffe's networks."""
-    stacked: bool = False
-    """Whether seeds train as a stack: for networks that are small for a GPU."""
     dropout: float = 0.0
     """Inside the blocks of a Wide ResNet."""
     momentum: float = 0.9
@@ -91,7 +89,7 @@ def recipe_of(network: str, data: str) -> Recipe:
         data: One of `DATA`.
     """
     if network == "lenet":  # 120, 20 and 10 epochs at 1e-3, 1e-4 and 1e-5
-        return Recipe(100, 1e-3, Schedule(150, drops=(120 / 150, 140 / 150)), 4e-3, caffe=True, stacked=True)
+        return Recipe(100, 1e-3, Schedule(150, drops=(120 / 150, 140 / 150)), 4e-3, caffe=True)
     if network == "bignet":  # 6e6, 3e6 and 1e6 samples at 1e-2, 1e-3 and 1e-4
         return Recipe(100, 1e-2, Schedule(math.ceil(10_000_000 / _IMAGES[data]), drops=(0.6, 0.9)), 5e-4)
     if network != "wrn":

@@ -6,8 +6,11 @@
       filters.json    accuracy against filters     curves.json   losses by epoch
       knowledge.json  what filters answer to       tried.json    more branches, both layers
       *.svg           the figures                  parts.jsonl   which parts are done, and their minutes
+
+The fleets of a part are kept until it is done, see `torch_dcl.paper.checkpoints`.
 """
 
+import dataclasses
 import inspect
 import json
 import math
@@ -18,9 +21,10 @@ from typing import Any
 
 from torch_dcl.files import write_text
 from torch_dcl.paper import experiments, figures
+from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.digitsets import Digits
 from torch_dcl.paper.drawings import drawings, finite, knowledge_of
-from torch_dcl.paper.engine import Job, Report, Settings
+from torch_dcl.paper.engine import Job, Report, Settings, TimeUpError
 from torch_dcl.paper.search import Choice, stored_choice
 from torch_dcl.paper.telling import telling
 from torch_dcl.training.runs import RunError, RunFolder
@@ -74,7 +78,7 @@ def run_parts(
         choice: Learning rates by column; None for those that are stored.
         images: How many images of a set to train on and to test with; None for all.
         resume: Whether to go on with what the folder holds.
-        seconds: Begin no further part when so much time has gone.
+        seconds: Stop at the next end of an epoch when so much time has gone.
         report: Called with lines of progress.
         begin: Called once, with the networks that were done before and those that there are in all.
 
@@ -95,6 +99,7 @@ def run_parts(
                     f"{folder.path} has done the part {part}, but {part}.json is missing; put it back, or take the "
                     "part's line out of parts.jsonl to run it again"
                 )
+            Checkpoints(folder, of=part).forget()  # a kill may have come in between
         if begin is not None:
             sizes = {part: len(jobs) for part, jobs in jobs_of_parts(recipe).items()}
             begin(sum(size for part, size in sizes.items() if part in done), sum(sizes.values()))
@@ -104,9 +109,16 @@ def run_parts(
                 continue
             if time.perf_counter() - start > seconds:
                 return None
-            began = time.perf_counter()
-            data = _run(part, recipe, digits, settings, choice, images, report)
+            kept = Checkpoints(folder, of=part, report=report)
+            began = time.perf_counter() - kept.spent
+            going = dataclasses.replace(settings, checkpoints=kept, until=start + seconds)
+            try:
+                data = _run(part, recipe, digits, going, choice, images, report)
+            except TimeUpError as error:
+                report(f"{part}: {error}")
+                return None
             written += keep_part(folder, part, data, (time.perf_counter() - began) / 60)
+            kept.forget()
     return written
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch_dcl.files import write_text
 from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.digitsets import Digits, make_sets
-from torch_dcl.paper.engine import Job, Outcome, Report, Settings, plan_fleets, run_jobs
+from torch_dcl.paper.engine import Job, Outcome, Report, Settings, TimeUpError, plan_fleets, run_fleets
 from torch_dcl.paper.search import Choice, Trial, as_json, choose
 from torch_dcl.paper.telling import telling
 from torch_dcl.training.runs import RunFolder, environment
@@ -50,7 +50,7 @@ def run_search(
         jobs: From `jobs_of_search`.
         images: How many images of a set to train on and to judge with; None for all.
         resume: Whether to go on with what the folder holds.
-        seconds: Begin no further fleet when so much time has gone.
+        seconds: Stop at the next end of an epoch when so much time has gone.
         report: Called with lines of progress.
         begin: Called once, with the networks that were done before and those that there are in all.
 
@@ -72,13 +72,17 @@ def run_search(
         fleets = plan_fleets([job for job in jobs if job not in known], settings.most)
         if begin is not None:
             begin(sum(job.networks for job in jobs if job in known), sum(job.networks for job in jobs))
-        names = list(dict.fromkeys(job.data for job in jobs))
-        written = make_sets(digits, names, "choose", device=settings.device, images=images) if fleets else None
-        settings = dataclasses.replace(settings, checkpoints=Checkpoints(folder, report=report))
-        for fleet in fleets:
-            if written is None or time.perf_counter() - start > seconds:
+        kept = Checkpoints(folder, report=report)
+        settings = dataclasses.replace(settings, checkpoints=kept, until=start + seconds)
+        if fleets:
+            names = list(dict.fromkeys(job.data for job in jobs))
+            written = make_sets(digits, names, "choose", device=settings.device, images=images)
+            try:
+                run_fleets(fleets, written, settings, report, keep)
+            except TimeUpError as error:
+                report(str(error))
                 return None
-            run_jobs(fleet, written, settings, report, keep)
+        kept.forget()
         rows = folder.read("trials")
         choice = choose([_outcome(row) for row in rows])
         content = {"title": "The search for learning rates behind Table 1", "recipe": folder.recipe,

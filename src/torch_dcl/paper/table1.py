@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.columns import CONTROLS, MODELS, weights
 from torch_dcl.paper.digitsets import Digits, make_sets
 from torch_dcl.paper.drawings import finite
-from torch_dcl.paper.engine import Job, Outcome, Report, Settings, plan_fleets, run_jobs
+from torch_dcl.paper.engine import Job, Outcome, Report, Settings, TimeUpError, plan_fleets, run_fleets
+from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.search import Choice, stored_choice
 from torch_dcl.paper.table import Cell, Table
@@ -96,7 +95,7 @@ def run_table1(
         choice: Learning rates by column; None for those that are stored.
         images: How many images of a set to train on and to test with; None for all. For trying things out.
         resume: Whether to go on with what the folder holds.
-        seconds: Begin no further fleet when so much time has gone, and leave the rest to a later call.
+        seconds: Stop at the next end of an epoch when so much time has gone, and leave the rest to a later call.
         report: Called with lines of progress.
         begin: Called once, with the networks that were done before and those that this process has in all.
 
@@ -108,10 +107,8 @@ def run_table1(
     """
     choice = stored_choice() if choice is None else choice
     jobs = jobs_of(columns, sets, seeds, choice)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if settings.device == "cuda":
-        settings = dataclasses.replace(settings, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(settings.device)
+    rank = Rank.here()
+    settings = dataclasses.replace(settings, device=rank.device(settings.device))
     recipe = {
         "table": 1, "digits": digits.source, "columns": list(columns), "sets": list(sets), "seeds": seeds,
         "images": images, "schedule": dataclasses.asdict(settings.schedule), "batch": settings.batch,
@@ -120,61 +117,39 @@ def run_table1(
     }  # fmt: skip
     recipe["choice"] = finite(recipe["choice"])
     start = time.perf_counter()
-    part = f"-{rank}" if world > 1 else ""
-    if rank:  # the first rank makes the folder
-        _wait_for_all(world)
-    with RunFolder.open(path, recipe, resume=resume or rank > 0, part=part) as folder:
-        if rank == 0:
-            _wait_for_all(world)
-        settings, report = telling(folder, settings, report, part)
+    with rank.open(path, recipe, resume=resume) as folder:
+        settings, report = telling(folder, settings, report, rank.part)
         known = {_job(record["job"]): outcome_of(record) for record in folder.read("outcomes")}
         # Shared out before what is known is taken away, so that every rank sees the same shares whenever it looks.
-        mine = plan_fleets(jobs, settings.most)[rank::world]
+        mine = rank.share(plan_fleets(jobs, settings.most))
         fleets = [left for fleet in mine if (left := [job for job in fleet if job not in known])]
         if begin is not None:
             before, here = (sum(job.networks for job in some) for some in (known, itertools.chain(*fleets)))
             begin(before, before + here)
         if known:
             report(f"{len(known)} of {len(jobs)} entries are done already")
-        written = make_sets(digits, sets, "report", device=settings.device, images=images)
-        settings = dataclasses.replace(settings, checkpoints=Checkpoints(folder, part, report=report))
+        kept = Checkpoints(folder, rank.part, report=report)
+        settings = dataclasses.replace(settings, checkpoints=kept, until=start + seconds)
 
         def keep(outcomes: list[Outcome]) -> None:
             for outcome in outcomes:
-                folder.append(f"outcomes{part}", _record(outcome))
+                folder.append(f"outcomes{rank.part}", _record(outcome))
 
-        for count, fleet in enumerate(fleets, 1):
-            if time.perf_counter() - start > seconds:
-                report(f"time is up: {len(fleets) - count + 1} fleets are left; go on with --resume")
-                break
-            numbered = _numbered(settings, count, len(fleets))
-            run_jobs(fleet, written, numbered, lambda line, c=count: report(f"{c}/{len(fleets)} {line}"), keep)  # type: ignore[misc]
-        folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
-        _wait_for_all(world)
-        if rank:
+        if fleets:
+            written = make_sets(digits, sets, "report", device=settings.device, images=images)
+            try:
+                run_fleets(fleets, written, settings, report, keep)
+            except TimeUpError as error:
+                report(str(error))
+        folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+        rank.wait()
+        if rank.number:
             return None
         found = {_job(record["job"]): outcome_of(record) for record in folder.read("outcomes")}
         if any(job not in found for job in jobs):
             return None
+        kept.forget()
         return table_of([found[job] for job in jobs], digits.source, settings, folder)
-
-
-def _numbered(settings: Settings, fleet: int, fleets: int) -> Settings:
-    """The same settings, for a fleet that is run by itself and is one of several all the same."""
-    tell = settings.on_epoch
-    if tell is None:
-        return settings
-    return dataclasses.replace(settings, on_epoch=lambda at: tell(dataclasses.replace(at, fleet=fleet, fleets=fleets)))
-
-
-def _wait_for_all(world: int) -> None:
-    if world == 1:
-        return
-    import torch.distributed as dist  # noqa: PLC0415
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    dist.barrier()
 
 
 def table_of(outcomes: Sequence[Outcome], source: str, settings: Settings, folder: RunFolder) -> Table:

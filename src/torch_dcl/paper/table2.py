@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from torch_dcl.data import Dataset
 from torch_dcl.files import SealedError
 from torch_dcl.paper.engine import Progress, Settings
@@ -31,6 +29,7 @@ from torch_dcl.paper.natural import (
 )  # fmt: skip
 from torch_dcl.paper.natural_table import NaturalTable, table2_of
 from torch_dcl.paper.naturalsets import Images, read_sets
+from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.telling import telling
 from torch_dcl.training import Fleet, Member
 from torch_dcl.training.fleet import Precision
@@ -58,11 +57,11 @@ class How:
     precision: Precision | None = None
     most: int = 8
     """Networks of a fleet."""
-    stacked: bool | None = None
-    """Whether networks train as a stack; None as the recipe has it."""
+    stacked: bool = False
+    """Whether networks train as a stack. Measured slower for the networks of Table 2, which fill a GPU side by side."""
     compile: bool = False
     """Whether networks that are not stacked are compiled."""
-    streams: int = 1
+    streams: int = 8
     """How many networks that are not stacked run at a time on a GPU."""
     average: bool = False
     """Whether the test averages over an image and its mirror image."""
@@ -120,14 +119,12 @@ def run_table2(
     """
     how = how or How()
     start = time.perf_counter()
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if how.device == "cuda":
-        how = dataclasses.replace(how, device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-        torch.cuda.set_device(how.device)
+    rank = Rank.here()
+    how = dataclasses.replace(how, device=rank.device(how.device))
     wanted = columns_of(networks, columns)
-    sets, absent = read_sets(data, root, images, report if rank == 0 else lambda _: None)
+    sets, absent = read_sets(data, root, images, report if not rank.number else lambda _: None)
     recipes = {
-        (name, column): _recipe(column, sets[name], scale, batch, how) for name in sets for column in wanted
+        (name, column): _recipe(column, sets[name], scale, batch) for name in sets for column in wanted
     }  # fmt: skip
     asked = {
         "table": 2, "columns": list(wanted), "seeds": seeds, "scale": scale, "images": images,
@@ -135,16 +132,11 @@ def run_table2(
         "recipes": {f"{name} {column}": dataclasses.asdict(recipe) for (name, column), recipe in recipes.items()},
         "precision": how.precision, "average": how.average, "most": how.most, "compile": how.compile,
     }  # fmt: skip
-    part = f"-{rank}" if world > 1 else ""
-    if rank:  # the first rank makes the folder
-        _wait_for_all(world)
-    with RunFolder.open(path, asked, resume=resume or rank > 0, part=part) as folder:
-        if rank == 0:
-            _wait_for_all(world)
-        told, report = telling(folder, Settings(on_epoch=on_epoch), report, part)
+    with rank.open(path, asked, resume=resume) as folder:
+        told, report = telling(folder, Settings(on_epoch=on_epoch), report, rank.part)
         entries = [Entry(name, column, seed) for name in sets for column in wanted for seed in range(seeds)]
         known = {entry_of(record) for record in folder.read("outcomes")}
-        mine = _fleets(entries, how.most)[rank::world]
+        mine = rank.share(_fleets(entries, how.most))
         left = [fleet for fleet in mine if any(entry not in known for entry in fleet)]
         if begin is not None:
             begin(len(known), len(known) + sum(map(len, left)))
@@ -155,13 +147,13 @@ def run_table2(
                 report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
                 break
             of = (fleet[0].data, fleet[0].column)
-            slice_ = Slice(folder, part, start + seconds, how.every, (number, len(left)), report, told.on_epoch)
+            slice_ = Slice(folder, rank.part, start + seconds, how.every, (number, len(left)), report, told.on_epoch)
             if not _one_fleet(fleet, sets[of[0]], recipes[of], how, known, slice_):
                 report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
                 break
-        folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
-        _wait_for_all(world)
-        if rank:
+        folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+        rank.wait()
+        if rank.number:
             return None
         done = {entry_of(record) for record in folder.read("outcomes")}
         return table2_of(folder) if done.issuperset(entries) else None
@@ -188,10 +180,9 @@ def columns_of(networks: Sequence[str], columns: Sequence[str] | None = None) ->
     return tuple(column for column in COLUMNS if network_of(column) in networks)
 
 
-def _recipe(column: str, data: Dataset, scale: float, batch: int | None, how: How) -> Recipe:
+def _recipe(column: str, data: Dataset, scale: float, batch: int | None) -> Recipe:
     recipe = recipe_of(network_of(column), data.name).scaled(scale)
-    stacked = recipe.stacked if how.stacked is None else how.stacked
-    return dataclasses.replace(recipe, batch=batch or recipe.batch, stacked=stacked)
+    return dataclasses.replace(recipe, batch=batch or recipe.batch)
 
 
 def _fleets(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
@@ -215,8 +206,7 @@ def make_fleet(column: str, seeds: Sequence[int], data: Dataset, recipe: Recipe,
         networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
         momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
         precision=how.precision, device=how.device, inputs=inputs_of(network_of(column), data, average=how.average),
-        stacked=recipe.stacked, compile=how.compile and not recipe.stacked,
-        streams=1 if recipe.stacked else how.streams,
+        stacked=how.stacked, compile=how.compile and not how.stacked, streams=1 if how.stacked else how.streams,
     )  # fmt: skip
 
 
@@ -341,13 +331,3 @@ def _one_fleet(
             )  # fmt: skip
     slice_.checkpoint(file).unlink()
     return True
-
-
-def _wait_for_all(world: int) -> None:
-    if world == 1:
-        return
-    import torch.distributed as dist  # noqa: PLC0415
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    dist.barrier()
