@@ -1,7 +1,11 @@
-"""What every test starts from: the same random numbers."""
+"""What every test starts from: the same random numbers, and no clock."""
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("no clock", deadline=None)
+hypothesis.settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 # Writing
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(first=st.binary(max_size=5000), second=st.binary(max_size=5000))
 def test_what_is_written_is_read_back_and_replaces_what_was_there(tmp_path_factory, first, second):
     folder = tmp_path_factory.mktemp("bytes")
@@ -269,7 +269,7 @@ plain_data = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(about=st.dictionaries(st.text(), plain_data, max_size=4))
 def test_a_sealed_file_gives_tensors_and_description_back(tmp_path_factory, about):
     import torch
@@ -314,7 +314,7 @@ def intact(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_changed_byte_anywhere_is_found(tmp_path_factory, intact, data):
     content = bytearray(intact)
@@ -326,7 +326,7 @@ def test_a_changed_byte_anywhere_is_found(tmp_path_factory, intact, data):
         files.read_sealed(path, "kind")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_a_sealed_file_that_was_cut_or_lengthened_is_found(tmp_path_factory, intact, data):
     cut = data.draw(st.integers(0, len(intact) - 1))

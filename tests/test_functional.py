@@ -220,14 +220,14 @@ def responses_of_branches(draw, max_branches=8):
     return torch.tensor([[draw(floats(dtype))] for _ in range(T)], dtype=torch.float64).to(dtype)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(responses_of_branches())
 @example(torch.tensor([[2.3e35], [1.4e12], [6.9e-35]]))
 def test_any_values_give_the_exact_fusion_or_saturate(pre):
     assert_exact(pre)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(responses_of_branches(max_branches=4).filter(lambda pre: len(pre) > 1))
 def test_any_values_give_the_exact_mean_over_pairs(pre):
     assert_exact(pre, pairs=True)
@@ -298,7 +298,7 @@ def test_under_autocast_a_layer_computes_its_fusion_in_float32():
     assert torch.equal(z, fuse_branches(pre.float()).bfloat16())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     T=st.integers(1, 8),
     shape=st.lists(st.integers(0, 4), max_size=4).map(tuple),
@@ -550,7 +550,7 @@ def mix(x):
     return x ^ (x >> 16)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**63 - 1), layer=st.integers(0, 2**32 - 1), step=st.integers(0, 2**40), T=st.integers(2, 8))
 def test_the_draw_is_whole_number_arithmetic_that_never_leaves_64_bits(seed, layer, step, T):
     h = mix(mix(mix(seed ^ (seed >> 32)) ^ layer) ^ step)

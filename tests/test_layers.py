@@ -135,7 +135,7 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_linear_equals_plain_linear_layers_multiplied(data):
     in_features, out_features = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))
@@ -166,7 +166,7 @@ def geometries(draw, spatial):
 
 @pytest.mark.parametrize(("spatial", "examples"), [(1, 80), (2, 150), (3, 60)])
 def test_conv_equals_plain_convolutions_multiplied(spatial, examples):
-    @settings(max_examples=examples, deadline=None)
+    @settings(max_examples=examples)
     @given(data=st.data())
     def check(data):
         geometry = data.draw(geometries(spatial))
@@ -300,7 +300,7 @@ def test_the_rules_of_width_and_ratio(out_channels, arguments, expected):
     assert layer.branch.out_channels == sum(expected)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     out_channels=st.integers(1, 5000),
     branches=st.integers(1, 8),

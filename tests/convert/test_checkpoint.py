@@ -190,7 +190,7 @@ NORM_SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(list(KINDS)),
     geometry=GEOMETRIES | SAME,

@@ -194,7 +194,7 @@ def test_attention_modules_are_seen_through_and_a_relu_feed_forward_is_found():
     K1=st.integers(1, 40), K2=st.integers(1, 40), kernel=st.sampled_from([1, 3, (3, 1)]), stride=st.integers(1, 2),
     branches=st.integers(1, 4), norm=st.booleans(), bias=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_numbers_of_a_row_are_those_of_the_layers(K1, K2, kernel, stride, branches, norm, bias):
     conv = nn.Conv2d(K1, K2, kernel, stride, bias=bias)
     unit = [conv, nn.BatchNorm2d(K2), nn.ReLU()] if norm else [conv, nn.ReLU()]

@@ -122,7 +122,7 @@ def test_batch_size_order_and_threads_change_nothing(name, test_digits):
         torch.set_num_threads(threads)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     name=st.sampled_from(sorted(LAYOUTS)),
     seed=st.integers(-(2**70), 2**70),

@@ -101,6 +101,36 @@ for _T, _pairs in ((2, False), (3, False), (3, True)):
                 CASES[name] = functools.partial(project_case, _T, _pairs, _P, _M, _K2, _bias, _keep)
 
 
+def beyond_case(T, pairs, keep, device, dtype):
+    """One position whose products leave the range of float32 on the way to a z that does not, among others."""
+    torch.manual_seed(T)
+    P, M, K2, odd = 150, 20, 65, 77
+    y, weight = torch.randn(P, T * M).to(dtype), (torch.randn(T * M, K2) / M**0.5).to(dtype)
+    y[odd] *= 1e20
+    eps, found = 10.0 ** -(2 if pairs else T), []
+    grad = torch.randn(P, K2, generator=torch.Generator().manual_seed(9)).to(dtype)
+    for place, kind in ((device, dtype), ("cpu", torch.float64)):
+        given = [t.to(place, kind).requires_grad_() for t in (y, weight)]
+        if kind == torch.float64:
+            pairs_of = zip(given[0].split(M, 1), given[1].split(M), strict=True)
+            z = reference([y_t @ W_t for y_t, W_t in pairs_of], eps, pairs)
+        else:
+            z = dispatch.project_and_fuse(*given, None, [M] * T, eps, pairs=pairs, keep=keep)
+        found.append((z, *torch.autograd.grad(z, given, grad.to(place, kind))))
+    errors = {}
+    for name, mine, exact in zip(("z", "gradient of y"), *(f[:2] for f in found), strict=True):
+        others = torch.arange(P) != odd
+        errors[name] = relative(mine.cpu()[others], exact[others])
+        errors[f"{name} at the odd position"] = relative(mine[odd], exact[odd])
+    return errors | {"gradient of the weights": relative(found[0][2], found[1][2])}
+
+
+for _T, _pairs in ((2, False), (3, False), (3, True)):
+    for _keep in (True, False):
+        name = f"beyond the range T={_T}{' pairs' if _pairs else ''}{' kept' if _keep else ''}"
+        CASES[name] = functools.partial(beyond_case, _T, _pairs, _keep)
+
+
 # Too large for the interpreter.
 LARGE = {
     f"project T={T} P={P} M={M} K2={K2}{' kept' if keep else ''}": functools.partial(

@@ -33,7 +33,7 @@ def plain_mean(layer, x):
     return total / len(layer.widths)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_output_is_the_mean_of_the_rectified_branches(data):
     in_features, out_features = data.draw(st.integers(1, 7)), data.draw(st.integers(1, 9))

@@ -23,7 +23,7 @@ def responses(layer, x):
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(K1=st.integers(1, 7), K2=st.integers(1, 9), T=st.integers(1, 4), rows=st.integers(1, 5), data=st.data())
 def test_a_star_is_the_product_of_the_rectified_branches(K1, K2, T, rows, data):
     width = data.draw(st.lists(st.integers(1, K2), min_size=T, max_size=T))

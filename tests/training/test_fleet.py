@@ -161,7 +161,7 @@ def test_lenets_on_digits_end_with_the_same_weights_alone_and_among_others():
         assert worst_difference(fleet.network(i), alone.network(0)) < 1e-12
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_a_network_does_not_mind_where_in_a_fleet_it_stands(data):
     torch.manual_seed(data.draw(st.integers(0, 100)))
@@ -453,7 +453,7 @@ def test_other_seeds_steps_and_layers_draw_masks_that_know_nothing_of_each_other
         assert abs(met - n * alike) < 5 * math.sqrt(n * alike * (1 - alike)), f"{first} and {second}"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seeds=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5, unique=True),
     others=st.lists(st.integers(0, 2**63 - 1), max_size=5),

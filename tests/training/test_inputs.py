@@ -24,7 +24,7 @@ def as_batches(how):
     return (lambda images: images.float() - how) if isinstance(how, torch.Tensor) else how
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_training_images_are_those_of_batches_for_the_seed_and_the_epoch(data):
     torch.manual_seed(data.draw(st.integers(0, 99)))

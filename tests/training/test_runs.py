@@ -35,7 +35,7 @@ def is_locked(path):
 # Records
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(records=st.lists(st.dictionaries(st.text(), plain, max_size=3), max_size=5))
 def test_records_come_back_in_order_and_as_they_were(tmp_path_factory, records):
     folder = RunFolder(tmp_path_factory.mktemp("run"), {})

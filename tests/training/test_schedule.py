@@ -20,7 +20,7 @@ def plain_rate(schedule, lr, step, steps):
 drops = st.lists(st.floats(0.001, 0.999), max_size=4).map(lambda values: tuple(sorted(values)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     epochs=st.integers(1, 12),
     per_epoch=st.integers(1, 20),

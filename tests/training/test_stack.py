@@ -246,7 +246,7 @@ def random_networks(draw):
     return layers, shape
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(random=random_networks(), size=st.integers(1, 4), batch=st.integers(2, 4))
 def test_any_sequence_of_layers_gives_the_same_in_a_stack(random, size, batch):
     layers, shape = random
