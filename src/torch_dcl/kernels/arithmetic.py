@@ -3,17 +3,20 @@
 It is that of `torch_dcl.functional`: ``z = (Π v_t + ε)^(1/T)``, gradients from the other branches; nothing overflows on
 the way to a result that does not. As long as all values of a tile are of moderate size, as they are unless a training
 is about to diverge, the product is formed as it stands. Otherwise the geometric mean is formed first, and ε joins it
-through the larger of the two.
+through the larger of the two. `fused` and `gradients` look at the values first. A kernel that is short of registers
+goes the quick way everywhere, adds up what `quick` and `quick_gradients` give it to look at, and goes the careful way
+once more if the sum is not finite.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["constants", "fused", "gradients", "narrow", "respond"]
+__all__ = ["careful", "careful_gradients", "constants", "fused", "gradients", "quick", "quick_gradients", "respond"]
 
 _MAX = tl.constexpr(3.4028234663852886e38)
 _MODERATE = tl.constexpr(1e8)
+_TOO_LARGE = tl.constexpr(1e30)
 _LEAST_EPS = 1e-20
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -37,7 +40,7 @@ def respond(x):
 
 
 @triton.jit
-def narrow(x, LARGEST: tl.constexpr):
+def _narrow(x, LARGEST: tl.constexpr):
     """Saturate at the largest number of the type that is written."""
     return tl.maximum(tl.minimum(x, LARGEST, propagate_nan=_ALL), -LARGEST, propagate_nan=_ALL)
 
@@ -46,7 +49,7 @@ def narrow(x, LARGEST: tl.constexpr):
 def _fitted(x, LARGEST: tl.constexpr):
     """Saturate where moderate values can be too large, which is in float16 alone."""
     if LARGEST < 1e30:
-        x = narrow(x, LARGEST)
+        x = _narrow(x, LARGEST)
     return x
 
 
@@ -125,21 +128,21 @@ def _careful3(a, b, c, floor):
 @triton.jit
 def _slope2(g, z, other):
     """g · other / z."""
-    return narrow(narrow(g / z, _MAX) * other, _MAX)
+    return _narrow(_narrow(g / z, _MAX) * other, _MAX)
 
 
 @triton.jit
 def _slope3(g, z, b, c):
     """g · (b / z) · (c / z), through square roots: b / z alone may be out of range."""
     half = (tl.sqrt(b) / tl.sqrt(z)) * (tl.sqrt(c) / tl.sqrt(z))
-    return narrow(g * half * half, _MAX)
+    return _narrow(g * half * half, _MAX)
 
 
 @triton.jit
 def _careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
-    a = narrow(a, _MAX)
-    b = narrow(b, _MAX)
-    c = narrow(c, _MAX)
+    a = _narrow(a, _MAX)
+    b = _narrow(b, _MAX)
+    c = _narrow(c, _MAX)
     if T == 2:
         return _careful2(a, b, floor)
     elif PAIRS:
@@ -150,9 +153,9 @@ def _careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
-    a = narrow(a, _MAX)
-    b = narrow(b, _MAX)
-    c = narrow(c, _MAX)
+    a = _narrow(a, _MAX)
+    b = _narrow(b, _MAX)
+    c = _narrow(c, _MAX)
     if T == 2:
         z = _careful2(a, b, floor)
         return _slope2(g / 2, z, b), _slope2(g / 2, z, a), c
@@ -169,14 +172,61 @@ def _careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _alive(a, b, c, da, db, dc, LARGEST: tl.constexpr):
+    """Gradients before the ReLU, zero where a response is, in the range of the type that is written."""
+    da = tl.where(a == 0, 0.0, _narrow(da, LARGEST))
+    db = tl.where(b == 0, 0.0, _narrow(db, LARGEST))
+    return da, db, tl.where(c == 0, 0.0, _narrow(dc, LARGEST))
+
+
+@triton.jit
+def careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr):
+    """z of any responses that there are."""
+    return _narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+
+
+@triton.jit
+def careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr):
+    """Gradients of the responses before their ReLU, whatever the responses are."""
+    da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
+    return _alive(a, b, c, da, db, dc, LARGEST)
+
+
+@triton.jit
+def _look(a, b, c, T: tl.constexpr, PAIRS: tl.constexpr):
+    """A number that is finite as long as products of these responses can be trusted."""
+    if T == 2:
+        return a * b
+    elif PAIRS:
+        return a * b + a * c + b * c
+    else:  # the product of the small ones may be lost beside a large one
+        return (a + b + c) * _TOO_LARGE
+
+
+@triton.jit
+def quick(a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, LARGEST: tl.constexpr):
+    """z of moderate responses, and a number that is not finite where they are not moderate."""
+    return _fitted(_quick(a, b, c, eps, T, PAIRS, STEPS), LARGEST), _look(a, b, c, T, PAIRS)
+
+
+@triton.jit
+def quick_gradients(g, a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, LARGEST: tl.constexpr):
+    """Gradients for moderate responses, and the number of `quick`; look at the gradients as well."""
+    da, db, dc = _quick_gradients(g, a, b, c, eps, T, PAIRS, STEPS)
+    da = tl.where(a == 0, 0.0, _fitted(da, LARGEST))
+    db = tl.where(b == 0, 0.0, _fitted(db, LARGEST))
+    return da, db, tl.where(c == 0, 0.0, _fitted(dc, LARGEST)), _look(a, b, c, T, PAIRS)
+
+
+@triton.jit
 def fused(a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
     """z of a tile of responses; ``c`` counts for T = 3 alone, ``PAIRS`` takes the mean over the pairs of three."""
     if QUICK == 0:
-        z = narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+        z = careful(a, b, c, floor, T, PAIRS, LARGEST)
     elif _moderate(a, b, c):
         z = _fitted(_quick(a, b, c, eps, T, PAIRS, QUICK), LARGEST)
     else:
-        z = narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+        z = careful(a, b, c, floor, T, PAIRS, LARGEST)
     return z
 
 
@@ -184,18 +234,9 @@ def fused(a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.c
 def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
     """Gradients of the responses before their ReLU: zero where a response is."""
     if QUICK == 0:
-        da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
-        da = narrow(da, LARGEST)
-        db = narrow(db, LARGEST)
-        dc = narrow(dc, LARGEST)
+        da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
     elif _moderate(tl.maximum(a, tl.abs(g)), b, c):
-        da, db, dc = _quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK)
-        da = _fitted(da, LARGEST)
-        db = _fitted(db, LARGEST)
-        dc = _fitted(dc, LARGEST)
+        da, db, dc, _ = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
     else:
-        da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
-        da = narrow(da, LARGEST)
-        db = narrow(db, LARGEST)
-        dc = narrow(dc, LARGEST)
-    return tl.where(a == 0, 0.0, da), tl.where(b == 0, 0.0, db), tl.where(c == 0, 0.0, dc)
+        da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
+    return da, db, dc

@@ -4,7 +4,7 @@ Images lie channels last, ``[E, B, H, W, C]``, so that the C·KW values under on
 memory, and a row of the filter is one contiguous piece of the matrix product. Weights are packed as
 ``[E, KH, KW, C, N]`` with N padded to whole tiles. The product of one pooled position is formed four times, once for
 each of its four places; only the largest is written, with a byte that says which it was (4 where ReLU cut it off).
-Backward reads that byte.
+Backward reads that byte. Sizes of images are constants of a kernel, so that no division by them is left in it.
 """
 
 import torch
@@ -16,14 +16,16 @@ __all__ = ["conv_backward_input", "conv_backward_weight", "conv_forward", "pack_
 
 
 @triton.jit
-def _columns(base, k, W, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr):
+def _columns(base, k, W: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr):
     """Where the values under place k of a filter lie, k counting rows, then columns, then channels."""
     offset = (k // ROW) * W * C + k % ROW
     return base[:, None] + offset[None, :], (k < KH * ROW)[None, :]
 
 
 @triton.jit
-def _positions(p, H, W, C: tl.constexpr, PH, PW, POOL: tl.constexpr):
+def _positions(
+    p, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, POOL: tl.constexpr
+):
     """The first value under the filter at the first place of pooled positions p."""
     image = p // (PH * PW)
     place = p % (PH * PW)
@@ -32,7 +34,7 @@ def _positions(p, H, W, C: tl.constexpr, PH, PW, POOL: tl.constexpr):
 
 @triton.jit
 def _product(
-    x, w, base, inside, n, W, NP,
+    x, w, base, inside, n, W: tl.constexpr, NP: tl.constexpr,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +67,8 @@ def _larger(best, which, other, place):
 
 @triton.jit
 def _forward(
-    x_all, w_all, bias_all, out_all, which_all, positions, image_size, H, W, PH, PW, N, NP,
+    x_all, w_all, bias_all, out_all, which_all, positions, image_size, H: tl.constexpr, W: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, POOL: tl.constexpr, RELU: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +91,8 @@ def _forward(
 
 @triton.jit
 def _forward_pooled(
-    x_all, w_all, bias_all, out_all, which_all, positions, image_size, H, W, PH, PW, N, NP,
+    x_all, w_all, bias_all, out_all, which_all, positions, image_size, H: tl.constexpr, W: tl.constexpr,
+    PH: tl.constexpr, PW: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, RELU: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -121,7 +125,9 @@ def _forward_pooled(
 
 
 @triton.jit
-def _patch(step, W, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr):
+def _patch(
+    step, W: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr
+):
     """Row and place in the row of a piece of the (KH + 1) x (KW + 1) values under four filters, and where they lie."""
     WIDE: tl.constexpr = ROW + C
     if FLAT:
@@ -138,7 +144,7 @@ def _patch(step, W, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, BK: tl
 
 
 @triton.jit
-def _filter(w, row, r, n, NP, ROW: tl.constexpr, KH: tl.constexpr):
+def _filter(w, row, r, n, NP: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr):
     """The weights at places r of rows of the filter, zero outside of it."""
     real = (row >= 0) & (row < KH) & (r >= 0) & (r < ROW)
     return tl.load(w + (row * ROW + r)[:, None] * NP + n[None, :], mask=real[:, None], other=0.0)
@@ -146,8 +152,9 @@ def _filter(w, row, r, n, NP, ROW: tl.constexpr, KH: tl.constexpr):
 
 @triton.jit
 def _finish(
-    bias_all, out_all, which_all, best, which, e, p, n, inside, positions, N, RELU: tl.constexpr, BIAS: tl.constexpr
-):
+    bias_all, out_all, which_all, best, which, e, p, n, inside, positions, N: tl.constexpr,
+    RELU: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     if BIAS:
         best += tl.load(bias_all + e * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if RELU:
@@ -162,7 +169,8 @@ def _finish(
 
 @triton.jit
 def _weight_gradient(
-    x_all, grad_all, which_all, dw_all, db_all, positions, share, image_size, H, W, PH, PW, N, networks,
+    x_all, grad_all, which_all, dw_all, db_all, positions, share, image_size, networks, H: tl.constexpr,
+    W: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, N: tl.constexpr,
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, POOL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +214,8 @@ def _weight_gradient(
 
 @triton.jit
 def _unpool(
-    grad_all, which_all, out_all, rows, OH, OW, PH, PW, N, NP,
+    grad_all, which_all, out_all, rows, OH: tl.constexpr, OW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    N: tl.constexpr, NP: tl.constexpr,
     POOL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     q = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -227,7 +236,8 @@ def _unpool(
 
 @triton.jit
 def _input_gradient(
-    dy_all, w_all, dx_all, columns, H, W, OH, OW, NP,
+    dy_all, w_all, dx_all, columns, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    NP: tl.constexpr,
     C: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BN: tl.constexpr,
     CTILES: tl.constexpr, NTILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -323,7 +333,7 @@ def conv_forward(
     sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
     common = {
         "C": C, "ROW": KW * C, "KH": KH, "RELU": relu, "BIAS": bias is not None, "BM": BM, "BN": BN,
-        "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 2,
+        "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
     if together:
         _forward_pooled[grid](x, packed, bias, out, which, *sizes, **common, BK=min(BK, 64))
@@ -340,7 +350,7 @@ def conv_backward_weight(
     KH, KW = kernel
     PH, PW, N = grad.shape[2:]
     BK, flat = _depth(KW * C, x)
-    BM, BN = _lines(x, 64), _tile(N)
+    BM, BN = _lines(x, 32), _tile(N)
     tiles = triton.cdiv(KH * KW * C, BK) if flat else KH * triton.cdiv(KW * C, BK)
     programs = tiles * triton.cdiv(N, BN) * E
     positions = B * PH * PW
@@ -349,9 +359,9 @@ def conv_backward_weight(
     dw = torch.empty(splits, E, KH, KW, C, N, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, E, N, dtype=torch.float32, device=x.device)
     _weight_gradient[(tiles * triton.cdiv(N, BN), E, splits)](
-        x, grad, which, dw, db, positions, share, B * H * W * C, H, W, PH, PW, N, E,
+        x, grad, which, dw, db, positions, share, B * H * W * C, E, H, W, PH, PW, N,
         C=C, ROW=KW * C, KH=KH, POOL=pool, BM=BM, BN=BN, BK=BK, FLAT=flat, PRECISION=_precision(x),
-        num_warps=4 if flat else 8, num_stages=2,
+        num_warps=4, num_stages=2 if flat else 1,
     )  # fmt: skip
     return dw.sum(0).permute(0, 4, 3, 1, 2).contiguous(), db.sum(0)
 

@@ -254,9 +254,8 @@ def _op_project(
         z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
         return z, y.new_empty(0) if pre is None else pre
     M = y.shape[1] // T
-    without_bias = _responses(y, weight, None, [M] * T)
-    responses = without_bias if bias is None else [p + b for p, b in zip(without_bias, bias, strict=True)]
-    return _reference_fuse(responses, eps, pairs), torch.stack(without_bias) if keep else y.new_empty(0)
+    responses = _responses(y, weight, bias, [M] * T)
+    return _reference_fuse(responses, eps, pairs), torch.stack(responses) if keep else y.new_empty(0)
 
 
 @torch.library.custom_op("torch_dcl::project_backward", mutates_args=())

@@ -5,9 +5,10 @@ fleet, and every random number is a function of its own (seed, epoch, step). So 
 alone and among others. On a GPU a step is captured once as a CUDA graph and replayed.
 """
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
@@ -319,17 +320,29 @@ class Fleet:
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _fastest_convolutions():
             for _ in range(2):
                 self._step.fill_(len(self._rates) - 1)
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._step.fill_(len(self._rates) - 1)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), _fastest_convolutions():
             self._one_step()
         restore()
         self._graph = graph
+
+
+@contextlib.contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try its algorithms and take the fastest, unless the same bits are wanted every time."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    cudnn.benchmark = before or not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    try:
+        yield
+    finally:
+        cudnn.benchmark = before
 
 
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
