@@ -174,6 +174,10 @@ def test_ls_report_and_doctor_know_the_run(dcl, dcl_for_machines, run, folder):
     assert page.split("<summary>The recipe")[0].count(NOT_AVAILABLE) == 3  # a sentence, and two cells
     assert "Goodfellow et al. 2013" in page
     dcl("doctor", "runs/mine")
+    dcl("report", "mine", "-o", "both.json")
+    assert load_table2(folder / "both.json") == load_table2(run / "table2.json")
+    assert "two of the tables have lenet on cifar10" in dcl("report", "mine", "both.json", "-o", "twice.json", code=2)
+    assert not (folder / "twice.json").exists()
 
 
 def test_two_processes_share_a_run(finished, folder, environment):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from torch_dcl.data import Batches, DataError, ImageNetBatches, mnist_excerpt, svhn
@@ -102,6 +104,24 @@ def test_an_epoch_has_every_image_once_with_its_label_and_can_be_resumed():
     )
     assert not torch.equal(batches.order(0), batches.order(1))
     assert not torch.equal(batches.order(0), Batches(images, labels, 8, 1).order(0))
+
+
+@settings(max_examples=40)
+@given(
+    count=st.integers(1, 23), batch=st.integers(1, 9), at_once=st.integers(1, 30), start=st.integers(0, 5),
+    train=st.booleans(), flip=st.booleans(), drop_last=st.booleans(),
+)  # fmt: skip
+def test_batches_made_together_are_those_made_one_by_one(count, batch, at_once, start, train, flip, drop_last):
+    assume(count >= batch or not (train and drop_last))
+    given = {"train": train, "flip": flip, "drop_last": drop_last, "crop": 5}
+    images, labels = images_of(count, height=8, width=7)
+    one_by_one, together = (Batches(images, labels, batch, seed=3, **given) for _ in range(2))
+    together._at_once = at_once
+    found, wanted = list(together.epoch(2, start)), list(one_by_one.epoch(2, start))
+    assert len(found) == len(wanted) == max(0, len(together) - start)
+    for (mine, mine_of), (theirs, theirs_of) in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine_of, theirs_of)
 
 
 def test_the_last_batch():

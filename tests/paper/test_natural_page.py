@@ -13,9 +13,9 @@ from torch_dcl.paper import read_run, report
 from torch_dcl.paper.figures import chart_figure, save, svg
 from torch_dcl.paper.natural import COLUMNS, paper_error, weights
 from torch_dcl.paper.natural_page import as_html2, chart_said, chart_table
-from torch_dcl.paper.natural_table import NOT_AVAILABLE, NaturalTable, said, save_table2
+from torch_dcl.paper.natural_table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
 from torch_dcl.paper.reported import TABLE2
-from torch_dcl.paper.table import Cell
+from torch_dcl.paper.table import Cell, TableError
 from torch_dcl.paper.units import UNITS
 
 
@@ -100,6 +100,53 @@ def test_a_file_by_itself_has_a_page_and_is_told_from_table_1(table, tmp_path):
     page = report([tmp_path / "any.json"])
     assert "Table 2: natural images" in page
     assert "<h2>The sets</h2>" not in page  # the contact sheet is of digits
+
+
+def part(table, network, **changes):
+    """What a run of one network alone would have left."""
+    cells = tuple(cell for cell in table.cells if cell.column.startswith(network))
+    return dataclasses.replace(
+        table, cells=cells, protocol={"precision": "bfloat16", f"{network} on cifar10": "its recipe"},
+        hardware="one GPU", minutes={"training": 2.0}, command=f"dcl run table2 --networks {network}", **changes,
+    )  # fmt: skip
+
+
+def test_parts_that_were_run_apart_are_the_same_table_together(table):
+    parts = [part(table, network) for network in ("wrn", "lenet", "bignet")]
+    whole = join_table2(parts)
+    assert whole.cells == table.cells
+    assert whole.absent == table.absent
+    assert said(whole) == said(table)
+    assert whole.minutes == {"training": 6.0}
+    assert whole.hardware == "one GPU"
+    assert set(whole.protocol) == {"precision", "lenet on cifar10", "bignet on cifar10", "wrn on cifar10"}
+    assert whole.command.count("dcl run") == 3
+    assert join_table2([table]) == table
+
+
+def test_a_set_that_one_part_has_is_not_absent(table):
+    other = part(table, "lenet", absent={"cifar100": NOT_AVAILABLE, "svhn": NOT_AVAILABLE})
+    more = dataclasses.replace(other, cells=(cell("cifar100", "lenet", [44.0]),), absent={"cifar10": NOT_AVAILABLE})
+    whole = join_table2([other, more])
+    assert whole.absent == {"svhn": NOT_AVAILABLE}
+    assert whole.sets == ("cifar10", "cifar100", "svhn")
+
+
+def test_parts_that_overlap_or_were_shortened_differently_are_not_joined(table):
+    with pytest.raises(TableError, match=r"two of the tables have lenet on cifar10; run all its seeds in one"):
+        join_table2([part(table, "lenet"), part(table, "lenet")])
+    with pytest.raises(TableError, match="not run alike"):
+        join_table2([part(table, "lenet"), part(table, "wrn", title="Table 2, shortened", scale=0.5)])
+
+
+def test_the_report_shows_parts_as_one_table_and_others_one_by_one(table, tmp_path):
+    files = [tmp_path / "lenet.json", tmp_path / "wrn.json", tmp_path / "again.json"]
+    for file, network in zip(files, ("lenet", "wrn", "wrn"), strict=True):
+        save_table2(part(table, network), file)
+    page = report(files[:2])
+    assert list(rows_of(page, "CIFAR-10")) == ["lenet", "lenet+dcl", "wrn", "wrn+dcl"]
+    assert "Report of" not in page
+    assert "Report of 3 runs" in report(files)
 
 
 def test_a_table_without_a_cell_can_be_shown():

@@ -24,6 +24,7 @@ from torch_dcl import DCLLinear, convert_
 from torch_dcl.models import bignet, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.models.bilinear import BilinearFusion
 from torch_dcl.training import Fleet, Inputs, Member, Schedule, SideBySide
+from torch_dcl.training.fleet import convolutions
 from torch_dcl.training.operations import low_copy
 
 CLASSES = 4
@@ -44,6 +45,13 @@ def tiny(*, dropout=0.4, strategy="stochastic", norm=True):
     )
 
 
+def overlapping():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, padding=2), nn.MaxPool2d(3, stride=2, ceil_mode=True), nn.ReLU(), nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )  # fmt: skip
+
+
 def converted(network, variant):
     convert_(network, variant_plan(network, variant), init="random")
     return network
@@ -62,6 +70,7 @@ SMALL = {
     "tiny": (tiny, (6, 6), {}),
     "tiny, nesterov and Caffe's factors": (tiny, (6, 6), {"nesterov": True, "factors": caffe}),
     "deterministic": (lambda: tiny(strategy="deterministic"), (6, 6), {}),
+    "overlapping pools": (overlapping, (3, 8, 8), {}),
     "wide residual": (lambda: wide_resnet(10, 1, CLASSES, dropout=0.3), (3, 8, 8), {"nesterov": True}),
     "wide residual A3S": (lambda: converted(wide_resnet(10, 1, CLASSES), "A3S"), (3, 8, 8), {"nesterov": True}),
 }
@@ -350,6 +359,17 @@ def test_compiled_networks_train_to_the_same_weights(kind, monkeypatch):
     counted = torch._dynamo.utils.counters
     assert counted["stats"]["unique_graphs"] == 1  # one for both networks and all steps
     assert not counted["graph_break"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_cudnn_may_choose_unless_the_same_bits_are_asked_for(asked, by_torch, monkeypatch):
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "deterministic", by_torch)
+    with convolutions(deterministic=asked):
+        assert cudnn.deterministic == (asked or by_torch)
+        assert cudnn.benchmark == (not (asked or by_torch))
+    assert (cudnn.benchmark, cudnn.deterministic) == (False, by_torch)
 
 
 @pytest.mark.parametrize("options", [{"compile": True}, {"streams": 2}])

@@ -160,6 +160,9 @@ def run(
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Of table2, chart: the part of each recipe's epochs to train, up to 1.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, auto.")] = None,
     data: Annotated[str | None, typer.Option(help=DATA_HELP, metavar="FOLDER|NAMES")] = None,
     pairs: Annotated[
@@ -182,8 +185,8 @@ def run(
     for_machines(as_json)
 
     named: dict[str, Any] = {
-        "sets": sets, "models": models, "networks": networks, "seeds": seeds, "epochs": epochs, "device": device,
-        "data": data,
+        "sets": sets, "models": models, "networks": networks, "seeds": seeds, "epochs": epochs, "scale": scale,
+        "device": device, "data": data,
     }  # fmt: skip
     task = make_task(recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry)
     if dry:
@@ -254,6 +257,7 @@ def _in(runs: Path, name: str) -> str:
 @command(
     "dcl report runs/table1",
     "dcl report table1 figures -o both.html",
+    "dcl report runs/lenet runs/wrn -o table2.json",
 )
 def report(
     runs: Annotated[
@@ -264,7 +268,9 @@ def report(
             autocompletion=_complete_run,
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("report.html"),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page to write; x.json for parts of Table 2 as one table.")
+    ] = Path("report.html"),
     as_json: AsJson = False,
 ) -> None:
     """One page of one or several runs: the verdict, the paper's numbers beside yours, figures."""

@@ -34,6 +34,7 @@ def keys_of_natural(name: str) -> dict[str, Any]:
         "most": Key(8, "networks of a fleet at most"),
         "compile": Key("no", 'compile the networks: "yes" or "no"'),
         "streams": Key(8, "how many networks of a fleet run at a time on a GPU"),
+        "deterministic": Key("no", 'the same bits every time, also on a GPU and in slices: "yes" or "no"'),
         "average": Key("no", 'test with the mean over an image and its mirror image: "yes" or "no"'),
     }
     if name == "table2":

@@ -241,7 +241,7 @@ _BETWEEN = {"scale": 1.0, "search_scale": 1.0, "shares": 0.5, "rates": math.inf}
 _YES_OR_NO = ("yes", "no")
 _WORDS = {
     "precision": ("auto", "bfloat16", "float32", "float64"), "curves": _YES_OR_NO, "compile": _YES_OR_NO,
-    "average": _YES_OR_NO,
+    "deterministic": _YES_OR_NO, "average": _YES_OR_NO,
 }  # fmt: skip
 
 

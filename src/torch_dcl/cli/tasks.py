@@ -154,7 +154,7 @@ def _natural(task: Task) -> Natural:
     precision = None if recipe["precision"] == "auto" else recipe["precision"]
     how = How(
         task.device, precision, recipe["most"], compile=recipe["compile"] == "yes", streams=recipe["streams"],
-        average=recipe["average"] == "yes",
+        deterministic=recipe["deterministic"] == "yes", average=recipe["average"] == "yes",
     )  # fmt: skip
     return Natural(**vars(task), how=how, root=root_of(recipe), images=images_of(recipe))
 

@@ -13,6 +13,9 @@ from torch_dcl.data.draws import below, draw
 
 __all__ = ["Batches", "cut", "mean_image"]
 
+_ROOM = 2**26
+"""Bytes of the batches that are made at once."""
+
 Normalise = tuple[Sequence[float], Sequence[float]] | Callable[[Tensor], Tensor]
 
 
@@ -81,6 +84,10 @@ class Batches:
             scale, shift = _affine(normalise, images.shape[1])
         self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
         self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
+        # A function is given the batches that were asked for. Otherwise several are made at once on a GPU, where
+        # launches take longer than the work on one.
+        room = _ROOM if device.type == "cuda" and self._function is None else 0
+        self._at_once = max(1, room // (batch * images.shape[1] * self.size[0] * self.size[1] * dtype.itemsize))
 
     def __len__(self) -> int:
         """How many batches an epoch has."""
@@ -114,9 +121,10 @@ class Batches:
             Floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
         """
         order = self.order(epoch)
-        for number in range(start, len(self)):
-            index = order[number * self.batch : (number + 1) * self.batch]
-            yield self.take(index, epoch), self.labels[index]
+        for number in range(start, len(self), self._at_once):
+            index = order[number * self.batch : min(number + self._at_once, len(self)) * self.batch]
+            together, labels = self.take(index, epoch), self.labels[index]
+            yield from zip(torch.split(together, self.batch, -4), torch.split(labels, self.batch), strict=True)
 
     def take(self, index: Tensor, epoch: int = 0) -> Tensor:
         """Some images as they are in an epoch, whichever batch they would be in.

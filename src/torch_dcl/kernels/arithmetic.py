@@ -16,7 +16,7 @@ __all__ = ["careful", "careful_gradients", "constants", "fused", "gradients", "q
 
 _MAX = tl.constexpr(3.4028234663852886e38)
 _MODERATE = tl.constexpr(1e8)
-_TOO_LARGE = tl.constexpr(1e30)
+_TOO_LARGE = tl.constexpr(1e28)
 _LEAST_EPS = 1e-20
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
 

@@ -132,7 +132,7 @@ def run_deciding(
         "chart": "deciding", "data": found.source, "points": [list(point) for point in points], "rates": list(rates),
         "seeds": seeds, "scale": scale, "search_scale": search_scale, "images": images,
         "recipe": dataclasses.asdict(whole), "precision": how.precision, "compile": how.compile, "most": how.most,
-        "rounds": rounds,
+        "rounds": rounds, "deterministic": how.deterministic,
     }  # fmt: skip
     with rank.open(path, asked, resume=resume) as folder:
         told, report = telling(folder, Settings(on_epoch=on_epoch), report, rank.part)
@@ -254,7 +254,7 @@ def _fleet(trials: Sequence[Trial], train: Labelled, data: Dataset, recipe: Reci
     return Fleet(
         networks, members, {data.name: train}, batch=recipe.batch, momentum=recipe.momentum, precision=how.precision,
         device=how.device, inputs=inputs_of("bignet", data, average=how.average), stacked=False, compile=how.compile,
-        streams=how.streams,
+        streams=how.streams, deterministic=how.deterministic,
     )  # fmt: skip
 
 

@@ -3,11 +3,12 @@
 It has the form of Table 1's file, with the sets and columns of section 4.2.1 and, under ``absent``, what was not run.
 """
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch_dcl.paper.trial import as_trial
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunFolder
 
-__all__ = ["NOT_AVAILABLE", "NaturalTable", "as_markdown2", "load_table2", "said", "save_table2", "table2_of"]
+__all__ = [
+    "NOT_AVAILABLE", "NaturalTable", "as_markdown2", "join_table2", "load_table2", "said", "save_table2", "table2_of",
+]  # fmt: skip
 
 DEVIATIONS = (
     "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
@@ -164,6 +167,47 @@ def said(table: NaturalTable) -> list[str]:
     if stopped := sum(len(cell.stopped) for cell in table.cells):
         told.append(f"{stopped} {'run' if stopped == 1 else 'runs'} diverged.")
     return told
+
+
+def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
+    """One table of several that were run apart, such as a network or a set on each of several machines.
+
+    Args:
+        tables: At least one.
+
+    Raises:
+        TableError: Two of them have the same column on the same set, or were shortened differently.
+    """
+    first, cells = tables[0], [cell for table in tables for cell in table.cells]
+    for i, cell in enumerate(cells):
+        if any((cell.set, cell.column) == (other.set, other.column) for other in cells[:i]):
+            raise TableError(f"two of the tables have {cell.column} on {cell.set}; run all its seeds in one")
+    if len({(table.scale, table.title) for table in tables}) > 1:
+        raise TableError("the tables were not run alike: " + ", ".join(repr(table.title) for table in tables))
+    places = {(name, column): place for place, (name, column) in enumerate(itertools.product(DATA, COLUMNS))}
+    there = {cell.set for cell in cells}
+    minutes: dict[str, float] = {}
+    for phase, spent in (item for table in tables for item in table.minutes.items()):
+        minutes[phase] = minutes.get(phase, 0.0) + spent
+    return replace(
+        first,
+        cells=tuple(sorted(cells, key=lambda cell: places[cell.set, cell.column])),
+        protocol=_together([table.protocol for table in tables]),
+        hardware="; ".join(dict.fromkeys(table.hardware for table in tables)),
+        versions=_together([table.versions for table in tables]),
+        minutes=minutes,
+        command="\n".join(dict.fromkeys(table.command for table in tables)),
+        deviations=tuple(dict.fromkeys(text for table in tables for text in table.deviations)),
+        absent={name: why for table in tables for name, why in table.absent.items() if name not in there},
+    )
+
+
+def _together(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all of them say, each word of it once."""
+    found: dict[str, dict[str, None]] = {}
+    for key, text in (item for part in parts for item in part.items()):
+        found.setdefault(key, {})[text] = None
+    return {key: "; ".join(texts) for key, texts in found.items()}
 
 
 def save_table2(table: NaturalTable, path: str | os.PathLike[str]) -> None:

@@ -1,14 +1,16 @@
 """Runs as one page: `report(["runs/table1", "runs/figures"], "report.html")`.
 
-Every run has a section: of Table 1 the verdict, the tables, the figures and the claims; of Table 2 the verdict and its
-tables; of the deciding chart its picture and its points; of a run of figures these, with the claims that they answer;
-and of each the machine that it ran on, and the recipe.
+Every run has a section, and runs of parts of Table 2 have one together: of Table 1 the verdict, the tables, the figures
+and the claims; of Table 2 the verdict and its tables; of the deciding chart its picture and its points; of a run of
+figures these, with the claims that they answer; and of each the machine that it ran on, and the recipe.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from torch_dcl.files import write_text
@@ -17,12 +19,12 @@ from torch_dcl.paper.claims import Finding, Losses, large_banks_help_little, los
 from torch_dcl.paper.document import box, column, document, figure, listed, not_run, prose, sheet, table
 from torch_dcl.paper.drawings import drawings, lost_runs
 from torch_dcl.paper.natural_page import chart_said, chart_table, sections2
-from torch_dcl.paper.natural_table import NaturalTable, said
+from torch_dcl.paper.natural_table import NaturalTable, join_table2, said
 from torch_dcl.paper.page import claim, how, sections
 from torch_dcl.paper.reading import Run, read_run
 from torch_dcl.paper.reported import DCL_COLUMNS, SETS, TABLE1
 from torch_dcl.paper.statistics import mean, std
-from torch_dcl.paper.table import Table
+from torch_dcl.paper.table import Table, TableError
 from torch_dcl.paper.verdict import summary
 
 __all__ = ["check", "differences", "further_findings", "report"]
@@ -63,6 +65,7 @@ def report(
         raise ValueError("a report needs at least one run")
     for run in found:
         check(run)
+    found = _joined(found)
     # Figures that one run has are not missing on the page.
     there = {part for run in found for part in run.parts}
     parts = []
@@ -99,6 +102,26 @@ def check(run: Run) -> None:
         raise ValueError(
             f"{run.path} is a run of {run.state.recipe}; reports are of table1, table2, {', '.join(TITLES)}"
         )
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    """The runs, those of Table 2 as one where they have no cell in common and were run alike."""
+    natural = [run for run in runs if isinstance(run.table, NaturalTable)]
+    if len(natural) < 2:
+        return list(runs)
+    try:
+        table = join_table2([run.table for run in natural if isinstance(run.table, NaturalTable)])
+    except TableError:
+        return list(runs)
+    states = [run.state for run in natural]
+    paths = ", ".join(str(run.path) for run in natural)
+    state = dataclasses.replace(
+        states[0], path=paths, done=sum(state.done for state in states), total=sum(state.total for state in states),
+        state=", ".join(dict.fromkeys(state.state for state in states)),
+    )  # fmt: skip
+    starts = tuple(start for run in natural for start in run.environment)
+    whole = Run(Path(paths), state, natural[0].recipe, starts, table=table)
+    return [whole if run is natural[0] else run for run in runs if run is natural[0] or run not in natural]
 
 
 def _title(run: Run) -> str:

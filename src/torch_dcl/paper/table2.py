@@ -63,6 +63,8 @@ class How:
     """Whether networks that are not stacked are compiled."""
     streams: int = 8
     """How many networks that are not stacked run at a time on a GPU."""
+    deterministic: bool = False
+    """Whether a GPU must give the same bits every time, so that a run in slices ends as one in a piece does."""
     average: bool = False
     """Whether the test averages over an image and its mirror image."""
     every: float = 60.0
@@ -131,6 +133,7 @@ def run_table2(
         "data": {name: sets[name].source if name in sets else absent[name] for name in data},
         "recipes": {f"{name} {column}": dataclasses.asdict(recipe) for (name, column), recipe in recipes.items()},
         "precision": how.precision, "average": how.average, "most": how.most, "compile": how.compile,
+        "deterministic": how.deterministic,
     }  # fmt: skip
     with rank.open(path, asked, resume=resume) as folder:
         told, report = telling(folder, Settings(on_epoch=on_epoch), report, rank.part)
@@ -207,6 +210,7 @@ def make_fleet(column: str, seeds: Sequence[int], data: Dataset, recipe: Recipe,
         momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
         precision=how.precision, device=how.device, inputs=inputs_of(network_of(column), data, average=how.average),
         stacked=how.stacked, compile=how.compile and not how.stacked, streams=1 if how.stacked else how.streams,
+        deterministic=how.deterministic,
     )  # fmt: skip
 
 

@@ -56,6 +56,9 @@ class Fleet:
             device. Otherwise each network runs as the plain module that it is, of any layers, channels last.
         compile: Whether `torch.compile` makes the forward passes of networks that are not stacked.
         streams: How many networks that are not stacked run at a time on a GPU.
+        deterministic: Whether convolutions by cuDNN must give the same bits every time, as a checkpoint that goes on to
+            the same weights needs on a GPU. Otherwise it tries its algorithms and takes the fastest. Asking torch for
+            it (``torch.backends.cudnn.deterministic``) does as well.
 
     Raises:
         ValueError: Members, networks and data do not fit together.
@@ -77,6 +80,7 @@ class Fleet:
         stacked: bool = True,
         compile: bool = False,
         streams: int = 1,
+        deterministic: bool = False,
     ) -> None:
         _check(networks, members, data, batch)
         if not 0 <= momentum < 1:
@@ -86,6 +90,7 @@ class Fleet:
         if stacked and (compile or streams != 1):
             raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
+        self.deterministic = deterministic
         self.device = torch.device(device)
         if precision is None:
             precision = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -320,29 +325,30 @@ class Fleet:
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), _fastest_convolutions():
+        with torch.cuda.stream(stream), convolutions(deterministic=self.deterministic):
             for _ in range(2):
                 self._step.fill_(len(self._rates) - 1)
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._step.fill_(len(self._rates) - 1)
-        with torch.cuda.graph(graph), _fastest_convolutions():
+        with torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
             self._one_step()
         restore()
         self._graph = graph
 
 
 @contextlib.contextmanager
-def _fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its algorithms and take the fastest, unless the same bits are wanted every time."""
+def convolutions(*, deterministic: bool) -> Iterator[None]:
+    """Have cuDNN give the same bits every time, here or by torch's own settings; or take its fastest algorithms."""
     cudnn = torch.backends.cudnn
-    before = cudnn.benchmark
-    cudnn.benchmark = before or not (cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+    before = cudnn.benchmark, cudnn.deterministic
+    same = deterministic or cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    cudnn.benchmark, cudnn.deterministic = not same, same
     try:
         yield
     finally:
-        cudnn.benchmark = before
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
