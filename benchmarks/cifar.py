@@ -4,8 +4,8 @@
     python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1
 
 Images are random bytes of CIFAR's size: speed does not depend on what they show. Each network is trained by the recipe
-of Table 2 (`torch_dcl.paper.natural`), in its precision, as a user of `dcl run table2` gets it: order, crops and
-mirrorings drawn on the device, forward, loss, backward, SGD.
+of Table 2 (`torch_dcl.paper.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order, crops
+and mirrorings drawn on the device, forward, loss, backward, SGD.
 
 - fleet: `torch_dcl.training.Fleet` with ``--seeds`` networks; an epoch is one pass of each over the images.
 - loader: torchvision's transforms on PIL images in worker processes of a DataLoader, one network in eager torch with
@@ -32,8 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
 from torch_dcl.files import replacing
-from torch_dcl.paper.natural import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.paper.table2 import How, make_fleet
+from torch_dcl.paper.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
+from torch_dcl.paper.natural.table2 import How, make_fleet
 from torch_dcl.stochastic import advance_branches_
 
 FIELDS = [

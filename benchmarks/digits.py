@@ -78,7 +78,7 @@ def _keep(path: Path, row: list[str]) -> None:
         with path.open(newline="") as file:
             rows = [old for old in csv.reader(file) if old != COLUMNS and (old[0], old[-1]) != (row[0], row[-1])]
     with replacing(path) as aside, aside.open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *rows, row])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows, row])
 
 
 def _pil_seconds(name: str, mnist: tuple[torch.Tensor, torch.Tensor], sample: int) -> float:

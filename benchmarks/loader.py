@@ -124,7 +124,7 @@ def main() -> None:
               f"n = {len(rates)}), {middle / best:.2f} × the faster DataLoader")  # fmt: skip
     if arguments.out:
         with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *lines])
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def main() -> None:
                 lines.append([name, unit, layer, contender, arguments.batch, arguments.dtype, *cells, *where])
     if arguments.out:
         with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *lines])
+            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from torch_dcl.paper import report
-from torch_dcl.paper.natural import COLUMNS, paper_error, weights
-from torch_dcl.paper.natural_table import NOT_AVAILABLE, NaturalTable, save_table2
+from torch_dcl.paper.natural.recipes import COLUMNS, paper_error, weights
+from torch_dcl.paper.natural.table import NOT_AVAILABLE, NaturalTable, save_table2
+from torch_dcl.paper.natural.units import UNITS, unit_weights
 from torch_dcl.paper.table import Cell
-from torch_dcl.paper.units import UNITS, unit_weights
 
 
 @pytest.fixture(scope="module")

@@ -129,12 +129,13 @@ def test_the_rooms_of_the_picture_are_those_of_the_package():
 
 def test_the_files_of_the_picture_exist():
     text = (ROOT / "docs/architecture.md").read_text().split("```")[1]
-    room, missing = "", []
+    rooms, missing = ["", ""], []
     for line in text.splitlines():
-        if found := re.match(r"  (\w+)/ ", line):
-            room = found[1]
+        if found := re.match(r"(  |    )(\w+)/ ", line):
+            rooms[len(found[1]) // 2 - 1] = found[2]
         names = re.findall(r"\b(\w+\.py)\b", line)
-        home = ROOT / "src/torch_dcl" / (room if line.startswith("    ") else "")
+        depth = min(2, max(0, (len(line) - len(line.lstrip())) // 2 - 1))
+        home = (ROOT / "src/torch_dcl").joinpath(*rooms[:depth])
         if not line.startswith("docs/"):
-            missing += [f"{room}/{name}" for name in names if not (home / name).is_file()]
+            missing += [str(home / name) for name in names if not (home / name).is_file()]
     assert missing == []

@@ -10,10 +10,10 @@ import pytest
 from torch_dcl.paper import find_runs, read_run, save
 from torch_dcl.paper.digitsets import read_mnist
 from torch_dcl.paper.engine import Settings
-from torch_dcl.paper.naturalsets import MADE_UP
+from torch_dcl.paper.natural.sets import MADE_UP
+from torch_dcl.paper.natural.table2 import run_table2
 from torch_dcl.paper.reading import state_of
 from torch_dcl.paper.table1 import run_table1
-from torch_dcl.paper.table2 import run_table2
 from torch_dcl.paper.trial import is_trial
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunError, RunFolder, holder

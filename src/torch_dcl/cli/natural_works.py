@@ -42,9 +42,9 @@ def run_natural_table(task: "Natural") -> bool:
     """Run Table 2, or go on with it; whether it is complete."""
     from torch_dcl.cli.tables import long_table  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper.natural_page import as_html2  # noqa: PLC0415
-    from torch_dcl.paper.natural_table import DEVIATIONS, said, save_table2  # noqa: PLC0415
-    from torch_dcl.paper.table2 import run_table2  # noqa: PLC0415
+    from torch_dcl.paper.natural.page import as_html2  # noqa: PLC0415
+    from torch_dcl.paper.natural.table import DEVIATIONS, said, save_table2  # noqa: PLC0415
+    from torch_dcl.paper.natural.table2 import run_table2  # noqa: PLC0415
 
     screen = console()
     with _listening() as told:
@@ -66,9 +66,9 @@ def run_natural_table(task: "Natural") -> bool:
 def run_natural_chart(task: "Natural") -> bool:
     """Run the deciding chart, or go on with it; whether it is complete."""
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper.deciding import run_deciding  # noqa: PLC0415
     from torch_dcl.paper.figures import chart_figure, save  # noqa: PLC0415
-    from torch_dcl.paper.natural_page import chart_said  # noqa: PLC0415
+    from torch_dcl.paper.natural.deciding import run_deciding  # noqa: PLC0415
+    from torch_dcl.paper.natural.page import chart_said  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     with _listening() as told:

@@ -247,19 +247,19 @@ _WORDS = {
 
 def _value(key: str, value: Any, default: Value) -> Value:
     """A value of the kind that a setting has."""
-    from torch_dcl.paper import natural  # noqa: PLC0415
     from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.paper.natural import recipes  # noqa: PLC0415
+    from torch_dcl.paper.natural.units import UNITS  # noqa: PLC0415
     from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
-    from torch_dcl.paper.units import UNITS  # noqa: PLC0415
 
     named: dict[str, Callable[[Any], Value]] = {
         "sets": read_sets,
         "set": lambda given: _one_set(key, given),
         "knowledge_set": lambda given: _one_set(key, given),
         "models": lambda given: (
-            read_names(given, MODELS if default else natural.COLUMNS, "model") if default or split(given) else []
+            read_names(given, MODELS if default else recipes.COLUMNS, "model") if default or split(given) else []
         ),
-        "networks": lambda given: read_names(given, natural.NETWORKS, "network"),
+        "networks": lambda given: read_names(given, recipes.NETWORKS, "network"),
         "units": lambda given: read_names(given, list(UNITS), "unit"),
         "parts": lambda given: read_names(given, PARTS, "part"),
         "filters": lambda given: _counts(key, given, 1 if default else 0),

@@ -42,7 +42,7 @@ def write_report(runs: Sequence[str], output: Path) -> Path:
 
 
 def _write_table(runs: "Sequence[Run]", output: Path) -> None:
-    from torch_dcl.paper.natural_table import NaturalTable, join_table2, save_table2  # noqa: PLC0415
+    from torch_dcl.paper.natural.table import NaturalTable, join_table2, save_table2  # noqa: PLC0415
     from torch_dcl.paper.table import TableError  # noqa: PLC0415
 
     tables = [run.table for run in runs if isinstance(run.table, NaturalTable)]

@@ -14,7 +14,7 @@ from torch_dcl.cli.screen import several
 if TYPE_CHECKING:
     from torch_dcl.paper.digitsets import Digits
     from torch_dcl.paper.engine import Job, Settings
-    from torch_dcl.paper.table2 import How
+    from torch_dcl.paper.natural.table2 import How
 
 __all__ = ["Natural", "Task", "Training", "as_kept", "jobs_of", "make_task"]
 
@@ -73,7 +73,7 @@ class Natural(Task):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of Table 2 that are asked for."""
-        from torch_dcl.paper.table2 import columns_of  # noqa: PLC0415
+        from torch_dcl.paper.natural.table2 import columns_of  # noqa: PLC0415
 
         return columns_of(self.recipe["networks"], self.recipe["models"] or None)
 
@@ -145,7 +145,7 @@ def make_task(
 
 
 def _natural(task: Task) -> Natural:
-    from torch_dcl.paper.table2 import How  # noqa: PLC0415
+    from torch_dcl.paper.natural.table2 import How  # noqa: PLC0415
 
     recipe = task.recipe
     for key in ("shares", "rates"):

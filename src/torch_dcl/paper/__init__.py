@@ -1,7 +1,7 @@
 """What the paper reports, and the runs, tables and figures that answer it."""
 
 from torch_dcl.paper.claims import Finding, judge
-from torch_dcl.paper.natural_table import NaturalTable, as_markdown2, join_table2, load_table2, save_table2
+from torch_dcl.paper.natural.table import NaturalTable, as_markdown2, join_table2, load_table2, save_table2
 from torch_dcl.paper.page import as_html
 from torch_dcl.paper.reading import Run, find_runs, read_run
 from torch_dcl.paper.report import report

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_dcl.paper import table1
 from torch_dcl.paper.engine import Outcome, Settings
-from torch_dcl.paper.natural_table import NaturalTable, load_table2, table2_of
+from torch_dcl.paper.natural.table import NaturalTable, load_table2, table2_of
 from torch_dcl.paper.table import Table, load
 from torch_dcl.paper.trial import as_trial, departures
 from torch_dcl.training import Schedule

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch_dcl.paper.comparing import difference
 from torch_dcl.paper.document import document, prose, table
-from torch_dcl.paper.natural import COLUMNS, DATA, network_of, paper_error
-from torch_dcl.paper.natural_table import DEVIATIONS, NaturalTable, said
+from torch_dcl.paper.natural.recipes import COLUMNS, DATA, network_of, paper_error
+from torch_dcl.paper.natural.table import DEVIATIONS, NaturalTable, said
 from torch_dcl.paper.page import how
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.statistics import mean, signed, std
@@ -140,7 +140,7 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     """The deciding chart in a sentence, what DCL loses as plainly as what it wins.
 
     Args:
-        chart: What `torch_dcl.paper.deciding.run_deciding` gave.
+        chart: What `torch_dcl.paper.natural.deciding.run_deciding` gave.
     """
     points = chart["points"]
     first = min(points, key=lambda point: mean(point["errors"]))
@@ -165,7 +165,7 @@ def chart_table(chart: Mapping[str, Any]) -> str:
     """The points of the deciding chart as a table, and how they were come by.
 
     Args:
-        chart: What `torch_dcl.paper.deciding.run_deciding` gave.
+        chart: What `torch_dcl.paper.natural.deciding.run_deciding` gave.
     """
     rows: list[Sequence[str]] = []
     for point in sorted(chart["points"], key=lambda point: mean(point["errors"])):

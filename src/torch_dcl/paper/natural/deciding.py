@@ -20,13 +20,13 @@ from torch import Tensor
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.paper.engine import Settings
-from torch_dcl.paper.natural import Recipe, inputs_of, recipe_of
-from torch_dcl.paper.naturalsets import Images, departures, read_sets
+from torch_dcl.paper.natural.recipes import Recipe, inputs_of, recipe_of
+from torch_dcl.paper.natural.sets import Images, departures, read_sets
+from torch_dcl.paper.natural.table2 import How, Report, Slice, Tell
+from torch_dcl.paper.natural.units import UNITS, build_unit, unit_weights
 from torch_dcl.paper.ranks import Rank
-from torch_dcl.paper.table2 import How, Report, Slice, Tell
 from torch_dcl.paper.telling import telling
 from torch_dcl.paper.trial import MARK
-from torch_dcl.paper.units import UNITS, build_unit, unit_weights
 from torch_dcl.training import Fleet, Member
 from torch_dcl.training.runs import RunFolder
 

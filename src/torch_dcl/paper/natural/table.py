@@ -14,8 +14,8 @@ from typing import Any
 
 from torch_dcl.files import write_text
 from torch_dcl.paper.comparing import difference
-from torch_dcl.paper.natural import COLUMNS, DATA, Recipe, network_of, paper_error, recipe_of, weights
-from torch_dcl.paper.naturalsets import NOT_AVAILABLE, departures
+from torch_dcl.paper.natural.recipes import COLUMNS, DATA, Recipe, network_of, paper_error, recipe_of, weights
+from torch_dcl.paper.natural.sets import NOT_AVAILABLE, departures
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.statistics import Difference
 from torch_dcl.paper.table import Cell, Table, TableError

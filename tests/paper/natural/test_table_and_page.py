@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from torch_dcl.paper import read_run, report
 from torch_dcl.paper.figures import chart_figure, save, svg
-from torch_dcl.paper.natural import COLUMNS, paper_error, weights
-from torch_dcl.paper.natural_page import as_html2, chart_said, chart_table
-from torch_dcl.paper.natural_table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
+from torch_dcl.paper.natural.page import as_html2, chart_said, chart_table
+from torch_dcl.paper.natural.recipes import COLUMNS, paper_error, weights
+from torch_dcl.paper.natural.table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
+from torch_dcl.paper.natural.units import UNITS
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.table import Cell, TableError
-from torch_dcl.paper.units import UNITS
 
 
 def cell(name, column, errors, **changes):

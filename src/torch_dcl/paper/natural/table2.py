@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch_dcl.data import Dataset
 from torch_dcl.files import SealedError
 from torch_dcl.paper.engine import Progress, Settings
-from torch_dcl.paper.natural import (
+from torch_dcl.paper.natural.recipes import (
     COLUMNS,
     DATA,
     NETWORKS,
@@ -27,8 +27,8 @@ from torch_dcl.paper.natural import (
     network_of,
     recipe_of,
 )  # fmt: skip
-from torch_dcl.paper.natural_table import NaturalTable, table2_of
-from torch_dcl.paper.naturalsets import Images, read_sets
+from torch_dcl.paper.natural.sets import Images, read_sets
+from torch_dcl.paper.natural.table import NaturalTable, table2_of
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.telling import telling
 from torch_dcl.training import Fleet, Member

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data import Dataset, load
-from torch_dcl.paper.natural import DATA
+from torch_dcl.paper.natural.recipes import DATA
 
 __all__ = ["MADE_UP", "NOT_AVAILABLE", "Images", "departures", "made_up", "read_sets", "remedy"]
 

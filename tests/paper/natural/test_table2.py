@@ -16,12 +16,12 @@ from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load, svhn
 from torch_dcl.models import count_weights
-from torch_dcl.paper import table2
-from torch_dcl.paper.natural import COLUMNS, build, caffe_factors, inputs_of, paper_error, recipe_of, weights
-from torch_dcl.paper.natural_table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
+from torch_dcl.paper.natural import table2
+from torch_dcl.paper.natural.recipes import COLUMNS, build, caffe_factors, inputs_of, paper_error, recipe_of, weights
+from torch_dcl.paper.natural.table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
+from torch_dcl.paper.natural.table2 import How, run_table2
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.table import Table, TableError
-from torch_dcl.paper.table2 import How, run_table2
 from torch_dcl.training import Fleet
 from torch_dcl.training.runs import RunError
 
@@ -286,8 +286,8 @@ def test_two_processes_share_a_run(whole, root, tmp_path):
     program = f"""
 import torch
 torch.set_num_threads(1)
-from torch_dcl.paper.natural_table import save_table2
-from torch_dcl.paper.table2 import run_table2
+from torch_dcl.paper.natural.table import save_table2
+from torch_dcl.paper.natural.table2 import run_table2
 table = run_table2({str(tmp_path / "run")!r}, root={str(root)!r}, columns=("lenet", "lenet+dcl"),
                    data=["cifar10", "svhn"], seeds=2, scale={SHORT}, batch=5)
 if table is not None:
