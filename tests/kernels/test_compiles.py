@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @pytest.fixture

@@ -12,13 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["careful", "careful_gradients", "constants", "fused", "gradients", "quick", "quick_gradients", "respond"]
+__all__ = [
+    "OPTIONS", "careful", "careful_gradients", "constants", "fused", "gradients", "quick", "quick_gradients", "respond",
+]  # fmt: skip
 
 _MAX = tl.constexpr(3.4028234663852886e38)
 _MODERATE = tl.constexpr(1e8)
 _TOO_LARGE = tl.constexpr(1e28)
 _LEAST_EPS = 1e-20
 _ALL = tl.constexpr(tl.PropagateNan.ALL)
+
+
+OPTIONS = {"enable_fp_fusion": True}
+"""What every kernel is compiled with: a product and a sum may be one instruction. Triton's own default is to change."""
 
 
 def constants(eps: float, count: int, dtype: torch.dtype) -> dict[str, object]:
@@ -30,7 +36,7 @@ def constants(eps: float, count: int, dtype: torch.dtype) -> dict[str, object]:
     floor = max(float(eps ** (1 / count)), float(torch.finfo(torch.float32).tiny))
     steps = 3 if dtype == torch.float32 else 2
     quick = steps if eps >= _LEAST_EPS else 0
-    return {"eps": float(eps), "floor": floor, "QUICK": quick, "LARGEST": torch.finfo(dtype).max}
+    return {"eps": float(eps), "floor": floor, "QUICK": quick, "LARGEST": torch.finfo(dtype).max, **OPTIONS}
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_dcl.kernels.arithmetic import OPTIONS
+
 __all__ = ["conv_backward_input", "conv_backward_weight", "conv_forward", "pack_weight"]
 
 
@@ -333,7 +335,7 @@ def conv_forward(
     sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
     common = {
         "C": C, "ROW": KW * C, "KH": KH, "RELU": relu, "BIAS": bias is not None, "BM": BM, "BN": BN,
-        "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 3,
+        "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 3, **OPTIONS,
     }  # fmt: skip
     if together:
         _forward_pooled[grid](x, packed, bias, out, which, *sizes, **common, BK=min(BK, 64))
@@ -361,7 +363,7 @@ def conv_backward_weight(
     _weight_gradient[(tiles * triton.cdiv(N, BN), E, splits)](
         x, grad, which, dw, db, positions, share, B * H * W * C, E, H, W, PH, PW, N,
         C=C, ROW=KW * C, KH=KH, POOL=pool, BM=BM, BN=BN, BK=BK, FLAT=flat, PRECISION=_precision(x),
-        num_warps=4, num_stages=2 if flat else 1,
+        num_warps=4, num_stages=2 if flat else 1, **OPTIONS,
     )  # fmt: skip
     return dw.sum(0).permute(0, 4, 3, 1, 2).contiguous(), db.sum(0)
 
@@ -375,7 +377,7 @@ def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tupl
     dy = torch.empty(E, B, OH, OW, NP, dtype=grad.dtype, device=grad.device)
     rows, lines, tile = E * B * OH * OW, 32, _tile(NP)
     _unpool[(triton.cdiv(rows, lines), NP // tile)](
-        grad, which, dy, rows, OH, OW, PH, PW, N, NP, POOL=pool, BM=lines, BN=tile, num_warps=4
+        grad, which, dy, rows, OH, OW, PH, PW, N, NP, POOL=pool, BM=lines, BN=tile, num_warps=4, **OPTIONS
     )
     dx = torch.empty(shape, dtype=grad.dtype, device=grad.device)
     BM, BC, BN = _lines(grad, 128), _tile(C), _tile(NP)
@@ -383,6 +385,6 @@ def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tupl
     _input_gradient[(triton.cdiv(B * W, BM) * ctiles, H, E)](
         dy, packed, dx, B * W, H, W, OH, OW, NP,
         C=C, KH=KH, KW=KW, BM=BM, BC=BC, BN=BN, CTILES=ctiles, NTILES=NP // BN,
-        PRECISION=_precision(grad), num_warps=4, num_stages=2,
+        PRECISION=_precision(grad), num_warps=4, num_stages=2, **OPTIONS,
     )  # fmt: skip
     return dx

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import constants, fused, gradients, respond
+from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond
 
 __all__ = [
     "draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images",
@@ -203,7 +203,7 @@ def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.
     size = images[0, 0].numel()
     out = torch.empty(E, B, *images.shape[2:], dtype=dtype, device=images.device)
     block = min(4096, triton.next_power_of_2(size))
-    _gather[(B, E)](images, image_of, index, out, images.shape[1], B, size, 1 / 255, BLOCK=block)
+    _gather[(B, E)](images, image_of, index, out, images.shape[1], B, size, 1 / 255, BLOCK=block, **OPTIONS)
     return out
 
 
@@ -213,7 +213,7 @@ def entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(losses)
     block = triton.next_power_of_2(classes)
-    _entropy_forward[(rows,)](logits, labels, losses, lse, classes, BLOCK=block, num_warps=4)
+    _entropy_forward[(rows,)](logits, labels, losses, lse, classes, BLOCK=block, num_warps=4, **OPTIONS)
     return losses, lse
 
 
@@ -222,7 +222,7 @@ def entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) 
     out = torch.empty_like(logits)
     rows, classes = logits.shape
     block = triton.next_power_of_2(classes)
-    _entropy_backward[(rows,)](grad, logits, labels, lse, out, classes, BLOCK=block, num_warps=4)
+    _entropy_backward[(rows,)](grad, logits, labels, lse, out, classes, BLOCK=block, num_warps=4, **OPTIONS)
     return out
 
 
@@ -261,7 +261,7 @@ def fuse_backward(
 
 def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
     """Draw the two active branches of each network, as functional.draw_pair does, into ``[E, 2]``."""
-    _draw_pairs[(len(active),)](seed, step, active, layer, branches)
+    _draw_pairs[(len(active),)](seed, step, active, layer, branches, **OPTIONS)
 
 
 def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
@@ -272,7 +272,7 @@ def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tens
     out = torch.empty_like(x)
     size = x[0].numel()
     _dropout[(triton.cdiv(size, _BLOCK), len(x))](
-        x, seed, step, out, layer, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK
+        x, seed, step, out, layer, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK, **OPTIONS
     )
     return out
 
@@ -291,4 +291,5 @@ def sgd_(
     _sgd[(triton.cdiv(size, _BLOCK), len(p))](
         p, m, g, low, lr, weight_decay, clip, active, size, size // branches, lr_factor, wd_factor, momentum,
         NESTEROV=nesterov, CLIP=clip is not None, LOW=low is not None, HOLD=active is not None, BLOCK=_BLOCK,
+        **OPTIONS,
     )  # fmt: skip
