@@ -131,6 +131,22 @@ for _T, _pairs in ((2, False), (3, False), (3, True)):
         CASES[name] = functools.partial(beyond_case, _T, _pairs, _keep)
 
 
+def empty_case(keep, device, dtype):
+    """A batch without an image: nothing comes out, and the parameters have gradients of zero."""
+    given = [torch.zeros(0, 6), torch.randn(6, 8), torch.randn(2, 8)]
+    given = [t.to(device, dtype).requires_grad_() for t in given]
+    with dispatch.watch() as ran:
+        z = dispatch.project_and_fuse(*given, [3, 3], 0.01, pairs=False, keep=keep)
+    assert dict(ran) == {"project_and_fuse: kernel": 1}
+    dy, *gradients = torch.autograd.grad(z.sum(), given)
+    sizes = z.numel() + dy.numel()
+    return {"what comes out": float(sizes), "gradients": max(float(g.abs().max()) for g in gradients)}
+
+
+CASES["an empty batch"] = functools.partial(empty_case, False)
+CASES["an empty batch, kept"] = functools.partial(empty_case, True)
+
+
 # Too large for the interpreter.
 LARGE = {
     f"project T={T} P={P} M={M} K2={K2}{' kept' if keep else ''}": functools.partial(

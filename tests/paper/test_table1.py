@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,10 +21,11 @@ from torch_dcl.paper.engine import SCHEDULE, Settings, run_fleets
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.reported import TABLE1
 from torch_dcl.paper.search import Trial, stored_choice
-from torch_dcl.paper.table1 import estimate, jobs_of, run_table1
+from torch_dcl.paper.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
 from torch_dcl.training import Fleet, Schedule
-from torch_dcl.training.runs import RunError
+from torch_dcl.training.runs import RunError, RunFolder
 
+ROOT = Path(__file__).parents[2]
 NAME = "MNIST-II-01"
 MNIST = read_mnist(None)
 SETTINGS = Settings(Schedule(1), batch=50, precision="float64", most=2)  # a fleet is two networks
@@ -105,6 +107,21 @@ def test_it_says_how_it_was_made(whole):
     assert any("baseline column is fitted" in line for line in made.deviations)
     assert made.versions["torch"]
     assert made.minutes["training and evaluation"] > 0
+    assert "compiling" not in made.minutes  # on a CPU nothing is
+
+
+def test_compiling_has_minutes_of_its_own(done):
+    lines = [{**record, "compiling": 3.0} for record in records(done)]
+    (done / "minutes.jsonl").write_text(json.dumps({"training": 2.0}) + "\n")
+    made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.look(done))
+    spent = 3.0 * len(lines) / 60
+    assert made.minutes == pytest.approx({"training and evaluation": 2.0 - spent, "compiling": spent})
+
+
+def test_the_minutes_of_the_search_stand_beside_where_its_choice_was_taken(tmp_path):
+    found = json.loads((ROOT / "results/table1-search.json").read_text())["minutes"]
+    made = run(tmp_path / "stored", choice=None, columns=("baseline",), seeds=1)
+    assert made.minutes["search of learning rates, earlier on an H200"] == found
 
 
 def test_every_entry_of_the_paper_is_a_job_with_the_rate_of_its_column():

@@ -64,7 +64,8 @@ def _table1(task: Training) -> bool:
         styled = screen.is_terminal and not screen.no_color
         screen.out(as_text(table, width=screen.width, styled=styled), highlight=False)
     screen.print()
-    bullets(screen, [*why, *verdict(table)])
+    spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in table.minutes.items())
+    bullets(screen, [*why, *verdict(table), f"Minutes: {spent}."])
     screen.print()
     return True
 

@@ -307,7 +307,8 @@ def project_backward(
     M = width // T
     grid, tiles = _tiles(y, T, M, N, backward=True)
     dpre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
-    parts = None if bias is None else torch.empty(grid[1], T, N, dtype=torch.float32, device=y.device)
+    empty = torch.empty if P else torch.zeros  # of no position nothing is written
+    parts = None if bias is None else empty(grid[1], T, N, dtype=torch.float32, device=y.device)
     if P:
         _project_backward[grid](
             grad, y, weight, bias, dpre, parts, P, N, y.stride(0),
@@ -367,4 +368,4 @@ def kept_backward(
 
 def _by_branch(y: Tensor, T: int) -> Tensor:
     """``[P, T·M]`` as ``[T, P, M]``, where it lies."""
-    return y.view(len(y), T, -1).transpose(0, 1)
+    return y.view(len(y), T, y.shape[1] // T).transpose(0, 1)

@@ -16,7 +16,7 @@ from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.digitsets import Digits
 from torch_dcl.paper.engine import Job, Report, Settings, TimeUpError
 from torch_dcl.paper.reported import TABLE1
-from torch_dcl.paper.telling import telling
+from torch_dcl.paper.telling import clocked, minutes_of, telling
 from torch_dcl.training.runs import RunFolder, environment
 
 __all__ = ["jobs_of_calibration", "run_calibration"]
@@ -81,10 +81,11 @@ def run_calibration(
             kept = _kept(folder, number, report)
             going = dataclasses.replace(settings, checkpoints=kept, until=began + seconds)
             try:
-                found = calibrate.calibrate(
-                    digits, going, lr=lambda _name: float(recipe["lr"]), sets=sets, start=start, rounds=min(number, 1),
-                    seeds=recipe["seeds"], tried=tried, report=report, images=images,
-                )  # fmt: skip
+                with clocked(folder):
+                    found = calibrate.calibrate(
+                        digits, going, lr=lambda _name: float(recipe["lr"]), sets=sets, start=start,
+                        rounds=min(number, 1), seeds=recipe["seeds"], tried=tried, report=report, images=images,
+                    )  # fmt: skip
             except TimeUpError as error:
                 report(f"round {number}: {error}")
                 return None
@@ -98,7 +99,8 @@ def run_calibration(
             for fitted in made
         ]  # fmt: skip
         content = {"title": "How hard the multi-digit sets are, fitted to the paper's baseline column",
-                   "recipe": folder.recipe, "environment": environment(), "sets": rows}  # fmt: skip
+                   "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder),
+                   "sets": rows}  # fmt: skip
         write_text(Path(path) / "calibration.json", json.dumps(content, indent=1) + "\n")
     return made
 

@@ -81,6 +81,8 @@ class Outcome:
     """The trained network, where it was asked for; never of an oracle."""
     seconds: float | None = field(default=None, repr=False, compare=False)
     """Its share of the time that its fleet took, by networks; None where that was not noted."""
+    compiling: float = field(default=0.0, repr=False, compare=False)
+    """Its share of the seconds of these that went into compiling and capturing kernels, on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,7 @@ def _outcomes(
             sum(losses[row] for row in rows),
             sum(last[row] for row in rows),
             min(stopped, default=None),
+            compiling=fleet.preparing * len(rows) / len(fleet),
         )
         if settings.curves:
             curves = (_summed(fleet.history.train_loss, rows), _summed(judged, rows))

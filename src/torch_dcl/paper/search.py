@@ -17,7 +17,7 @@ from torch_dcl.paper.columns import MODELS
 from torch_dcl.paper.digitsets import Digits, make_sets
 from torch_dcl.paper.engine import Job, Outcome, Report, Settings, run_jobs
 
-__all__ = ["SEARCHED_ON", "TRIALS", "Trial", "choose", "search", "stored_choice"]
+__all__ = ["SEARCHED_ON", "TRIALS", "Trial", "choose", "search", "stored_choice", "stored_minutes"]
 
 
 class Trial(NamedTuple):
@@ -89,9 +89,18 @@ def as_json(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def stored_choice() -> Choice:
     """What the search chose when it was last run for this release."""
-    text = resources.files("torch_dcl.paper").joinpath("chosen.json").read_text(encoding="utf-8")
-    stored = json.loads(text)["choice"]
+    stored = _stored()["choice"]
     return {
         column: {int(count): Trial(t["lr"], t["clip"] or math.inf) for count, t in by_count.items()}
         for column, by_count in stored.items()
     }
+
+
+def stored_minutes() -> float:
+    """What that search took, on the machine that ``results/table1-search.json`` names."""
+    return float(_stored()["minutes"])
+
+
+def _stored() -> dict[str, Any]:
+    text = resources.files("torch_dcl.paper").joinpath("chosen.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

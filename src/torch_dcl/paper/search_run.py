@@ -14,7 +14,7 @@ from torch_dcl.paper.checkpoints import Checkpoints
 from torch_dcl.paper.digitsets import Digits, make_sets
 from torch_dcl.paper.engine import Job, Outcome, Report, Settings, TimeUpError, plan_fleets, run_fleets
 from torch_dcl.paper.search import Choice, Trial, as_json, choose
-from torch_dcl.paper.telling import telling
+from torch_dcl.paper.telling import clocked, minutes_of, telling
 from torch_dcl.training.runs import RunFolder, environment
 
 __all__ = ["jobs_of_search", "run_search"]
@@ -78,7 +78,8 @@ def run_search(
             names = list(dict.fromkeys(job.data for job in jobs))
             written = make_sets(digits, names, "choose", device=settings.device, images=images)
             try:
-                run_fleets(fleets, written, settings, report, keep)
+                with clocked(folder):
+                    run_fleets(fleets, written, settings, report, keep)
             except TimeUpError as error:
                 report(str(error))
                 return None
@@ -86,7 +87,8 @@ def run_search(
         rows = folder.read("trials")
         choice = choose([_outcome(row) for row in rows])
         content = {"title": "The search for learning rates behind Table 1", "recipe": folder.recipe,
-                   "environment": environment(), "choice": _plain(choice), "trials": rows}  # fmt: skip
+                   "environment": environment(), "minutes": minutes_of(folder), "choice": _plain(choice),
+                   "trials": rows}  # fmt: skip
         write_text(Path(path) / "search.json", json.dumps(content, indent=1) + "\n")
     return choice
 

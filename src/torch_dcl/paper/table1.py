@@ -21,9 +21,9 @@ from torch_dcl.paper.drawings import finite
 from torch_dcl.paper.engine import Job, Outcome, Report, Settings, TimeUpError, plan_fleets, run_fleets
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.reported import TABLE1
-from torch_dcl.paper.search import Choice, stored_choice
+from torch_dcl.paper.search import Choice, stored_choice, stored_minutes
 from torch_dcl.paper.table import Cell, Table
-from torch_dcl.paper.telling import telling
+from torch_dcl.paper.telling import minutes_of, telling
 from torch_dcl.training.runs import RunFolder, environment
 
 __all__ = ["Estimate", "estimate", "jobs_of", "outcome_of", "run_table1", "table_of"]
@@ -113,9 +113,8 @@ def run_table1(
         "table": 1, "digits": digits.source, "columns": list(columns), "sets": list(sets), "seeds": seeds,
         "images": images, "schedule": dataclasses.asdict(settings.schedule), "batch": settings.batch,
         "precision": settings.precision, "strengths": {name: LAYOUTS[name].strength for name in sets},
-        "choice": {column: {str(d): t._asdict() for d, t in choice[column].items()} for column in columns},
+        "choice": _kept_choice(choice, columns),
     }  # fmt: skip
-    recipe["choice"] = finite(recipe["choice"])
     start = time.perf_counter()
     with rank.open(path, recipe, resume=resume) as folder:
         settings, report = telling(folder, settings, report, rank.part)
@@ -180,7 +179,6 @@ def table_of(outcomes: Sequence[Outcome], source: str, settings: Settings, folde
             _minutes(group),
         )  # fmt: skip
         cells.append(cell)
-    spent = sum(record["training"] for record in folder.read("minutes"))
     here = folder.read("environment") or [environment()]
     schedule = settings.schedule
     protocol = {
@@ -195,8 +193,26 @@ def table_of(outcomes: Sequence[Outcome], source: str, settings: Settings, folde
     machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in here)
     return Table(
         "Table 1: multi-digit numbers", tuple(cells), protocol, "; ".join(machines), here[-1]["versions"],
-        {"training and evaluation": spent} if spent else {}, here[0]["command"], DEVIATIONS,
+        _phases(outcomes, folder), here[0]["command"], DEVIATIONS,
     )  # fmt: skip
+
+
+def _phases(outcomes: Sequence[Outcome], folder: RunFolder) -> dict[str, float]:
+    """Minutes of the run, compiling apart from the rest; and of the search that its learning rates are from."""
+    spent, compiling = minutes_of(folder), sum(outcome.compiling for outcome in outcomes) / 60
+    phases = {"training and evaluation": max(0.0, spent - compiling), "compiling": compiling}
+    if folder.recipe.get("choice") == _stored(folder.recipe["columns"]):
+        phases["search of learning rates, earlier on an H200"] = stored_minutes()
+    return {phase: minutes for phase, minutes in phases.items() if minutes}
+
+
+def _stored(columns: Sequence[str]) -> Any:
+    """The stored choice, as a recipe keeps it."""
+    return _kept_choice(stored_choice(), columns)
+
+
+def _kept_choice(choice: Choice, columns: Sequence[str]) -> Any:
+    return finite({column: {str(d): t._asdict() for d, t in choice[column].items()} for column in columns})
 
 
 def _minutes(outcomes: Sequence[Outcome]) -> float | None:
@@ -220,8 +236,9 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     train, test = (_number(record[name]) for name in ("train_loss", "test_loss"))
     curves = ([_number(x) for x in record["curves"][0]], [_number(x) for x in record["curves"][1]])
     return Outcome(
-        _job(record["job"]), record["error"], test, train, record["stopped"], curves, seconds=record.get("seconds")
-    )
+        _job(record["job"]), record["error"], test, train, record["stopped"], curves, seconds=record.get("seconds"),
+        compiling=record.get("compiling", 0.0),
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> float:

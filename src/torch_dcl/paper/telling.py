@@ -1,12 +1,15 @@
 """What a run tells while it goes, written into its folder as well: ``metrics.jsonl`` by epoch, ``log.txt`` by line."""
 
+import contextlib
 import dataclasses
 import datetime
+import time
+from collections.abc import Iterator
 
 from torch_dcl.paper.engine import Progress, Report, Settings
 from torch_dcl.training.runs import RunFolder
 
-__all__ = ["telling"]
+__all__ = ["clocked", "minutes_of", "telling"]
 
 
 def telling(folder: RunFolder, settings: Settings, report: Report, part: str = "") -> tuple[Settings, Report]:
@@ -32,6 +35,21 @@ def telling(folder: RunFolder, settings: Settings, report: Report, part: str = "
         report(text)
 
     return dataclasses.replace(settings, on_epoch=on_epoch), line
+
+
+@contextlib.contextmanager
+def clocked(folder: RunFolder, part: str = "") -> Iterator[None]:
+    """Write down the minutes of a slice, however it ends."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        folder.append(f"minutes{part}", {"training": (time.perf_counter() - start) / 60})
+
+
+def minutes_of(folder: RunFolder) -> float:
+    """The minutes of all slices together."""
+    return sum(float(record["training"]) for record in folder.read("minutes"))
 
 
 def _now() -> str:
