@@ -20,7 +20,7 @@ from torch_dcl.paper.digitsets import read_mnist
 from torch_dcl.paper.engine import SCHEDULE, Settings, run_fleets
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.reported import TABLE1
-from torch_dcl.paper.search import Trial, stored_choice
+from torch_dcl.paper.search import Trial, stored_choice, stored_minutes
 from torch_dcl.paper.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
 from torch_dcl.training import Fleet, Schedule
 from torch_dcl.training.runs import RunError, RunFolder
@@ -115,13 +115,17 @@ def test_compiling_has_minutes_of_its_own(done):
     (done / "minutes.jsonl").write_text(json.dumps({"training": 2.0}) + "\n")
     made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.look(done))
     spent = 3.0 * len(lines) / 60
-    assert made.minutes == pytest.approx({"training and evaluation": 2.0 - spent, "compiling": spent})
+    before = {"calibration of the sets, earlier on an H200": stored_minutes()["calibration"]}
+    assert made.minutes == pytest.approx({"training and evaluation": 2.0 - spent, "compiling": spent, **before})
 
 
-def test_the_minutes_of_the_search_stand_beside_where_its_choice_was_taken(tmp_path):
-    found = json.loads((ROOT / "results/table1-search.json").read_text())["minutes"]
+def test_the_minutes_of_what_was_done_before_stand_beside(tmp_path):
+    search, fit = (
+        json.loads((ROOT / "results" / name).read_text()) for name in ("table1-search.json", "calibration.json")
+    )
     made = run(tmp_path / "stored", choice=None, columns=("baseline",), seeds=1)
-    assert made.minutes["search of learning rates, earlier on an H200"] == found
+    assert made.minutes["search of learning rates, earlier on an H200"] == search["minutes"]
+    assert made.minutes["calibration of the sets, earlier on an H200"] == fit["repeat"]["minutes"]
 
 
 def test_every_entry_of_the_paper_is_a_job_with_the_rate_of_its_column():

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 __all__ = ["Speed", "memory", "speed_of"]
 
-H200 = 2.7e6  # images a second over the whole of Table 1, judging included: results/table1.json, 950 networks, 8.5 min
+H200 = 3.0e6  # images a second over the whole of Table 1, judging included: results/table1.json, 950 networks, 7.6 min
 PER_NETWORK = 1.03 / 75  # GiB: results/fleet.csv, 75 networks, batch 100, 1,000 classes, DCL-A2, bfloat16
 
 

@@ -96,9 +96,9 @@ def stored_choice() -> Choice:
     }
 
 
-def stored_minutes() -> float:
-    """What that search took, on the machine that ``results/table1-search.json`` names."""
-    return float(_stored()["minutes"])
+def stored_minutes() -> dict[str, float]:
+    """What the ``calibration`` of the sets and that ``search`` took, on the machines that their results name."""
+    return dict(_stored()["minutes"])
 
 
 def _stored() -> dict[str, Any]:

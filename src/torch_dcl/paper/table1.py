@@ -198,11 +198,13 @@ def table_of(outcomes: Sequence[Outcome], source: str, settings: Settings, folde
 
 
 def _phases(outcomes: Sequence[Outcome], folder: RunFolder) -> dict[str, float]:
-    """Minutes of the run, compiling apart from the rest; and of the search that its learning rates are from."""
+    """Minutes of the run, compiling apart from the rest; and of what was done once before it."""
     spent, compiling = minutes_of(folder), sum(outcome.compiling for outcome in outcomes) / 60
+    earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, spent - compiling), "compiling": compiling}
     if folder.recipe.get("choice") == _stored(folder.recipe["columns"]):
-        phases["search of learning rates, earlier on an H200"] = stored_minutes()
+        phases["search of learning rates, earlier on an H200"] = earlier["search"]
+    phases["calibration of the sets, earlier on an H200"] = earlier["calibration"]
     return {phase: minutes for phase, minutes in phases.items() if minutes}
 
 
