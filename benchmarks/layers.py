@@ -2,11 +2,15 @@
 
     python benchmarks/layers.py --out results/layers.csv
 
-bf16 weights and activations, channels_last, cudnn.benchmark on. Forward, and forward with backward, are captured as
-CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take turns. The ratio is always to
-the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user gets it, and the run fails if its
-kernels did not run; `dcl-reference` is the same without them. `tensorly` is a Tucker convolution of about the same
-weights, where tensorly-torch is installed.
+bf16 weights and activations (or float32 with TF32), channels_last, cudnn.benchmark on. Forward, and forward with
+backward, are captured as CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take
+turns. The ratio is always to the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user
+gets it, and the run fails if its kernels did not run; `dcl-reference` is the same without them. `plan` is what
+``plan(measure=True)`` says of the same layer by its own clock: eager, launches included, beside the eager plain layer.
+`tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
+
+AlexNet's cases are whole training steps with SGD, momentum and weight decay: as networks are trained, with float32
+weights under bf16 autocast, and in `-pure` with weights and momenta in bf16.
 """
 
 import argparse
@@ -27,6 +31,7 @@ from torch_dcl.models import alexnet, count_weights, variant_plan
 
 COLUMNS = ["case", "contender", "precision", "forward_ms", "full_ms", "forward_ratio", "full_ratio", "peak_mib"]
 COLUMNS += ["device", "torch"]
+QUARTERS = {"branches": 2, "ratio": 1 / 4}
 
 
 def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> Callable:
@@ -34,7 +39,7 @@ def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> C
         plain = nn.Sequential(nn.Conv2d(channels, channels, kernel, padding=kernel // 2), nn.ReLU())
         made = {
             "plain": plain,
-            "dcl": dcl.DCLConv2d.like(plain[0], **{"branches": 2, "ratio": 1 / 4, **settings}),
+            "dcl": dcl.DCLConv2d.like(plain[0], **{**QUARTERS, **settings}),
             "low-rank": nn.Sequential(
                 nn.Conv2d(channels, channels // 2, kernel, padding=kernel // 2, bias=False),
                 nn.Conv2d(channels // 2, channels, 1), nn.ReLU(),
@@ -42,7 +47,7 @@ def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> C
         }  # fmt: skip
         if importlib.util.find_spec("tltorch"):
             made["tensorly"] = nn.Sequential(tucker(plain[0], made["dcl"]), nn.ReLU())
-        return made, torch.randn(batch, channels, side, side)
+        return made, torch.randn(batch, channels, side, side), {**QUARTERS, **settings}
 
     return build
 
@@ -62,12 +67,12 @@ def linear(features: int, outputs: int, batch: int, **settings) -> Callable:
         plain = nn.Sequential(nn.Linear(features, outputs), nn.ReLU())
         made = {
             "plain": plain,
-            "dcl": dcl.DCLLinear.like(plain[0], **{"branches": 2, "ratio": 1 / 4, **settings}),
+            "dcl": dcl.DCLLinear.like(plain[0], **{**QUARTERS, **settings}),
             "low-rank": nn.Sequential(
                 nn.Linear(features, outputs // 2, bias=False), nn.Linear(outputs // 2, outputs), nn.ReLU()
             ),
         }
-        return made, torch.randn(batch, features)
+        return made, torch.randn(batch, features), {**QUARTERS, **settings}
 
     return build
 
@@ -77,7 +82,7 @@ def whole_alexnet(batch: int) -> Callable:
         plain = alexnet()
         converted = deepcopy(plain)
         dcl.convert_(converted, variant_plan(converted, "A2"), init="random")
-        return {"plain": plain, "dcl": converted}, torch.randn(batch, 3, 227, 227)
+        return {"plain": plain, "dcl": converted}, torch.randn(batch, 3, 227, 227), None
 
     return build
 
@@ -87,8 +92,8 @@ CASES: dict[str, Callable] = {
     "conv256": conv(256, 56, 64),
     "fc-b1024": linear(9216, 4096, 1024),
     "fc-b256": linear(9216, 4096, 256),
-    "conv512-t3": conv(512, 28, 64, branches=3, ratio=1 / 6),
-    "conv512-t3s": conv(512, 28, 64, branches=3, ratio=1 / 6, strategy="stochastic"),
+    "conv512-t3": conv(512, 28, 64, branches=3, ratio=1 / 6, round_to=16),
+    "conv512-t3s": conv(512, 28, 64, branches=3, ratio=1 / 6, round_to=16, strategy="stochastic"),
     "conv512-1x1": conv(512, 28, 64, kernel=1),
     "conv512-b1": conv(512, 28, 1),
     "conv512-b8": conv(512, 28, 8),
@@ -96,46 +101,56 @@ CASES: dict[str, Callable] = {
     "fc-b32": linear(9216, 4096, 32),
     "alexnet-b256": whole_alexnet(256),
     "alexnet-b32": whole_alexnet(32),
+    "alexnet-b256-pure": whole_alexnet(256),
+    "alexnet-b32-pure": whole_alexnet(32),
 }
+PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+IN_FLOAT32 = ["conv512", "conv256", "fc-b1024", "fc-b256"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="all; in float32 the main ones")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--precision", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    if arguments.precision == "float32":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # of float32
     rows = []
-    for case in arguments.cases:
-        found = measure(case, arguments)
-        rows += found
-        for row in found:
-            print("  ".join(str(row[name]) for name in COLUMNS[:8]), flush=True)
-    if arguments.out:
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    for precision in arguments.precision:
+        for case in arguments.cases or (IN_FLOAT32 if precision == "float32" else CASES):
+            found = measure(case, precision, arguments)
+            rows += found
+            for row in found:
+                print("  ".join(str(row[name]) for name in COLUMNS[:8]), flush=True)
+            if arguments.out:  # after every case, so that a run that is cut off leaves what it has
+                write(arguments.out, rows)
 
 
-def measure(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with replacing(path) as aside, aside.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     torch.manual_seed(0)
-    made, x = CASES[case]()
-    dtype = getattr(torch, arguments.precision)
+    torch.compiler.reset()
+    made, x, settings = CASES[case]()
     layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    training = settings is None
+    mixed = training and precision == "bfloat16" and not case.endswith("-pure")
+    dtype = torch.float32 if mixed else PRECISIONS[precision]
     x = x.to("cuda", dtype).contiguous(memory_format=layout)
-    training = case.startswith("alexnet")
     ready: dict[str, nn.Module] = {}
     for name, module in made.items():
         module = module.to("cuda", dtype, memory_format=layout).train()  # noqa: PLW2901
         if name == "dcl":
             dcl.advance_branches_(module, 0)
-            with dispatch.watch() as ran:
+            with dispatch.watch() as ran, autocast(mixed):
                 module(x)
             if any(path.endswith("reference") for path in ran) or not ran:
                 raise SystemExit(f"{case}: the kernels were meant to run, but {dict(ran)}")
@@ -144,7 +159,7 @@ def measure(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]
         ready[name] = module
         if arguments.compiled and name in ("plain", "dcl"):
             ready[f"{name}-compiled"] = torch.compile(deepcopy(module))
-    graphs = {name: capture(name, module, x, training=training) for name, module in ready.items()}
+    graphs = {name: capture(name, module, x, training=training, mixed=mixed) for name, module in ready.items()}
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in graphs}
     for _ in range(arguments.rounds):
         for name, (forward, full, _) in graphs.items():
@@ -152,26 +167,36 @@ def measure(case: str, arguments: argparse.Namespace) -> list[dict[str, object]]
             times[name][1].append(spent(full))
     median = {name: [statistics.median(values) for values in both] for name, both in times.items()}
     fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(2)]
+    found = [(name, both, fastest, f"{graphs[name][2]:.0f}") for name, both in median.items()]
+    if settings is not None:
+        (row,) = dcl.plan(made["plain"], example=x.detach(), measure=True, **settings).selected
+        found.append(("plan", row.timings["dcl"], row.timings["plain"], ""))
     return [
         {
-            "case": case, "contender": name, "precision": arguments.precision,
+            "case": case, "contender": name, "precision": precision,
             "forward_ms": f"{forward:.4f}", "full_ms": f"{full:.4f}",
-            "forward_ratio": f"{forward / fastest[0]:.3f}", "full_ratio": f"{full / fastest[1]:.3f}",
-            "peak_mib": f"{graphs[name][2]:.0f}", "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "forward_ratio": f"{forward / beside[0]:.3f}", "full_ratio": f"{full / beside[1]:.3f}",
+            "peak_mib": peak, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         }
-        for name, (forward, full) in median.items()
+        for name, (forward, full), beside, peak in found
     ]  # fmt: skip
 
 
-def capture(name: str, module: nn.Module, x: torch.Tensor, *, training: bool):
+def autocast(enabled: bool) -> torch.autocast:
+    """What is cast is not kept for a second use: a graph must find it cast anew."""
+    return torch.autocast("cuda", torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def capture(name: str, module: nn.Module, x: torch.Tensor, *, training: bool, mixed: bool):
     """Graphs of a forward pass and of a whole step, and the memory of a step in MiB."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(not training)
-    optimizer = torch.optim.SGD(module.parameters(), 1e-4, 0.9, fused=True) if training else None
+    optimizer = torch.optim.SGD(module.parameters(), 1e-4, 0.9, weight_decay=5e-4, fused=True) if training else None
     grad: torch.Tensor | None = None
     quiet = dispatch.disabled() if name == "dcl-reference" else None
 
     def forward() -> torch.Tensor:
-        return module(x)
+        with autocast(mixed):
+            return module(x)
 
     def full() -> None:
         nonlocal grad

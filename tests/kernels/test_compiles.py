@@ -74,6 +74,7 @@ def test_the_fusion(compiled, T, pairs, dtype):
     ("P", "M", "K2", "dtype"),
     [
         (1, 1, 1, torch.bfloat16),
+        (64, 64, 256, torch.bfloat16),
         (64, 128, 512, torch.bfloat16),
         (64, 256, 1024, torch.bfloat16),
         (64, 128, 512, torch.float32),
@@ -81,12 +82,23 @@ def test_the_fusion(compiled, T, pairs, dtype):
     ids=str,
 )
 def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
-    from torch_dcl.kernels import fused
+    from torch_dcl.kernels import project
 
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
-    fused.project_forward(y, weight, bias, T, 0.01, pairs)
-    fused.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs)
-    assert compiled == ["_project_forward", "_project_backward"]
+    project.project_forward(y, weight, bias, T, 0.01, pairs)
+    project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs)
+    rows = ["_project_backward_rows"] if T == 2 and M <= 64 and dtype == torch.bfloat16 else []
+    assert compiled == ["_project_forward", "_project_backward", *rows]
+
+
+@pytest.mark.parametrize("T", [2, 3])
+@pytest.mark.parametrize("P", [1, 32, 256])
+def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P):
+    from torch_dcl.kernels import kept
+
+    y, weight, bias = (torch.randn(shape).bfloat16() for shape in ((P, T * 256), (T * 256, 512), (T, 512)))
+    kept.kept_forward(y, weight, bias, T, 0.01, False)
+    assert compiled == ["_kept_forward"]
 
 
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])

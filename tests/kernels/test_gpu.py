@@ -49,6 +49,11 @@ def test_the_fusion_and_the_layers_agree_with_the_reference(name, dtype, closest
     assert errors.get("z", 0) <= (closest if name.startswith("fuse") or dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("name", layer_cases.HALF)
+def test_half_precision_is_as_close_as_plain_torch(name):
+    assert layer_cases.too_large(layer_cases.HALF[name]("cuda"), 5e-4) == {}
+
+
 def small(seed):
     """Convolutions, batch norm, dropout and a stochastic layer."""
     torch.manual_seed(seed)

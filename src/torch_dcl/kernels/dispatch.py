@@ -191,21 +191,21 @@ class _Project(torch.autograd.Function):
 def _project_kernels(
     y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    from torch_dcl.kernels import fused  # noqa: PLC0415
+    from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
     if keep:
-        return fused.kept_forward(y, weight, bias, T, eps, pairs)
-    return fused.project_forward(y, weight, bias, T, eps, pairs), None
+        return kept.kept_forward(y, weight, bias, T, eps, pairs)
+    return project.project_forward(y, weight, bias, T, eps, pairs), None
 
 
 def _project_backward_kernels(
     grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, T: int, eps: float, pairs: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    from torch_dcl.kernels import fused  # noqa: PLC0415
+    from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
     if pre is not None:
-        return fused.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
-    return fused.project_backward(grad, y, weight, bias, T, eps, pairs)
+        return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
+    return project.project_backward(grad, y, weight, bias, T, eps, pairs)
 
 
 def _again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
