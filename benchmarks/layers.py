@@ -169,8 +169,9 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
     fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(2)]
     found = [(name, both, fastest, f"{graphs[name][2]:.0f}") for name, both in median.items()]
     if settings is not None:
-        (row,) = dcl.plan(made["plain"], example=x.detach(), measure=True, **settings).selected
-        found.append(("plan", row.timings["dcl"], row.timings["plain"], ""))
+        timings = dcl.plan(made["plain"], example=x.detach(), measure=True, **settings).rows[0].timings
+        if timings:  # a unit that is not worth converting is not timed
+            found.append(("plan", timings["dcl"], timings["plain"], ""))
     return [
         {
             "case": case, "contender": name, "precision": precision,

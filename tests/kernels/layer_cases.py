@@ -23,15 +23,20 @@ def reference(pre, eps, pairs):
     return (functional.fuse_pairs if pairs else functional.fuse_branches)(pre, eps)
 
 
+def _home(inputs, device):
+    """Where the reference runs: on the CPU, unless it is large."""
+    return device if sum(t.numel() for t in inputs) > 1_000_000 else "cpu"
+
+
 def compared(fast, exact, inputs, device, dtype):
     """Outputs and gradients of two functions on the same rounded inputs."""
     rounded = [t.to(dtype) for t in inputs]
     given = [t.to(device).requires_grad_() for t in rounded]
-    wide = [t.double().requires_grad_() for t in rounded]
+    wide = [t.to(_home(inputs, device), torch.float64).requires_grad_() for t in rounded]
     z, expected = fast(*given), exact(*wide)
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     found = torch.autograd.grad(z, given, grad.to(device))
-    wanted = torch.autograd.grad(expected, wide, grad.double())
+    wanted = torch.autograd.grad(expected, wide, grad.to(expected))
     with dispatch.disabled():
         plain_z = fast(*given)
     plain = torch.autograd.grad(plain_z, given, grad.to(device))
@@ -117,15 +122,16 @@ HALF = {
 }  # fmt: skip
 
 
-def beyond_case(T, pairs, keep, device, dtype):
+def beyond_case(T, pairs, keep, device, dtype, sizes=(150, 20, 65)):
     """One position whose products leave the range of float32 on the way to a z that does not, among others."""
     torch.manual_seed(T)
-    P, M, K2, odd = 150, 20, 65, 77
+    P, M, K2 = sizes
+    odd = 77
     y, weight = torch.randn(P, T * M).to(dtype), (torch.randn(T * M, K2) / M**0.5).to(dtype)
     y[odd] *= 1e20
     eps, found = 10.0 ** -(2 if pairs else T), []
     grad = torch.randn(P, K2, generator=torch.Generator().manual_seed(9)).to(dtype)
-    for place, kind in ((device, dtype), ("cpu", torch.float64)):
+    for place, kind in ((device, dtype), (_home((y, weight), device), torch.float64)):
         given = [t.to(place, kind).requires_grad_() for t in (y, weight)]
         if kind == torch.float64:
             pairs_of = zip(given[0].split(M, 1), given[1].split(M), strict=True)
@@ -136,7 +142,7 @@ def beyond_case(T, pairs, keep, device, dtype):
     errors = {}
     for name, mine, exact in zip(("z", "gradient of y"), *(f[:2] for f in found), strict=True):
         others = torch.arange(P) != odd
-        errors[name] = relative(mine.cpu()[others], exact[others])
+        errors[name] = relative(mine.cpu()[others], exact.cpu()[others])
         errors[f"{name} at the odd position"] = relative(mine[odd], exact[odd])
     return errors | {"gradient of the weights": relative(found[0][2], found[1][2])}
 
@@ -145,6 +151,44 @@ for _T, _pairs in ((2, False), (3, False), (3, True)):
     for _keep in (True, False):
         name = f"beyond the range T={_T}{' pairs' if _pairs else ''}{' kept' if _keep else ''}"
         CASES[name] = functools.partial(beyond_case, _T, _pairs, _keep)
+
+
+def again_case(device, dtype):
+    """What a kernel found too large is done once more, with care, and nothing else."""
+    from torch_dcl.kernels import project
+
+    torch.manual_seed(0)
+    P, M, N = 150, 20, 130
+    y, weight, bias, grad = torch.randn(P, 2 * M), torch.randn(2 * M, N) / M**0.5, torch.randn(2, N), torch.randn(P, N)
+    given = [t.to(device, dtype) for t in (y, weight, bias)]
+    found = torch.zeros(2, 3)  # of two programs over the positions and three over the outputs
+    found[1, 2] = torch.nan
+    found, incoming = found.to(device), grad.to(device, dtype)
+    out = torch.full((P, N), -1.0).to(device, dtype)
+    dpre, parts = torch.full((2, P, N), -1.0).to(device, dtype), torch.full((2, 2 * (M + 1), N), -1.0).to(device)
+    project.forward_again(found, out, *given, 0.01)
+    project.backward_again(found, dpre, parts, incoming, *given, 0.01)
+    wide = [t.to("cpu", torch.float64).requires_grad_() for t in given]
+    pre = [y_t @ W_t + b_t for y_t, W_t, b_t in zip(wide[0].split(M, 1), wide[1].split(M), wide[2], strict=True)]
+    z = reference(pre, 0.01, False)
+    rows, columns = slice(64, 128), slice(128, None)  # the second program's tiles are every other
+    part = torch.zeros(P, N, dtype=torch.float64)
+    part[rows, columns] = incoming.cpu().double()[rows, columns]
+    wanted = torch.autograd.grad(z, [*pre, wide[1], wide[2]], part, retain_graph=True)
+    errors = {"z": relative(out[rows, columns], z[rows, columns])}
+    for t in range(2):
+        errors[f"gradient of response {t}"] = relative(dpre[t, rows, columns], wanted[t][rows, columns])
+    errors["gradient of the weights"] = relative(parts[1, 2:, columns], wanted[2][:, columns])
+    errors["gradient of the biases"] = relative(parts[1, :2, columns], wanted[3][:, columns])
+    untouched = torch.ones(P, N, dtype=torch.bool)
+    untouched[rows, columns] = False
+    for name, t in (("z", out), ("response 0", dpre[0]), ("response 1", dpre[1])):
+        errors[f"{name} elsewhere"] = float((t.cpu()[untouched] != -1).any())
+    errors["parts elsewhere"] = float((parts[0] != -1).any() or (parts[1, :, :128] != -1).any())
+    return errors
+
+
+CASES["once more with care"] = again_case
 
 
 def empty_case(keep, device, dtype):
@@ -174,6 +218,20 @@ LARGE = {
         (3, 65, 100, 1023, True), (2, 784, 128, 512, False),
     ]
 }  # fmt: skip
+# Large enough for the kernels of Hopper GPUs, most of them with a last tile that is not full.
+HOPPER = {
+    f"project P={P} M={M} K2={K2}{' bias' if bias else ''}": functools.partial(
+        project_case, 2, False, P, M, K2, bias, False, dtype=torch.bfloat16
+    )
+    for P, M, K2, bias in [
+        (16_384, 128, 512, True), (16_500, 128, 512, False), (131_200, 64, 64, True), (65_700, 64, 128, False),
+        (43_801, 128, 192, True),
+    ]
+}  # fmt: skip
+HOPPER |= {
+    f"beyond the range {sizes}": functools.partial(beyond_case, 2, False, False, dtype=torch.bfloat16, sizes=sizes)
+    for sizes in [(16_500, 128, 512), (65_700, 64, 128)]
+}
 
 
 def layer_case(kind, settings, training, device, dtype):

@@ -26,6 +26,8 @@ def compiled(monkeypatch):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     names = []
 
@@ -41,7 +43,9 @@ def compiled(monkeypatch):
             if name in constant or value is None or one:
                 signature[name], constants[(place,)] = "constexpr", value
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, TensorDescriptor):
+                signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+            elif isinstance(value, torch.Tensor):
                 signature[name] = TYPES[value.dtype]
                 hints[(place,)] = [["tt.divisibility", 16]]
             else:
@@ -49,7 +53,9 @@ def compiled(monkeypatch):
                 signature[name] = "fp32" if isinstance(value, float) else whole
                 if isinstance(value, int) and value % 16 == 0 and name not in fixed:
                     hints[(place,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, hints)
+        source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
+            kernel, signature, constants, hints
+        )
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert made.metadata.shared <= 227 * 1024, f"{kernel.fn.__name__} does not fit on the chip"
         names.append(kernel.fn.__name__)
@@ -87,8 +93,22 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
     project.project_forward(y, weight, bias, T, 0.01, pairs)
     project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs)
-    rows = ["_project_backward_rows"] if T == 2 and M <= 64 and dtype == torch.bfloat16 else []
-    assert compiled == ["_project_forward", "_project_backward", *rows]
+    inside = T == 2 and M <= 128 and dtype == torch.bfloat16
+    assert compiled == [
+        "forward", "backward", *(["backward_rows"] if inside and M <= 64 else []), *(["add_parts_"] if inside else [])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("M", [64, 128])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_projection_on_hopper_gpus(compiled, M, bias):
+    from torch_dcl.kernels import hopper
+
+    y, weight, biases = (torch.randn(shape).bfloat16() for shape in ((100, 2 * M), (2 * M, 192), (2, 192)))
+    hopper.project_forward(y, weight, biases if bias else None, 0.01)
+    hopper.project_backward(torch.randn(100, 192).bfloat16(), y, weight, biases if bias else None, 0.01)
+    rows = ["backward_rows"] if M == 64 else []
+    assert compiled == ["_forward", "forward", "_backward", "backward", *rows, "add_parts_"]
 
 
 @pytest.mark.parametrize("T", [2, 3])

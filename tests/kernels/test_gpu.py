@@ -9,6 +9,7 @@ from torch import nn
 
 from torch_dcl import DCLLinear
 from torch_dcl.data import digits
+from torch_dcl.kernels import dispatch
 from torch_dcl.paper import columns
 from torch_dcl.training import Fleet, Member, Schedule
 
@@ -52,6 +53,34 @@ def test_the_fusion_and_the_layers_agree_with_the_reference(name, dtype, closest
 @pytest.mark.parametrize("name", layer_cases.HALF)
 def test_half_precision_is_as_close_as_plain_torch(name):
     assert layer_cases.too_large(layer_cases.HALF[name]("cuda"), 5e-4) == {}
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", layer_cases.HOPPER)
+def test_the_kernels_of_hopper_gpus_are_as_close_as_plain_torch(name):
+    errors = layer_cases.HOPPER[name]("cuda")
+    assert layer_cases.too_large(errors, 5e-3) == {}
+    assert errors["z"] <= 4e-3
+
+
+@needs_hopper
+def test_a_hopper_gpu_takes_large_projections_and_leaves_the_others():
+    def taken(P, M, N, dtype=torch.bfloat16, T=2):
+        y, weight = torch.empty(P, T * M, dtype=dtype, device="cuda"), torch.empty(T * M, N, dtype=dtype, device="cuda")
+        return dispatch._hopper(y).takes(y, weight, T, 0.01)
+
+    assert taken(50_176, 128, 512)
+    assert taken(200_704, 64, 256)
+    assert not taken(784, 128, 512)
+    assert not taken(50_176, 96, 512)
+    assert not taken(50_176, 128, 500)
+    assert not taken(50_176, 128, 512, torch.float16)
+    assert not taken(50_176, 128, 512, T=3)
 
 
 def small(seed):

@@ -6,9 +6,11 @@ exported, under ``torch.func`` transforms, in float64, and for other T, the refe
 """
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -195,6 +197,9 @@ def _project_kernels(
 
     if keep:
         return kept.kept_forward(y, weight, bias, T, eps, pairs)
+    hopper = _hopper(y)
+    if hopper is not None and hopper.takes(y, weight, T, eps):
+        return hopper.project_forward(y, weight, bias, eps), None
     return project.project_forward(y, weight, bias, T, eps, pairs), None
 
 
@@ -205,7 +210,27 @@ def _project_backward_kernels(
 
     if pre is not None:
         return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
+    hopper = _hopper(y)
+    if hopper is not None and hopper.takes(y, weight, T, eps):
+        return hopper.project_backward(grad, y, weight, bias, eps)  # type: ignore[no-any-return]
     return project.project_backward(grad, y, weight, bias, T, eps, pairs)
+
+
+def _hopper(y: Tensor) -> ModuleType | None:
+    """The kernels of Hopper GPUs, on one of these."""
+    return _hopper_kernels() if y.is_cuda and torch.cuda.get_device_capability(y.device) == (9, 0) else None
+
+
+@functools.cache
+def _hopper_kernels() -> ModuleType | None:
+    """Gluon is young and its names change: these kernels run with the versions of Triton that they were tried with."""
+    import triton  # noqa: PLC0415
+
+    if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
+        return None
+    from torch_dcl.kernels import hopper  # noqa: PLC0415
+
+    return hopper
 
 
 def _again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:

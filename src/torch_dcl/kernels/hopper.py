@@ -1,0 +1,339 @@
+"""The projection of two branches once more for Hopper GPUs, in Gluon, where every wait and every copy is said.
+
+In Triton a tile's products wait for its copies, its arithmetic for its products, and the next copy for the arithmetic.
+Here the copy engine brings the next tile meanwhile, and both branches' products are issued together and waited for
+once. Tiles are 64 positions by 64 outputs, two or more programs share a processor. A program that met values too large
+for the quick arithmetic leaves a NaN in ``found``, and `project` goes over its part once more with care.
+
+Weights lie in shared memory with their columns in an order (see `_swap`) in which a product gives each thread eight
+neighbouring outputs: 16 bytes, which it reads and writes at once without asking other threads.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from torch_dcl.kernels import project
+from torch_dcl.kernels.arithmetic import OPTIONS, constants
+
+__all__ = ["project_backward", "project_forward", "takes"]
+
+# Names of Triton 3.9, and of 3.6.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_ALL = gl.constexpr(tl.PropagateNan.ALL)
+_SIDE = 64
+_FILTERS = (64, 128)
+_ENOUGH = 2**23
+"""Outputs of all positions from which the further launches pay."""
+
+
+@gluon.constexpr_function
+def _product(columns):
+    """How four warps hold a product of 64 rows or more."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def _shared(rows, columns):
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+
+
+@gluon.constexpr_function
+def _in_order(layout):
+    """The same threads, their registers in the order of the columns."""
+    return gl.DistributedLinearLayout(
+        sorted(layout.reg_bases, key=lambda base: (base[0], base[1])), layout.lane_bases, layout.warp_bases,
+        layout.block_bases, layout.shape,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _swap(x, R: gl.constexpr, C: gl.constexpr):
+    """Columns (h, q, j, i) as (h, j, q, i) of (C / 32, 4, 4, 2). Done twice nothing has changed."""
+    return gl.reshape(gl.permute(gl.reshape(x, (R, C // 32, 4, 4, 2)), (0, 1, 3, 2, 4)), (R, C))
+
+
+@gluon.jit
+def _swapped(c):
+    return (c // 32) * 32 + ((c // 2) % 4) * 8 + ((c // 8) % 4) * 2 + c % 2
+
+
+@gluon.jit
+def _weights(w, first, N: gl.constexpr, M: gl.constexpr, BN: gl.constexpr):
+    """The weights of both branches for a few outputs, in shared memory."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 8), BN // 8], [4, 1], [1, 0])
+    k = gl.arange(0, M, layout=gl.SliceLayout(1, L))
+    n = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    at = w + k[:, None] * N + (first + n)[None, :]
+    w0 = gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), _swap(gl.load(at), M, BN))
+    return w0, gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), _swap(gl.load(at + M * N), M, BN))
+
+
+@gluon.jit
+def _biases(bias, first, N: gl.constexpr, BN: gl.constexpr, L: gl.constexpr):
+    """The biases of both branches in shared memory.
+
+    Read there after a copy was issued, they keep the arithmetic behind it: the assembler moves arithmetic ahead of a
+    copy, but no read of shared memory.
+    """
+    S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    n = first + _swapped(gl.arange(0, BN, layout=gl.SliceLayout(0, L)))
+    if bias is None:
+        b0 = gl.zeros([BN], gl.float32, gl.SliceLayout(0, L))
+        b1 = b0
+    else:
+        b0 = gl.load(bias + n).to(gl.float32)
+        b1 = gl.load(bias + N + n).to(gl.float32)
+    shared0 = gl.allocate_shared_memory(gl.float32, [BN], S, b0)
+    return shared0, gl.allocate_shared_memory(gl.float32, [BN], S, b1)
+
+
+@gluon.jit
+def _tile(y, buffers, arrived, i, m, tiles, M: gl.constexpr, BM: gl.constexpr):
+    """Have the rows of tile m brought into buffer i, if there is such a tile."""
+    mbarrier.expect(arrived.index(i), BM * 2 * M * 2, pred=m < tiles)
+    _load(y, [m * BM, 0], arrived.index(i), buffers.index(i), pred=m < tiles)
+
+
+@gluon.jit
+def _at(start, m, n0, P, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr):
+    """Where the values of tile m lie, and which of them are there."""
+    p = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
+    n = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
+    return start + m.to(gl.int64) * (BM * N) + n0 + (p[:, None] * N + n[None, :]), (p < P - m * BM)[:, None]
+
+
+@gluon.jit
+def _respond(x, bias):
+    at: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    return gl.maximum(x + bias.load(at)[None, :], 0.0, propagate_nan=_ALL)
+
+
+@gluon.jit
+def _looked(x, R: gl.constexpr, C: gl.constexpr):
+    """Sums of what each thread holds of a row: no exchange."""
+    return gl.sum(gl.sum(gl.reshape(x, (R, C // 8, 4, 2)), 3), 1)
+
+
+@gluon.jit
+def _forward(
+    y, w, bias, out, found, P, eps,
+    N: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    L: gl.constexpr = _product(BN)
+    step = gl.num_programs(1)
+    tiles = gl.cdiv(P, BM)
+    n0 = gl.program_id(0) * BN
+    buffers = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, 2 * M], y.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(BUFFERS):
+        mbarrier.init(arrived.index(j), count=1)
+    fence_async_shared()
+    _barrier()
+    for j in gl.static_range(BUFFERS):
+        _tile(y, buffers, arrived, j, gl.program_id(1) + j * step, tiles, M, BM)
+    w0, w1 = _weights(w, n0, N, M, BN)
+    b0, b1 = _biases(bias, n0, N, BN, L)
+    fence_async_shared()
+    _barrier()
+    nothing = gl.zeros((BM, BN), gl.float32, L)
+    seen = _looked(nothing, BM, BN)
+    i = 0
+    phase = 0
+    for m in range(gl.program_id(1), tiles, step):
+        mbarrier.wait(arrived.index(i), phase)
+        a = warpgroup_mma(buffers.index(i).slice(0, M, 1), w0, nothing, use_acc=False, is_async=True)
+        b = warpgroup_mma(buffers.index(i).slice(M, M, 1), w1, nothing, use_acc=False, is_async=True)
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
+        _barrier()  # all warps have read this tile
+        _tile(y, buffers, arrived, i, m + BUFFERS * step, tiles, M, BM)
+        product = _respond(a, b0) * _respond(b, b1)
+        seen += _looked(product, BM, BN)
+        z = _swap(gl.sqrt(product + eps).to(gl.bfloat16), BM, BN)
+        Z: gl.constexpr = _in_order(z.type.layout)
+        to, there = _at(out, m, n0, P, N, BM, BN, Z)
+        gl.store(to, gl.convert_layout(z, Z), mask=there)
+        i += 1
+        if i == BUFFERS:
+            i = 0
+            phase ^= 1
+    _barrier()
+    for j in gl.static_range(BUFFERS):
+        mbarrier.invalidate(arrived.index(j))
+    gl.store(found + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), gl.sum(gl.sum(seen * 0.0, 1), 0))
+
+
+@gluon.jit
+def _backward(
+    grad, y, w, bias, dpre0, dpre1, parts, found, P, eps,
+    N: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """The sums of biases' and weights' gradients; the gradients of the responses are written if there is a place.
+
+    The products for the weights of one tile and those for the responses of the next are issued together. The biases'
+    sums are products with ones, which take fewer registers than sums do.
+    """
+    L: gl.constexpr = _product(BN)
+    step = gl.num_programs(1)
+    tiles = gl.cdiv(P, BM)
+    n0 = gl.program_id(0) * BN
+    buffers = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, 2 * M], y.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(BUFFERS):
+        mbarrier.init(arrived.index(j), count=1)
+    fence_async_shared()
+    _barrier()
+    for j in gl.static_range(BUFFERS - 1):
+        _tile(y, buffers, arrived, j, gl.program_id(1) + j * step, tiles, M, BM)
+    d0 = gl.allocate_shared_memory(gl.bfloat16, [BM, BN], _shared(BM, BN))
+    d1 = gl.allocate_shared_memory(gl.bfloat16, [BM, BN], _shared(BM, BN))
+    nothing = gl.zeros((BM, BN), gl.float32, L)
+    turned: gl.constexpr = _swap(nothing, BM, BN).type.layout
+    G: gl.constexpr = _in_order(turned)
+    at, there = _at(grad, gl.program_id(1), n0, P, N, BM, BN, G)
+    g = gl.load(at, mask=there, other=0.0)
+    w0, w1 = _weights(w, n0, N, M, BN)
+    b0, b1 = _biases(bias, n0, N, BN, L)
+    few: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    ones = gl.allocate_shared_memory(gl.bfloat16, [8, 16], _shared(8, 16), gl.full((8, 16), 1.0, gl.bfloat16, few))
+    sum0 = warpgroup_mma_init(gl.zeros((BN, 8), gl.float32, _product(8)))
+    sum1 = warpgroup_mma_init(gl.zeros((BN, 8), gl.float32, _product(8)))
+    dw0 = warpgroup_mma_init(gl.zeros((M, BN), gl.float32, _product(BN)))
+    dw1 = warpgroup_mma_init(gl.zeros((M, BN), gl.float32, _product(BN)))
+    fence_async_shared()
+    seen = _looked(nothing, BM, BN)
+    nowhere = found + gl.full(seen.shape, 0, gl.int32, seen.type.layout)
+    never = gl.full(seen.shape, 0, gl.int32, seen.type.layout) > P
+    mbarrier.wait(arrived.index(0), 0)
+    _barrier()
+    a = warpgroup_mma(buffers.index(0).slice(0, M, 1), w0, nothing, use_acc=False, is_async=True)
+    b = warpgroup_mma(buffers.index(0).slice(M, M, 1), w1, nothing, use_acc=False, is_async=True)
+    a, b = warpgroup_mma_wait(0, deps=[a, b])
+    a = warpgroup_mma_init(a)
+    b = warpgroup_mma_init(b)
+    i = 0
+    phase = 0
+    for m in range(gl.program_id(1), tiles, step):
+        dw0, dw1, sum0, sum1, a, b = warpgroup_mma_wait(0, deps=[dw0, dw1, sum0, sum1, a, b])
+        if dpre0 is not None:
+            tma.store_wait(0)
+        _barrier()  # the products and the copies of the tile before have read all that is written now
+        after = (i + 1) % BUFFERS
+        _tile(y, buffers, arrived, (i + BUFFERS - 1) % BUFFERS, m + (BUFFERS - 1) * step, tiles, M, BM)
+        h = gl.convert_layout(_swap(gl.convert_layout(g, turned), BM, BN), L).to(gl.float32)
+        va = _respond(a, b0)
+        vb = _respond(b, b1)
+        square = va * vb * 4.0 + 4.0 * eps  # its inverse root has the half of the derivative in it
+        share = h * gl.rsqrt(square)
+        da = gl.where(va == 0, 0.0, share * vb)
+        db = gl.where(vb == 0, 0.0, share * va)
+        seen += _looked(square, BM, BN)
+        d0.store(_swap(da.to(gl.bfloat16), BM, BN))
+        d1.store(_swap(db.to(gl.bfloat16), BM, BN))
+        gl.store(nowhere, seen, mask=never)  # never done, but it ends the life of what was looked at in registers
+        fence_async_shared()
+        if after == 0:
+            phase ^= 1
+        mbarrier.wait(arrived.index(after), phase, pred=m + step < tiles)
+        _barrier()
+        if dpre0 is not None:
+            _store(dpre0, [m * BM, n0], d0)
+            _store(dpre1, [m * BM, n0], d1)
+        dw0 = warpgroup_mma(buffers.index(i).slice(0, M, 1).permute((1, 0)), d0, dw0, is_async=True)
+        dw1 = warpgroup_mma(buffers.index(i).slice(M, M, 1).permute((1, 0)), d1, dw1, is_async=True)
+        for k in gl.static_range(BM // 16):
+            sum0 = warpgroup_mma(d0.slice(16 * k, 16, 0).permute((1, 0)), ones.permute((1, 0)), sum0, is_async=True)
+            sum1 = warpgroup_mma(d1.slice(16 * k, 16, 0).permute((1, 0)), ones.permute((1, 0)), sum1, is_async=True)
+        a = warpgroup_mma(buffers.index(after).slice(0, M, 1), w0, nothing, use_acc=False, is_async=True)
+        b = warpgroup_mma(buffers.index(after).slice(M, M, 1), w1, nothing, use_acc=False, is_async=True)
+        at, there = _at(grad, m + step, n0, P, N, BM, BN, G)
+        g = gl.load(at, mask=there, other=0.0)
+        i = after
+    dw0, dw1, sum0, sum1, a, b = warpgroup_mma_wait(0, deps=[dw0, dw1, sum0, sum1, a, b])
+    if dpre0 is not None:
+        tma.store_wait(0)
+    _barrier()
+    for j in gl.static_range(BUFFERS):
+        mbarrier.invalidate(arrived.index(j))
+    total0 = gl.max(sum0, 1)  # its columns are equal
+    total1 = gl.max(sum1, 1)
+    to = parts + gl.program_id(1).to(gl.int64) * (2 * (M + 1) * N) + n0
+    n = gl.arange(0, BN, layout=total0.type.layout)
+    gl.store(to + n, total0)
+    gl.store(to + N + n, total1)
+    W: gl.constexpr = dw0.type.layout
+    k = gl.arange(0, M, layout=gl.SliceLayout(1, W))
+    n = gl.arange(0, BN, layout=gl.SliceLayout(0, W))
+    to = to + 2 * N + (k[:, None] * N + n[None, :])
+    gl.store(to, dw0)
+    gl.store(to + M * N, dw1)
+    moderate = gl.sum(gl.sum(seen * 0.0, 1), 0) + gl.sum((total0 + total1) * 0.0, 0)
+    gl.store(found + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), moderate)
+
+
+def takes(y: Tensor, weight: Tensor, T: int, eps: float) -> bool:
+    """Whether these kernels are for such a projection: its type and sizes, and enough of it."""
+    M, N = y.shape[1] // T, weight.shape[1]
+    return (
+        T == 2 and M in _FILTERS and N % _SIDE == 0 and len(y) * N >= _ENOUGH
+        and y.dtype == torch.bfloat16 and y.data_ptr() % 16 == 0 and bool(constants(eps, 2, y.dtype)["QUICK"])
+    )  # fmt: skip
+
+
+def _launch(y: Tensor, N: int, at_once: int) -> tuple[tuple[int, int], Tensor, dict[str, Any]]:
+    """The grid, what its programs found, and their sizes."""
+    across = N // _SIDE
+    processors = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 4
+    grid = (across, max(1, min(triton.cdiv(len(y), _SIDE), at_once * processors // across)))
+    found = torch.empty(grid[1], grid[0], dtype=torch.float32, device=y.device)
+    sizes = {"N": N, "M": y.shape[1] // 2, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2, "num_warps": 4}
+    return grid, found, {**sizes, **OPTIONS}
+
+
+def _tiles_of(x: Tensor, columns: int) -> Any:
+    """How the copy engine is told of tiles of 64 rows."""
+    return TensorDescriptor.from_tensor(
+        x, [_SIDE, columns], gl.NVMMASharedLayout.get_default_for([_SIDE, columns], gl.bfloat16)
+    )
+
+
+def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """What `project.project_forward` gives for two branches."""
+    N, M = weight.shape[1], y.shape[1] // 2
+    out = torch.empty(len(y), N, dtype=y.dtype, device=y.device)
+    grid, found, sizes = _launch(y, N, 4 if _FILTERS[0] == M else 2)
+    _forward[grid](_tiles_of(y, 2 * M), weight, bias, out, found, len(y), eps, **sizes)
+    project.forward_again(found, out, y, weight, bias, eps)
+    return out
+
+
+def project_backward(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `project.project_backward` gives for two branches."""
+    P, N, M = len(y), weight.shape[1], y.shape[1] // 2
+    dpre = torch.empty(2, P, N, dtype=y.dtype, device=y.device) if _FILTERS[0] != M else None
+    grid, found, sizes = _launch(y, N, 2)
+    parts = torch.empty(grid[1], 2 * (M + 1), N, dtype=torch.float32, device=y.device)
+    places = (None, None) if dpre is None else tuple(_tiles_of(d, _SIDE) for d in dpre)
+    _backward[grid](grad, _tiles_of(y, 2 * M), weight, bias, *places, parts, found, P, eps, **sizes)
+    project.backward_again(found, dpre, parts, grad, y, weight, bias, eps)
+    dy = project.by_rows(grad, y, weight, bias, eps) if dpre is None else project.by_weights(dpre, weight)
+    dbias, dw = project.add_parts(parts, 2, y.dtype)
+    return dy, dw, None if bias is None else dbias
