@@ -6,11 +6,12 @@ bf16 weights and activations (or float32 with TF32), channels_last, cudnn.benchm
 backward, are captured as CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take
 turns. The ratio is always to the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user
 gets it, and the run fails if its kernels did not run; `dcl-reference` is the same without them. `plan` is what
-``plan(measure=True)`` says of the same layer by its own clock: eager, launches included, beside the eager plain layer.
+``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain layer.
 `tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
 
 AlexNet's cases are whole training steps with SGD, momentum and weight decay: as networks are trained, with float32
-weights under bf16 autocast, and in `-pure` with weights and momenta in bf16.
+weights under bf16 autocast, and in `-pure` with weights and momenta in bf16. In `-banded` both networks have their
+local response norms as products with a banded matrix, because torch's own take so long that little else shows.
 """
 
 import argparse
@@ -77,9 +78,35 @@ def linear(features: int, outputs: int, batch: int, **settings) -> Callable:
     return build
 
 
-def whole_alexnet(batch: int) -> Callable:
+class BandedLRN(nn.Module):
+    """Local response normalisation whose sums over channels are a product with a banded matrix."""
+
+    def __init__(self, like: nn.LocalResponseNorm, channels: int) -> None:
+        super().__init__()
+        self.beta, self.k = like.beta, like.k
+        apart = (torch.arange(channels)[:, None] - torch.arange(channels)).abs()
+        band = (apart <= like.size // 2) * (like.alpha / like.size)
+        self.register_buffer("band", band[:, :, None, None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `torch.nn.LocalResponseNorm` of an odd size."""
+        return x * (self.k + nn.functional.conv2d(x.square(), self.band)) ** -self.beta
+
+
+def with_banded_norms(network: nn.Module) -> nn.Module:
+    """The same network with its local response norms as products. The layer before says how many channels there are."""
+    channels = 0
+    for name, module in list(network.named_modules()):
+        if isinstance(module, nn.Conv2d):
+            channels = module.out_channels
+        elif isinstance(module, nn.LocalResponseNorm):
+            network.set_submodule(name, BandedLRN(module, channels))
+    return network
+
+
+def whole_alexnet(batch: int, *, banded: bool = False) -> Callable:
     def build():
-        plain = alexnet()
+        plain = with_banded_norms(alexnet()) if banded else alexnet()
         converted = deepcopy(plain)
         dcl.convert_(converted, variant_plan(converted, "A2"), init="random")
         return {"plain": plain, "dcl": converted}, torch.randn(batch, 3, 227, 227), None
@@ -101,6 +128,8 @@ CASES: dict[str, Callable] = {
     "fc-b32": linear(9216, 4096, 32),
     "alexnet-b256": whole_alexnet(256),
     "alexnet-b32": whole_alexnet(32),
+    "alexnet-b256-banded": whole_alexnet(256, banded=True),
+    "alexnet-b32-banded": whole_alexnet(32, banded=True),
     "alexnet-b256-pure": whole_alexnet(256),
     "alexnet-b32-pure": whole_alexnet(32),
 }

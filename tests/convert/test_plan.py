@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import torch_dcl as dcl
 from torch_dcl import models
+from torch_dcl.convert import measure
 
 
 def rows(plan):
@@ -376,6 +377,17 @@ def test_measured_latencies_stand_beside_each_unit_and_the_network(strategy):
     assert ("Slower than the layer it replaces" in text) == bool(slower)
     assert plan.only("2").timings is None
     assert dcl.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
+    x = torch.ones(3, device="cuda")
+    runs = {"alone": lambda: x.mul_(1)}
+    assert measure._on_device(runs, x)["alone"] is not runs["alone"]
+    asking = {**runs, "asks": lambda: x.sum().item()}
+    assert measure._on_device(asking, x) is asking
+    assert measure._on_device(runs, x)["alone"] is not runs["alone"], "a failed capture should leave no trace"
 
 
 # The network is left as it was; wrong input is an error that helps

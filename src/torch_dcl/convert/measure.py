@@ -1,4 +1,8 @@
-"""How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device."""
+"""How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device.
+
+On a GPU a unit is timed as a CUDA graph, so that it is the GPU's time: in a network launches run ahead, or are captured
+or compiled away. The network itself is timed as it runs, launches included.
+"""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -55,11 +59,11 @@ def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call
     if call.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     forwards = {name: _forward(network.eval(), x) for name, network in networks.items()}
-    forward = race(forwards)
+    forward = race(_on_device(forwards, x))
     fulls = {name: _full(network.train(), x) for name, network in networks.items()}
     for network in networks.values():
         _take_charge(network)
-    full = race(fulls)
+    full = race(_on_device(fulls, x))
     return {name: Timing(forward[name], full[name]) for name in networks}
 
 
@@ -92,6 +96,29 @@ def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
             if differentiable:
                 fulls = race({name: lambda n=n: full(n) for name, n in networks.items()})  # type: ignore[misc]
     return {name: Timing(forwards[name], fulls.get(name)) for name in networks}
+
+
+def _on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> Mapping[str, Callable[[], None]]:
+    """The contenders as CUDA graphs on a GPU; as they are elsewhere, or where one of them cannot be captured."""
+    if not x.is_cuda:
+        return contenders
+    graphs: dict[str, Callable[[], None]] = {}
+    with torch.cuda.device(x.device):
+        for name, run in contenders.items():
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(3):  # allocations, autotuning, compilation
+                    run()
+            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.graph(graph):
+                    run()
+            except RuntimeError:  # something in it asks the CPU
+                torch.cuda.synchronize()
+                return contenders
+            graphs[name] = graph.replay
+    return graphs
 
 
 def _take_charge(network: nn.Module) -> None:

@@ -8,6 +8,9 @@ goes the quick way everywhere, adds up what `quick` and `quick_gradients` give i
 once more if the sum is not finite.
 """
 
+import functools
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +30,8 @@ OPTIONS = {"enable_fp_fusion": True}
 """What every kernel is compiled with: a product and a sum may be one instruction. Triton's own default is to change."""
 
 
-def constants(eps: float, count: int, dtype: torch.dtype) -> dict[str, object]:
+@functools.cache
+def constants(eps: float, count: int, dtype: torch.dtype) -> Mapping[str, object]:
     """What a kernel is told about ε, and about the type that it writes.
 
     ``QUICK`` is 0 where ε is so small that it could be lost beside a product that underflows; then the geometric mean

@@ -9,6 +9,7 @@ Weights lie in shared memory with their columns in an order (see `_swap`) in whi
 neighbouring outputs: 16 bytes, which it reads and writes at once without asking other threads.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -299,8 +300,8 @@ def takes(y: Tensor, weight: Tensor, T: int, eps: float) -> bool:
 def _launch(y: Tensor, N: int, at_once: int) -> tuple[tuple[int, int], Tensor, dict[str, Any]]:
     """The grid, what its programs found, and their sizes."""
     across = N // _SIDE
-    processors = torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 4
-    grid = (across, max(1, min(triton.cdiv(len(y), _SIDE), at_once * processors // across)))
+    together = at_once * project.processors(y.device)
+    grid = (across, max(1, min(triton.cdiv(len(y), _SIDE), together // across)))
     found = torch.empty(grid[1], grid[0], dtype=torch.float32, device=y.device)
     sizes = {"N": N, "M": y.shape[1] // 2, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2, "num_warps": 4}
     return grid, found, {**sizes, **OPTIONS}
@@ -308,9 +309,12 @@ def _launch(y: Tensor, N: int, at_once: int) -> tuple[tuple[int, int], Tensor, d
 
 def _tiles_of(x: Tensor, columns: int) -> Any:
     """How the copy engine is told of tiles of 64 rows."""
-    return TensorDescriptor.from_tensor(
-        x, [_SIDE, columns], gl.NVMMASharedLayout.get_default_for([_SIDE, columns], gl.bfloat16)
-    )
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [_SIDE, columns], _in_shared_memory(columns))
+
+
+@functools.cache
+def _in_shared_memory(columns: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([_SIDE, columns], gl.bfloat16)
 
 
 def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -4,6 +4,7 @@ The responses v never reach memory: backward forms them once more. In backward a
 as it goes, where registers allow; the gradient of the branch outputs takes a second kernel, or cuBLAS if it is faster.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
 
 __all__ = [
-    "add_parts", "backward_again", "by_branch", "by_rows", "by_weights", "common", "forward_again", "project_backward",
-    "project_forward",
+    "add_parts", "backward_again", "by_branch", "by_rows", "by_weights", "common", "forward_again", "processors",
+    "project_backward", "project_forward",
 ]  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def _tiles(y: Tensor, T: int, N: int, *, inside: bool | None = None) -> Tiles:
     if registers is not None:
         tiles["maxnreg"] = registers
     across = triton.cdiv(N, BN)
-    return (across, max(1, min(triton.cdiv(len(y), 64), at_once * _processors(y) // across))), tiles
+    return (across, max(1, min(triton.cdiv(len(y), 64), at_once * processors(y.device) // across))), tiles
 
 
 _ON_CHIP = 210_000
@@ -65,8 +66,10 @@ _SHALLOW, _DEEPEST = 64, 128
 """Filters of a branch up to which nothing is short; and up to which the weights' gradient fits into registers."""
 
 
-def _processors(y: Tensor) -> int:
-    return torch.cuda.get_device_properties(y.device).multi_processor_count if y.is_cuda else 4
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> Tensor:
