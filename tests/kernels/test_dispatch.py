@@ -132,3 +132,18 @@ def test_the_projection_goes_through_vmap_with_weights_of_its_own(keep):
     for i in range(3):
         pre = [y[i, :, 4 * t : 4 * t + 4] @ weight[i, 4 * t : 4 * t + 4] + bias[t] for t in range(2)]
         torch.testing.assert_close(mapped[i], functional.fuse_branches(pre, 0.01))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_on_a_gpu_that_is_not_the_current_one_runs_there(dtype):
+    layer = DCLConv2d(6, 20, 3, padding=1, width=8).to("cuda:1", dtype, memory_format=torch.channels_last)
+    x = torch.randn(2, 6, 5, 7, device="cuda:1", dtype=dtype).to(memory_format=torch.channels_last)
+    with torch.cuda.device(1):
+        expected = layer(x)
+    with torch.cuda.device(0):
+        found = layer(x)
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    assert layer.fusion.weight.grad.isfinite().all()

@@ -5,13 +5,14 @@
 with the first kernel, never with the package.
 """
 
+import contextlib
 import importlib.util
 import os
 
 import torch
 from torch import Tensor
 
-__all__ = ["reachable", "usable"]
+__all__ = ["on_device_of", "reachable", "usable"]
 
 # Looked up once: a compiled network must find constants here.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -26,3 +27,10 @@ def reachable(x: Tensor) -> bool:
 def usable(x: Tensor) -> bool:
     """Whether the kernels can take this tensor: on a GPU, of a type that they compute in."""
     return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and reachable(x)
+
+
+def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current GPU, which need not be the one where the tensor lies."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()

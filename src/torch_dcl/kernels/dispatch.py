@@ -151,20 +151,30 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, eps: float, pairs: bool, *pre: Tensor) -> Tensor:
-        from torch_dcl.kernels.fused import fuse_forward  # noqa: PLC0415
-
         ctx.save_for_backward(*pre)
         ctx.eps, ctx.pairs = eps, pairs
-        return fuse_forward(list(pre), eps, pairs)
+        return _fuse_kernels(list(pre), eps, pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.fused import fuse_backward  # noqa: PLC0415
-
         pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
             return None, None, *_again(_reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
-        return None, None, *fuse_backward(grads[0], list(pre), ctx.eps, ctx.pairs)
+        return None, None, *_fuse_backward_kernels(grads[0], list(pre), ctx.eps, ctx.pairs)
+
+
+def _fuse_kernels(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    with kernels.on_device_of(pre[0]):
+        return fused.fuse_forward(pre, eps, pairs)
+
+
+def _fuse_backward_kernels(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    with kernels.on_device_of(grad):
+        return fused.fuse_backward(grad, pre, eps, pairs)
 
 
 class _Project(torch.autograd.Function):
@@ -195,12 +205,13 @@ def _project_kernels(
 ) -> tuple[Tensor, Tensor | None]:
     from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
-    if keep:
-        return kept.kept_forward(y, weight, bias, T, eps, pairs)
-    hopper = _hopper(y)
-    if hopper is not None and hopper.takes(y, weight, T, eps):
-        return hopper.project_forward(y, weight, bias, eps), None
-    return project.project_forward(y, weight, bias, T, eps, pairs), None
+    with kernels.on_device_of(y):
+        if keep:
+            return kept.kept_forward(y, weight, bias, T, eps, pairs)
+        hopper = _hopper(y)
+        if hopper is not None and hopper.takes(y, weight, T, eps):
+            return hopper.project_forward(y, weight, bias, eps), None
+        return project.project_forward(y, weight, bias, T, eps, pairs), None
 
 
 def _project_backward_kernels(
@@ -208,12 +219,13 @@ def _project_backward_kernels(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
-    if pre is not None:
-        return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
-    hopper = _hopper(y)
-    if hopper is not None and hopper.takes(y, weight, T, eps):
-        return hopper.project_backward(grad, y, weight, bias, eps)  # type: ignore[no-any-return]
-    return project.project_backward(grad, y, weight, bias, T, eps, pairs)
+    with kernels.on_device_of(y):
+        if pre is not None:
+            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
+        hopper = _hopper(y)
+        if hopper is not None and hopper.takes(y, weight, T, eps):
+            return hopper.project_backward(grad, y, weight, bias, eps)  # type: ignore[no-any-return]
+        return project.project_backward(grad, y, weight, bias, T, eps, pairs)
 
 
 def _hopper(y: Tensor) -> ModuleType | None:
@@ -256,18 +268,14 @@ def _reference_project(inputs: Sequence[Tensor], T: int, eps: float, pairs: bool
 @torch.library.custom_op("torch_dcl::fuse", mutates_args=())
 def _op_fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
     if kernels.usable(pre[0]):
-        from torch_dcl.kernels.fused import fuse_forward  # noqa: PLC0415
-
-        return fuse_forward(pre, eps, pairs)
+        return _fuse_kernels(pre, eps, pairs)
     return _reference_fuse(pre, eps, pairs)
 
 
 @torch.library.custom_op("torch_dcl::fuse_backward", mutates_args=())
 def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
     if kernels.usable(grad):
-        from torch_dcl.kernels.fused import fuse_backward  # noqa: PLC0415
-
-        return fuse_backward(grad, pre, eps, pairs)
+        return _fuse_backward_kernels(grad, pre, eps, pairs)
     return functional.fuse_gradients(grad, pre, eps, pairs=pairs)
 
 

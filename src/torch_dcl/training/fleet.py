@@ -109,7 +109,8 @@ class Fleet:
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
         self.epoch = 0
-        self.classes = self._count_classes()
+        with self._there():
+            self.classes = self._count_classes()
         check_labels({member.data: data[member.data] for member in members}, self.classes)
         self._parameters = {name: p for name, p in self.stack.named_stacked() if p.requires_grad}
         self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
@@ -143,14 +144,20 @@ class Fleet:
         last = self.epochs if epochs is None else min(self.epochs, self.epoch + epochs)
         if self.epoch < last and self.device.type == "cuda" and self._graph is None:
             start = time.perf_counter()
-            self._capture()
-            torch.cuda.synchronize(self.device)
+            with self._there():
+                self._capture()
+                torch.cuda.synchronize()
             self.preparing = time.perf_counter() - start
         while self.epoch < last:
-            self._one_epoch()
+            with self._there():
+                self._one_epoch()
             if on_epoch is not None:
                 on_epoch(self)
         return self.history
+
+    def _there(self) -> contextlib.AbstractContextManager[object]:
+        """Graphs and kernels are for the current GPU, so it must be the fleet's."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def network(self, index: int) -> nn.Module:
         """One of the networks by itself, on the CPU, in float32 or float64, ready for evaluation."""
@@ -171,13 +178,14 @@ class Fleet:
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         wrong = torch.zeros_like(losses)
         self.stack.eval()
-        for start in range(0, resident.count, batch):
-            index = torch.arange(start, min(start + batch, resident.count), device=self.device)
-            images, labels = resident.gather(index.expand(len(self), -1), self.compute)
-            logits = self._judged(images)
-            predictions[:, start : start + batch] = chosen = logits.argmax(-1)
-            losses += operations.cross_entropy(logits, labels).double().sum(1)
-            wrong += (chosen != labels).sum(1)
+        with self._there():
+            for start in range(0, resident.count, batch):
+                index = torch.arange(start, min(start + batch, resident.count), device=self.device)
+                images, labels = resident.gather(index.expand(len(self), -1), self.compute)
+                logits = self._judged(images)
+                predictions[:, start : start + batch] = chosen = logits.argmax(-1)
+                losses += operations.cross_entropy(logits, labels).double().sum(1)
+                wrong += (chosen != labels).sum(1)
         self.stack.train()
         return Evaluation(predictions, 100 * wrong / resident.count, losses / resident.count)
 
