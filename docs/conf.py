@@ -64,7 +64,7 @@ html_theme_options = {
 }
 
 # What is not ours cannot be linked without the network; what is ours must be found.
-nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|weakref|pathlib|os|typing|rich)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|contextlib|weakref|pathlib|os|typing|rich)\..*")]
 nitpick_ignore = [("py:class", name) for name in ("torch.Tensor", "Tensor", "Path", "Any")]
 
 ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".training", ".models", ".paper", ".kernels")

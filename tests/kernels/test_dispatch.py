@@ -134,6 +134,39 @@ def test_the_projection_goes_through_vmap_with_weights_of_its_own(keep):
         torch.testing.assert_close(mapped[i], functional.fuse_branches(pre, 0.01))
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("P", "M", "N", "settings", "taken"),
+    [
+        (50_176, 128, 512, {}, True),
+        (200_704, 64, 256, {}, True),
+        (784, 128, 512, {}, False),
+        (50_176, 96, 512, {}, False),
+        (50_176, 128, 500, {}, False),
+        (50_176, 128, 512, {"dtype": torch.float16}, False),
+        (50_176, 128, 512, {"T": 3}, False),
+        (50_176, 128, 512, {"eps": 1e-30}, False),
+    ],
+)
+def test_the_kernels_of_hopper_gpus_take_large_projections_and_leave_the_others(P, M, N, settings, taken):
+    hopper = dispatch._hopper_kernels()
+    given = {"T": 2, "dtype": torch.bfloat16, "eps": 0.01, **settings}
+    y, weight = (torch.empty(shape, dtype=given["dtype"]) for shape in ((P, given["T"] * M), (given["T"] * M, N)))
+    assert hopper.takes(y, weight, given["T"], given["eps"]) == taken
+
+
+@needs_triton
+def test_where_triton_is_of_another_age_the_kernels_of_hopper_gpus_are_left_alone(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.42.0")
+    dispatch._hopper_kernels.cache_clear()
+    assert dispatch._hopper_kernels() is None
+    monkeypatch.undo()
+    dispatch._hopper_kernels.cache_clear()
+    assert dispatch._hopper_kernels() is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -9,7 +9,6 @@ from torch import nn
 
 from torch_dcl import DCLLinear
 from torch_dcl.data import digits
-from torch_dcl.kernels import dispatch
 from torch_dcl.paper import columns
 from torch_dcl.training import Fleet, Member, Schedule
 
@@ -66,21 +65,6 @@ def test_the_kernels_of_hopper_gpus_are_as_close_as_plain_torch(name):
     errors = layer_cases.HOPPER[name]("cuda")
     assert layer_cases.too_large(errors, 5e-3) == {}
     assert errors["z"] <= 4e-3
-
-
-@needs_hopper
-def test_a_hopper_gpu_takes_large_projections_and_leaves_the_others():
-    def taken(P, M, N, dtype=torch.bfloat16, T=2):
-        y, weight = torch.empty(P, T * M, dtype=dtype, device="cuda"), torch.empty(T * M, N, dtype=dtype, device="cuda")
-        return dispatch._hopper(y).takes(y, weight, T, 0.01)
-
-    assert taken(50_176, 128, 512)
-    assert taken(200_704, 64, 256)
-    assert not taken(784, 128, 512)
-    assert not taken(50_176, 96, 512)
-    assert not taken(50_176, 128, 500)
-    assert not taken(50_176, 128, 512, torch.float16)
-    assert not taken(50_176, 128, 512, T=3)
 
 
 def small(seed):
