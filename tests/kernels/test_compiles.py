@@ -9,6 +9,10 @@ import importlib.util
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dcl.kernels import sizes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -62,6 +66,14 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
     return names
+
+
+@given(st.integers(1, 10**7), st.integers(1, 5000))
+def test_sizes_are_those_of_triton(size, block):
+    import triton
+
+    assert sizes.cdiv(size, block) == triton.cdiv(size, block)
+    assert sizes.next_power_of_2(size) == triton.next_power_of_2(size)
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])

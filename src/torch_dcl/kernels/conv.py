@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
+from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = ["conv_backward_input", "conv_backward_weight", "conv_forward", "pack_weight"]
 
@@ -274,7 +275,7 @@ def _input_gradient(
 
 
 def _tile(size: int, least: int = 16, most: int = 64) -> int:
-    return min(most, max(least, triton.next_power_of_2(size)))
+    return min(most, max(least, next_power_of_2(size)))
 
 
 def _padded(N: int) -> int:
@@ -331,7 +332,7 @@ def conv_forward(
     BK, flat = _depth(KW * C, x)
     together = pool == 2 and not flat
     BM, BN = _lines(x, 64 if together else 128), _tile(NP)
-    grid = (triton.cdiv(B * PH * PW, BM), E, NP // BN)
+    grid = (cdiv(B * PH * PW, BM), E, NP // BN)
     sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
     common = {
         "C": C, "ROW": KW * C, "KH": KH, "RELU": relu, "BIAS": bias is not None, "BM": BM, "BN": BN,
@@ -353,14 +354,14 @@ def conv_backward_weight(
     PH, PW, N = grad.shape[2:]
     BK, flat = _depth(KW * C, x)
     BM, BN = _lines(x, 32), _tile(N)
-    tiles = triton.cdiv(KH * KW * C, BK) if flat else KH * triton.cdiv(KW * C, BK)
-    programs = tiles * triton.cdiv(N, BN) * E
+    tiles = cdiv(KH * KW * C, BK) if flat else KH * cdiv(KW * C, BK)
+    programs = tiles * cdiv(N, BN) * E
     positions = B * PH * PW
-    splits = max(1, min(triton.cdiv(positions, 8 * BM), (2048 if flat else 1024) // programs))
-    share = triton.cdiv(triton.cdiv(positions, splits), BM) * BM
+    splits = max(1, min(cdiv(positions, 8 * BM), (2048 if flat else 1024) // programs))
+    share = cdiv(cdiv(positions, splits), BM) * BM
     dw = torch.empty(splits, E, KH, KW, C, N, dtype=torch.float32, device=x.device)
     db = torch.empty(splits, E, N, dtype=torch.float32, device=x.device)
-    _weight_gradient[(tiles * triton.cdiv(N, BN), E, splits)](
+    _weight_gradient[(tiles * cdiv(N, BN), E, splits)](
         x, grad, which, dw, db, positions, share, B * H * W * C, E, H, W, PH, PW, N,
         C=C, ROW=KW * C, KH=KH, POOL=pool, BM=BM, BN=BN, BK=BK, FLAT=flat, PRECISION=_precision(x),
         num_warps=4, num_stages=2 if flat else 1, **OPTIONS,
@@ -376,13 +377,13 @@ def conv_backward_input(packed: Tensor, grad: Tensor, which: Tensor, shape: tupl
     PH, PW, N = grad.shape[2:]
     dy = torch.empty(E, B, OH, OW, NP, dtype=grad.dtype, device=grad.device)
     rows, lines, tile = E * B * OH * OW, 32, _tile(NP)
-    _unpool[(triton.cdiv(rows, lines), NP // tile)](
+    _unpool[(cdiv(rows, lines), NP // tile)](
         grad, which, dy, rows, OH, OW, PH, PW, N, NP, POOL=pool, BM=lines, BN=tile, num_warps=4, **OPTIONS
     )
     dx = torch.empty(shape, dtype=grad.dtype, device=grad.device)
     BM, BC, BN = _lines(grad, 128), _tile(C), _tile(NP)
-    ctiles = triton.cdiv(C, BC)
-    _input_gradient[(triton.cdiv(B * W, BM) * ctiles, H, E)](
+    ctiles = cdiv(C, BC)
+    _input_gradient[(cdiv(B * W, BM) * ctiles, H, E)](
         dy, packed, dx, B * W, H, W, OH, OW, NP,
         C=C, KH=KH, KW=KW, BM=BM, BC=BC, BN=BN, CTILES=ctiles, NTILES=NP // BN,
         PRECISION=_precision(grad), num_warps=4, num_stages=2, **OPTIONS,

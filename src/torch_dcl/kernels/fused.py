@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import constants, fused, gradients, respond
+from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["fuse_backward", "fuse_forward"]
 
@@ -72,7 +73,7 @@ def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
     size = out.numel()
     if size:
         pre = _in_the_layout_of(out, pre)
-        _fuse_forward[(triton.cdiv(size, _BLOCK),)](
+        _fuse_forward[(cdiv(size, _BLOCK),)](
             pre[0], pre[1], pre[-1], out, size, **_common(out, T, eps, pairs), BLOCK=_BLOCK
         )
     return out
@@ -84,7 +85,7 @@ def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> l
     size = grad.numel()
     if size:
         grad, *pre = _in_the_layout_of(out[0], [grad, *pre])
-        _fuse_backward[(triton.cdiv(size, _BLOCK),)](
+        _fuse_backward[(cdiv(size, _BLOCK),)](
             grad, pre[0], pre[1], pre[-1], out[0], out[1], out[-1], size, **_common(grad, T, eps, pairs), BLOCK=_BLOCK
         )
     return out

@@ -13,7 +13,6 @@ import functools
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -30,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_dcl.kernels import project
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
+from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["project_backward", "project_forward", "takes"]
 
@@ -301,7 +301,7 @@ def _launch(y: Tensor, N: int, at_once: int) -> tuple[tuple[int, int], Tensor, d
     """The grid, what its programs found, and their sizes."""
     across = N // _SIDE
     together = at_once * project.processors(y.device)
-    grid = (across, max(1, min(triton.cdiv(len(y), _SIDE), together // across)))
+    grid = (across, max(1, min(cdiv(len(y), _SIDE), together // across)))
     found = torch.empty(grid[1], grid[0], dtype=torch.float32, device=y.device)
     sizes = {"N": N, "M": y.shape[1] // 2, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2, "num_warps": 4}
     return grid, found, {**sizes, **OPTIONS}

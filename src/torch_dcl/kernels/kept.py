@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import constants, fused, respond
 from torch_dcl.kernels.project import by_branch
+from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["kept_backward", "kept_forward"]
 
@@ -78,7 +79,7 @@ def kept_forward(
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
         out = torch.empty(P, N, dtype=y.dtype, device=y.device)
         tiles = _tiles(P, T)
-        _kept_forward[(triton.cdiv(P, tiles["BM"]), triton.cdiv(N, tiles["BN"]))](
+        _kept_forward[(cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"]))](
             y, weight, bias, pre, out, P, N=N, M=y.shape[1] // T, T=T, PAIRS=pairs, BIAS=bias is not None,
             PRECISION="tf32", **constants(eps, 2 if pairs else T, y.dtype), **tiles,
         )  # fmt: skip

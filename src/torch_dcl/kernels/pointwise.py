@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond
+from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images",
@@ -202,7 +203,7 @@ def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.
     E, B = index.shape
     size = images[0, 0].numel()
     out = torch.empty(E, B, *images.shape[2:], dtype=dtype, device=images.device)
-    block = min(4096, triton.next_power_of_2(size))
+    block = min(4096, next_power_of_2(size))
     _gather[(B, E)](images, image_of, index, out, images.shape[1], B, size, 1 / 255, BLOCK=block, **OPTIONS)
     return out
 
@@ -212,7 +213,7 @@ def entropy_forward(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     rows, classes = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(losses)
-    block = triton.next_power_of_2(classes)
+    block = next_power_of_2(classes)
     _entropy_forward[(rows,)](logits, labels, losses, lse, classes, BLOCK=block, num_warps=4, **OPTIONS)
     return losses, lse
 
@@ -221,7 +222,7 @@ def entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) 
     """The gradient of the logits for a gradient ``[rows]`` of the losses."""
     out = torch.empty_like(logits)
     rows, classes = logits.shape
-    block = triton.next_power_of_2(classes)
+    block = next_power_of_2(classes)
     _entropy_backward[(rows,)](grad, logits, labels, lse, out, classes, BLOCK=block, num_warps=4, **OPTIONS)
     return out
 
@@ -241,7 +242,7 @@ def fuse_forward(
     """
     E, _, B, N = pre.shape
     out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
-    _fuse_forward[(triton.cdiv(B * N, _BLOCK), E)](
+    _fuse_forward[(cdiv(B * N, _BLOCK), E)](
         pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
     )
     return out
@@ -253,7 +254,7 @@ def fuse_backward(
     """The gradient of ``pre``, zero for a branch that is dead or idle."""
     E, _, B, N = pre.shape
     out = torch.empty_like(pre)
-    _fuse_backward[(triton.cdiv(B * N, _BLOCK), E)](
+    _fuse_backward[(cdiv(B * N, _BLOCK), E)](
         grad, pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
     )
     return out
@@ -271,7 +272,7 @@ def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tens
     """
     out = torch.empty_like(x)
     size = x[0].numel()
-    _dropout[(triton.cdiv(size, _BLOCK), len(x))](
+    _dropout[(cdiv(size, _BLOCK), len(x))](
         x, seed, step, out, layer, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK, **OPTIONS
     )
     return out
@@ -288,7 +289,7 @@ def sgd_(
     active branches move.
     """
     size = p[0].numel()
-    _sgd[(triton.cdiv(size, _BLOCK), len(p))](
+    _sgd[(cdiv(size, _BLOCK), len(p))](
         p, m, g, low, lr, weight_decay, clip, active, size, size // branches, lr_factor, wd_factor, momentum,
         NESTEROV=nesterov, CLIP=clip is not None, LOW=low is not None, HOLD=active is not None, BLOCK=_BLOCK,
         **OPTIONS,

@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
+from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "add_parts", "backward_again", "by_branch", "by_rows", "by_weights", "common", "forward_again", "processors",
@@ -26,7 +26,7 @@ def common(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, p
     M, wide = y.shape[1] // T, y.dtype == torch.float32
     return {
         **constants(eps, 2 if pairs else T, y.dtype), "T": T, "PAIRS": pairs, "BIAS": bias is not None,
-        "N": weight.shape[1], "M": M, "BK": max(16, triton.next_power_of_2(M)), "BM": 64,
+        "N": weight.shape[1], "M": M, "BK": max(16, next_power_of_2(M)), "BM": 64,
         "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 or not wide else "ieee",
     }  # fmt: skip
 
@@ -35,8 +35,14 @@ Tiles = tuple[tuple[int, int], dict[str, Any]]
 
 
 def _tiles(y: Tensor, T: int, N: int, *, inside: bool | None = None) -> Tiles:
-    """The grid of a kernel that keeps outputs, and its tiles, as measured on an H200: forward, and both of backward."""
-    half, BK = y.dtype != torch.float32, max(16, triton.next_power_of_2(y.shape[1] // T))
+    """The grid of a kernel that keeps outputs, and its tiles: forward, and both of backward."""
+    return _measured(len(y), y.shape[1] // T, T, N, y.element_size(), processors(y.device), inside)
+
+
+@functools.lru_cache(1024)
+def _measured(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside: bool | None) -> Tiles:
+    """What did best on an H200."""
+    half, BK = size == 2, max(16, next_power_of_2(M))
     BN, warps, stages, registers, at_once = 64 if half and BK <= _DEEPEST else 32, 4, 1, None, 2
     scarce = half and _SHALLOW < BK <= _DEEPEST  # more threads with fewer registers each
     if inside:
@@ -50,14 +56,14 @@ def _tiles(y: Tensor, T: int, N: int, *, inside: bool | None = None) -> Tiles:
         BN, warps, registers = 128 if T == 2 else 64, 8, 128
     else:
         at_once = 3
-    BN = min(BN, max(16, triton.next_power_of_2(N)))
-    if T * BK * y.element_size() * (BN + stages * 64) > _ON_CHIP:
+    BN = min(BN, max(16, next_power_of_2(N)))
+    if T * BK * size * (BN + stages * 64) > _ON_CHIP:
         stages = 1
     tiles: dict[str, Any] = {"BN": BN, "num_warps": warps, "num_stages": stages}
     if registers is not None:
         tiles["maxnreg"] = registers
-    across = triton.cdiv(N, BN)
-    return (across, max(1, min(triton.cdiv(len(y), 64), at_once * processors(y.device) // across))), tiles
+    across = cdiv(N, BN)
+    return (across, max(1, min(cdiv(P, 64), at_once * side_by_side // across))), tiles
 
 
 _ON_CHIP = 210_000
@@ -137,8 +143,8 @@ def by_rows(grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: f
     """The gradient of two branches' outputs, without the gradients of the responses."""
     P, N, dy = len(y), weight.shape[1], torch.empty_like(y)
     if P:
-        tiles = {"BN": min(32, max(16, triton.next_power_of_2(N))), "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-        passes.backward_rows[(triton.cdiv(P, 64),)](
+        tiles = {"BN": min(32, max(16, next_power_of_2(N))), "num_warps": 4, "num_stages": 3, "maxnreg": 168}
+        passes.backward_rows[(cdiv(P, 64),)](
             grad, y, weight, bias, dy, P, **common(y, weight, bias, 2, eps, False), **tiles
         )
     return dy
@@ -149,7 +155,7 @@ def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     count, rows, N = parts.shape
     dbias = torch.empty(T, N, dtype=dtype, device=parts.device)
     dw = torch.empty(rows - T, N, dtype=dtype, device=parts.device)
-    passes.add_parts_[(triton.cdiv(rows * N, 256),)](
+    passes.add_parts_[(cdiv(rows * N, 256),)](
         parts, dbias, dw, count, rows * N, T=T, N=N, AT_ONCE=16, BLOCK=256, num_warps=4, **OPTIONS
     )
     return dbias, dw
