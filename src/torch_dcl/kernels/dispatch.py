@@ -230,7 +230,12 @@ def _project_backward_kernels(
 
 def _hopper(y: Tensor) -> ModuleType | None:
     """The kernels of Hopper GPUs, on one of these."""
-    return _hopper_kernels() if y.is_cuda and torch.cuda.get_device_capability(y.device) == (9, 0) else None
+    return _hopper_on(y.device) if y.is_cuda else None
+
+
+@functools.cache
+def _hopper_on(device: torch.device) -> ModuleType | None:
+    return _hopper_kernels() if torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
 @functools.cache
