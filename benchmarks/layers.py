@@ -11,7 +11,7 @@ gets it, and the run fails if its kernels did not run; `dcl-reference` is the sa
 
 AlexNet's cases are whole training steps with SGD, momentum and weight decay: as networks are trained, with float32
 weights under bf16 autocast, and in `-pure` with weights and momenta in bf16. In `-banded` both networks have their
-local response norms as products with a banded matrix, because torch's own take so long that little else shows.
+local response norms as products with a banded matrix instead of torch's own.
 """
 
 import argparse
