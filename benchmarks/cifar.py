@@ -18,7 +18,6 @@ of products and convolutions, forward and backward, counted by `torch.utils.flop
 """
 
 import argparse
-import csv
 import os
 import statistics
 import time
@@ -26,12 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from rows import write_rows
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
-from torch_dcl.files import replacing
 from torch_dcl.paper.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
 from torch_dcl.paper.natural.table2 import How, make_fleet
 from torch_dcl.stochastic import advance_branches_
@@ -74,14 +73,7 @@ def main() -> None:
             rows += measure(arguments, data, network, seeds)
             print("\n".join("  ".join(f"{row[f]}" for f in FIELDS) for row in rows[-4:]), flush=True)
             if arguments.out:  # after every network, so that a run that is cut off leaves what it has
-                write(arguments.out, rows)
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    with replacing(path) as aside, aside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+                write_rows(arguments.out, FIELDS, rows)
 
 
 def random_images(count: int, classes: int) -> Dataset:

@@ -17,19 +17,18 @@ their order; the others without it.
 """
 
 import argparse
-import csv
 import math
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from rows import write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import convert_
 from torch_dcl.data.digits import generate
-from torch_dcl.files import replacing
 from torch_dcl.models import lenet, variant_plan
 from torch_dcl.training import Fleet, Member, Schedule
 
@@ -82,10 +81,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{row[c]}" for c in COLUMNS), flush=True)
     if arguments.out:
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, COLUMNS, rows)
 
 
 def measure(arguments: argparse.Namespace, data, networks: int, precision: str) -> list[dict[str, object]]:

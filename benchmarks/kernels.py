@@ -8,13 +8,12 @@ time is the GPU's and no run finds its inputs in the cache. Medians.
 """
 
 import argparse
-import csv
 import statistics
 from pathlib import Path
 
 import torch
+from rows import write_rows
 
-from torch_dcl.files import replacing
 from torch_dcl.kernels import fused
 
 COLUMNS = ["kernel", "branches", "precision", "mib", "forward_ms", "full_ms", "forward_share", "full_share"]
@@ -57,10 +56,7 @@ def main() -> None:
                 rows.append(row)
                 print("  ".join(str(rows[-1][name]) for name in COLUMNS[:9]), flush=True)
     if arguments.out:
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, COLUMNS, rows)
 
 
 def copy_bandwidth() -> float:

@@ -15,7 +15,6 @@ local response norms as products with a banded matrix instead of torch's own.
 """
 
 import argparse
-import csv
 import importlib.util
 import statistics
 from collections.abc import Callable
@@ -23,10 +22,10 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+from rows import write_rows
 from torch import nn
 
 import torch_dcl as dcl
-from torch_dcl.files import replacing
 from torch_dcl.kernels import dispatch
 from torch_dcl.models import alexnet, count_weights, variant_plan
 
@@ -155,14 +154,7 @@ def main() -> None:
             for row in found:
                 print("  ".join(str(row[name]) for name in COLUMNS[:8]), flush=True)
             if arguments.out:  # after every case, so that a run that is cut off leaves what it has
-                write(arguments.out, rows)
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> None:
-    with replacing(path) as aside, aside.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+                write_rows(arguments.out, COLUMNS, rows)
 
 
 def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[dict[str, object]]:

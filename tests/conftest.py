@@ -1,5 +1,9 @@
 """What every test starts from: the same random numbers, and no clock."""
 
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
 import hypothesis
 import pytest
 import torch
@@ -11,3 +15,25 @@ hypothesis.settings.load_profile("no clock")
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], contextlib.AbstractContextManager[None]]:
+    """A block in which fleets are stopped, from outside, before a step."""
+    from torch_dcl.training import Fleet
+
+    @contextlib.contextmanager
+    def killed(step: int) -> Iterator[None]:
+        taken, one_step = itertools.count(), Fleet._one_step
+
+        def until(fleet: Fleet) -> None:
+            if next(taken) == step:
+                raise KeyboardInterrupt
+            one_step(fleet)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Fleet, "_one_step", until)
+            with pytest.raises(KeyboardInterrupt):
+                yield
+
+    return killed

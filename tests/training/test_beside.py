@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import itertools
 import math
 
 import pytest
@@ -300,13 +299,9 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind, break_at, tmp_path):
     assert whole.history == after.history
 
 
-class KilledError(Exception):
-    """Something that ends a run in the middle of a step."""
-
-
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 13, 29, 49])
-def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stacked, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stacked, tmp_path, killed_at):
     data, members, networks = three_sets(), all_different(2), [tiny() for _ in range(2)]
     path = tmp_path / "fleet.safetensors"
 
@@ -315,18 +310,8 @@ def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stac
 
     whole, killed, resumed = fleet(), fleet(), fleet()
     whole.train()
-    taken = itertools.count()
-    one_step = Fleet._one_step
-
-    def until(self):
-        if next(taken) == step:
-            raise KilledError
-        one_step(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Fleet, "_one_step", until)
-        with pytest.raises(KilledError):
-            killed.train(on_epoch=lambda f: f.save(path))
+    with killed_at(step):
+        killed.train(on_epoch=lambda f: f.save(path))
     if path.exists():
         resumed.load(path)
     assert resumed.epoch == step // 10

@@ -113,6 +113,20 @@ def _tile(y, buffers, arrived, i, m, tiles, M: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
+def _first_tiles(y, tiles, AHEAD: gl.constexpr, M: gl.constexpr, BM: gl.constexpr, BUFFERS: gl.constexpr):
+    """Buffers with the program's first tiles on their way, and what tells that they have arrived."""
+    buffers = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, 2 * M], y.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(BUFFERS):
+        mbarrier.init(arrived.index(j), count=1)
+    fence_async_shared()
+    _barrier()
+    for j in gl.static_range(AHEAD):
+        _tile(y, buffers, arrived, j, gl.program_id(1) + j * gl.num_programs(1), tiles, M, BM)
+    return buffers, arrived
+
+
+@gluon.jit
 def _at(start, m, n0, P, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, L: gl.constexpr):
     """Where the values of tile m lie, and which of them are there."""
     p = gl.arange(0, BM, layout=gl.SliceLayout(1, L))
@@ -141,14 +155,7 @@ def _forward(
     step = gl.num_programs(1)
     tiles = gl.cdiv(P, BM)
     n0 = gl.program_id(0) * BN
-    buffers = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, 2 * M], y.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(BUFFERS):
-        mbarrier.init(arrived.index(j), count=1)
-    fence_async_shared()
-    _barrier()
-    for j in gl.static_range(BUFFERS):
-        _tile(y, buffers, arrived, j, gl.program_id(1) + j * step, tiles, M, BM)
+    buffers, arrived = _first_tiles(y, tiles, BUFFERS, M, BM, BUFFERS)
     w0, w1 = _weights(w, n0, N, M, BN)
     b0, b1 = _biases(bias, n0, N, BN, L)
     fence_async_shared()
@@ -194,14 +201,7 @@ def _backward(
     step = gl.num_programs(1)
     tiles = gl.cdiv(P, BM)
     n0 = gl.program_id(0) * BN
-    buffers = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BM, 2 * M], y.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
-    for j in gl.static_range(BUFFERS):
-        mbarrier.init(arrived.index(j), count=1)
-    fence_async_shared()
-    _barrier()
-    for j in gl.static_range(BUFFERS - 1):
-        _tile(y, buffers, arrived, j, gl.program_id(1) + j * step, tiles, M, BM)
+    buffers, arrived = _first_tiles(y, tiles, BUFFERS - 1, M, BM, BUFFERS)
     d0 = gl.allocate_shared_memory(gl.bfloat16, [BM, BN], _shared(BM, BN))
     d1 = gl.allocate_shared_memory(gl.bfloat16, [BM, BN], _shared(BM, BN))
     nothing = gl.zeros((BM, BN), gl.float32, L)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import constants, fused, respond
-from torch_dcl.kernels.project import by_branch
+from torch_dcl.kernels.project import by_branch, by_weights
 from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["kept_backward", "kept_forward"]
@@ -109,7 +109,5 @@ def kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of branch outputs, weights and biases, from the responses that were kept."""
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
-    dy = torch.empty_like(y)
-    torch.bmm(dpre, weight.view(T, -1, weight.shape[1]).transpose(1, 2), out=by_branch(dy, T))
     dw = torch.bmm(by_branch(y, T).transpose(1, 2), dpre).view_as(weight)
-    return dy, dw, None if bias is None else dpre.sum(1)
+    return by_weights(dpre, weight), dw, None if bias is None else dpre.sum(1)

@@ -69,6 +69,12 @@ def _forward_pass(
 
 
 @triton.jit
+def _met(found):
+    """What another kernel's program met in the part of this one, as 0 or NaN."""
+    return tl.load(found + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+
+
+@triton.jit
 def forward(
     y, w, bias, out, found, P, eps, floor,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
@@ -77,7 +83,7 @@ def forward(
     """z of a few outputs, position by position."""
     moderate = float("nan")
     if found is not None:
-        moderate = tl.load(found + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+        moderate = _met(found)
     elif QUICK > 0:
         moderate = _forward_pass(
             y, w, bias, out, P, eps, floor, False, N, M, T, PAIRS, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION
@@ -178,7 +184,7 @@ def backward(
     """Gradients of biases and weights, or of the responses, for a few outputs, position by position."""
     moderate = float("nan")
     if found is not None:
-        moderate = tl.load(found + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
+        moderate = _met(found)
     elif QUICK > 0:
         moderate = _backward_pass(
             grad, y, w, bias, dpre, parts, P, eps, floor, False, INSIDE, KEEP,

@@ -1,7 +1,6 @@
 """The deciding chart: every unit at the same weights, chosen without the test set, the same after any break."""
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -137,20 +136,10 @@ def test_the_rate_is_chosen_on_training_images_alone(whole, root, tmp_path, monk
     assert seen == [(100, 1), (0, 3)]  # one image kept apart to choose by, then three of the test set
 
 
-def test_slices_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, monkeypatch):
+def test_slices_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, monkeypatch, killed_at):
     monkeypatch.setattr(deciding, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
-    taken = itertools.count()
-    one_step = Fleet._one_step
-
-    def until(self):
-        if next(taken) == 3:
-            raise KeyboardInterrupt
-        one_step(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Fleet, "_one_step", until)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "run", root, how=How(every=0.0))
+    with killed_at(3):
+        run(tmp_path / "run", root, how=How(every=0.0))
     chart, slices = None, 0
     while chart is None:
         chart = run(tmp_path / "run", root, seconds=0.0, resume=True)

@@ -22,7 +22,6 @@ from torch_dcl.paper.natural.table import NOT_AVAILABLE, as_markdown2, load_tabl
 from torch_dcl.paper.natural.table2 import How, run_table2
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.table import Table, TableError
-from torch_dcl.training import Fleet
 from torch_dcl.training.runs import RunError
 
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
@@ -227,19 +226,9 @@ def test_slices_give_the_table_of_one_run(whole, root, tmp_path):
 
 
 @pytest.mark.parametrize("step", [0, 7, 12, 23])
-def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, root, tmp_path, monkeypatch):
-    taken = itertools.count()
-    one_step = Fleet._one_step
-
-    def until(self):
-        if next(taken) == step:
-            raise KeyboardInterrupt
-        one_step(self)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Fleet, "_one_step", until)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "run", root, how=How(every=0.0))
+def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, root, tmp_path, killed_at):
+    with killed_at(step):
+        run(tmp_path / "run", root, how=How(every=0.0))
     assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
 
 
