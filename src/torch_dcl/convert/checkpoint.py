@@ -5,7 +5,6 @@ the format, the DCL layers of the network as they are, the places of absorbed ba
 and a SHA-256 over all of that and over every name and byte of the tensors.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     build,
@@ -30,26 +30,8 @@ from torch_dcl.layers import _DCL
 
 __all__ = ["CheckpointError", "load_model", "save_model"]
 
-VERSION = 1
-_KEY = "torch_dcl"
-_MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 _GEOMETRY = ("in_features", "in_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
 _NORMS = {n.__name__: n for n in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
-_LAYER_FORM: dict[str, Any] = {
-    "names": list,
-    "type": str,
-    "widths": list,
-    "strategy": str,
-    "eps": int | float,
-    "bias": bool,
-    "stage1": dict,
-    "activation": dict | None,
-    "norm": dict | None,
-}
-
-
-class CheckpointError(ValueError):
-    """A file that is not, or not any more, what ``save_model`` wrote, or that is for another network."""
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
@@ -82,9 +64,9 @@ def save_model(model: nn.Module, path: str | Path) -> None:
         if name not in shared
     }
     content = {"version": VERSION, **_describe(model), "shared": shared}
-    content["sha256"] = _digest(tensors, content)
+    content["sha256"] = digest_of(tensors, content)
     with replacing(path) as aside:
-        save_file(tensors, aside, metadata={_KEY: json.dumps(content), "format": "pt"})
+        save_file(tensors, aside, metadata={KEY: json.dumps(content), "format": "pt"})
 
 
 def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str | Path) -> nn.Module:
@@ -109,7 +91,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
         raise TypeError(
             f"load_model takes a network or a function that makes one, got {type(model_or_factory).__name__}"
         )
-    tensors, content = _read(Path(path))
+    tensors, content = read_checked(Path(path))
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_model takes a network or a function that makes one, got {type(model).__name__} from it")
@@ -201,86 +183,6 @@ def _bare(model: nn.Module) -> nn.Module:
     if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         wrapped = model.module
     return model if wrapped is None else _bare(wrapped)
-
-
-def _digest(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> str:
-    """SHA-256 over the description and over the names, types, shapes and bytes of all tensors."""
-    digest = hashlib.sha256(json.dumps({k: v for k, v in content.items() if k != "sha256"}, sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the description, after every check that needs no network."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
-
-    if not path.exists():
-        raise FileNotFoundError(f"no file {str(path)!r}; save_model(model, path) writes one")
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder; name the file that save_model wrote")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{str(path)!r} {_unreadable(path)} ({error}); fetch or save it again") from error
-    try:
-        content = json.loads(metadata[_KEY])
-        version = content["version"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: no {_KEY!r} in its metadata") from error
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: its version is {version!r}")
-    if version > VERSION:
-        raise CheckpointError(
-            f"{str(path)!r} is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"
-        )
-    if _digest(tensors, content) != content.get("sha256"):
-        raise CheckpointError(
-            f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
-        )
-    if not _is_sound(content, tensors):
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: its description is incomplete")
-    return tensors, content
-
-
-def _unreadable(path: Path) -> str:
-    """What is wrong with a file that safetensors cannot open; it wants a length, a header of that length, and data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(9)
-        length = int.from_bytes(start[:8], "little")
-        begins_well = start[8:] == b"{" and length <= _MAX_HEADER
-        header = start[8:] + file.read(length - 1) if begins_well else b""
-    if size < 9 or (begins_well and size < 8 + length):
-        return "is cut short"
-    try:
-        entries = json.loads(header)
-        whole = 8 + length + max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
-        return "is not a safetensors file"
-    return "is cut short" if size < whole else "was altered"
-
-
-def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the description has the form that this version writes."""
-    shared, layers, absorbed = (content.get(key) for key in ("shared", "layers", "absorbed"))
-    if not (isinstance(shared, dict) and isinstance(layers, list) and isinstance(absorbed, list)):
-        return False
-    if not all(isinstance(name, str) and name in tensors for name in shared.values()):
-        return False
-    for entry in layers:
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), form) for k, form in _LAYER_FORM.items()):
-            return False
-        if not all(
-            isinstance(part.get("type"), str) for part in (entry["activation"], entry["norm"]) if part is not None
-        ):
-            return False
-    places = [entry["names"] for entry in layers] + absorbed
-    return all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in places)
 
 
 def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> list[tuple[list[str], nn.Module]]:
