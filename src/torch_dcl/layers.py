@@ -26,9 +26,10 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
-from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs
+from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs, linear
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
@@ -72,7 +73,7 @@ class _DCL(nn.Module):
                 weight, bias = self.branch.weight, self.branch.bias
                 y = self._run_branch(x, fusion.gather(weight), None if bias is None else fusion.gather(bias))
                 return fusion.forward_pair(self._activate(y))
-        z: Tensor = fusion(self._activate(self.branch(x)))
+        z: Tensor = fusion(self._activate(self._construct(x)))
         return z
 
     def responses(self, x: Tensor) -> Responses:
@@ -105,10 +106,18 @@ class _DCL(nn.Module):
     def _activate(self, y: Tensor) -> Tensor:
         return y if self.branch_activation is None else self.branch_activation(y)
 
+    def _construct(self, x: Tensor) -> Tensor:
+        """Stage 1: a call of ``branch``, unless that does no more than a product which can be had with more."""
+        branch = self.branch
+        if type(branch) is nn.Linear and _called_plainly(branch):
+            return linear(x, branch.weight, branch.bias, otherwise=branch)
+        y: Tensor = branch(x)
+        return y
+
     def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Stage 1 with these filters instead of its own."""
         if isinstance(self.branch, nn.Linear):
-            return F.linear(x, weight, bias)
+            return linear(x, weight, bias)
         y: Tensor = self.branch._conv_forward(x, weight, bias)
         return y
 
@@ -289,6 +298,13 @@ class DCLConv3d(_DCLConv):
     """A 3-d convolution with its ReLU, as T branches fused at each position; see :class:`DCLConv2d`."""
 
     _plain, _spatial = nn.Conv3d, 3
+
+
+def _called_plainly(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return not replaced and not any(hooks) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _check_channels(**channels: int) -> None:

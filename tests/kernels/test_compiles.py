@@ -6,6 +6,7 @@ that launch kernels are called on CPU tensors, and instead of launching, the ker
 """
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -25,7 +26,13 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def made():
+    """What came out of the compiler, in order."""
+    return []
+
+
+@pytest.fixture
+def compiled(monkeypatch, made):
     """Names of the kernels that were compiled instead of launched."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -60,8 +67,8 @@ def compiled(monkeypatch):
         source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
             kernel, signature, constants, hints
         )
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert made.metadata.shared <= 227 * 1024, f"{kernel.fn.__name__} does not fit on the chip"
+        made.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
+        assert made[-1].metadata.shared <= 227 * 1024, f"{kernel.fn.__name__} does not fit on the chip"
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
@@ -104,7 +111,7 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
 
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
     project.project_forward(y, weight, bias, T, 0.01, pairs)
-    project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs)
+    project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs, torch.float32)
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
     assert compiled == [
         "forward", "backward", *(["backward_rows"] if inside and M <= 64 else []), *(["add_parts_"] if inside else [])
@@ -113,12 +120,14 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
 
 @pytest.mark.parametrize("M", [64, 128])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_projection_on_hopper_gpus(compiled, M, bias):
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32], ids=str)
+def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
     from torch_dcl.kernels import hopper
 
     y, weight, biases = (torch.randn(shape).bfloat16() for shape in ((100, 2 * M), (2 * M, 192), (2, 192)))
     hopper.project_forward(y, weight, biases if bias else None, 0.01)
-    hopper.project_backward(torch.randn(100, 192).bfloat16(), y, weight, biases if bias else None, 0.01)
+    grad = torch.randn(100, 192).bfloat16()
+    hopper.project_backward(grad, y, weight, biases if bias else None, 0.01, gradients)
     rows = ["backward_rows"] if M == 64 else []
     assert compiled == ["_forward", "forward", "_backward", "backward", *rows, "add_parts_"]
 
@@ -145,6 +154,33 @@ def test_the_convolution(compiled, channels, filters, side, kernel, pool):
     conv.conv_backward_weight(x, out, which, (kernel, kernel), pool=pool)
     conv.conv_backward_input(packed, out, which, tuple(x.shape), pool=pool)
     assert compiled[1:] == ["_weight_gradient", "_unpool", "_input_gradient"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 96, 100, 256])
+@pytest.mark.parametrize(("size", "beta"), [(5, 0.75), (7, 0.5)])
+def test_the_response_norm(compiled, dtype, channels, size, beta):
+    from torch_dcl.kernels import response_norm
+
+    x = torch.randn(2, channels, 4, 4).to(dtype).to(memory_format=torch.channels_last)
+    response_norm.norm_forward(x, size, 1e-4, beta, 1.0)
+    response_norm.norm_backward(x, x, size, 1e-4, beta, 1.0)
+    assert compiled == ["_norm_forward", "_norm_backward"]
+
+
+@pytest.mark.parametrize("channels", [96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled, made, dtype, channels):
+    from torch_dcl.kernels import response_norm
+
+    x = torch.randn(2, channels, 4, 4).to(dtype).to(memory_format=torch.channels_last)
+    response_norm.norm_forward(x, 5, 1e-4, 0.75, 1.0)
+    response_norm.norm_backward(x, x, 5, 1e-4, 0.75, 1.0)
+    for kernel in made:
+        moves = re.findall(r"(ld|st)\.global\S*?(v4)?\.b(32|16)", kernel.asm["ptx"])
+        assert {wide for _, wide, _ in moves} == {"v4"}
+        assert [which for which, *_ in moves].count("st") == 1
+        assert kernel.metadata.shared == 0
 
 
 @pytest.mark.parametrize("E", [1, 3])

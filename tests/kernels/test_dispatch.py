@@ -3,15 +3,18 @@
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import layer_cases
+from tests.kernels import autocast_cases, layer_cases
+from torch import nn
 
-from torch_dcl import DCLConv2d, functional
+from torch_dcl import DCLConv2d, DCLLinear, functional
 from torch_dcl.kernels import dispatch
 
 needs_triton = pytest.mark.skipif(
@@ -46,6 +49,73 @@ def test_an_interpreted_kernel_agrees_with_the_reference_in_float64(errors, name
 @pytest.mark.parametrize("name", layer_cases.HALF)
 def test_an_interpreted_kernel_in_half_precision_is_as_close_as_plain_torch(errors, name):
     assert layer_cases.too_large(errors["float16"][name], 5e-4) == {}
+
+
+@pytest.fixture(scope="module")
+def autocast_errors():
+    return run(["-W", "ignore", Path(autocast_cases.__file__)], TRITON_INTERPRET="1")
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", autocast_cases.CASES)
+def test_under_autocast_the_gradients_of_float32_weights_are_not_rounded(autocast_errors, name, dtype):
+    found = autocast_errors[str(dtype)][name]
+    assert {what: error for what, error in found.items() if not error <= 1e-5} == {}
+
+
+def test_the_first_stage_of_a_linear_layer_is_a_plain_layer_of_torch():
+    layer = DCLLinear(6, 8, width=3)
+    assert type(layer.branch) is nn.Linear
+    assert repr(layer.branch) == "Linear(in_features=6, out_features=6, bias=False)"
+    copies = (deepcopy(layer), pickle.loads(pickle.dumps(layer)))
+    x = torch.randn(2, 6)
+    for copy in copies:
+        assert list(copy.state_dict()) == ["fusion.weight", "fusion.bias", "branch.weight"]
+        assert torch.equal(copy(x), layer(x))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_without_kernels_a_compiled_layer_under_autocast_is_plain(backend):
+    layer, x = DCLLinear(6, 8, width=3), torch.randn(5, 6)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    found = []
+    for call in (layer, compiled):
+        with dispatch.watch() as ran, torch.autocast("cpu", torch.bfloat16):
+            z = call(x)
+        assert "linear: kernel" not in ran
+        found.append(torch.autograd.grad(z.float().square().sum(), layer.parameters()))
+    for plain, same in zip(*found, strict=True):
+        torch.testing.assert_close(plain, same, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("shape", [(6,), (0, 6), (4, 6), (2, 3, 6)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_first_stage_is_what_torch_expects_of_an_operation(shape, dtype):
+    weight = torch.randn(8, 6, requires_grad=True)
+    for needs_grad in (True, False):
+        x = torch.randn(shape).to(dtype).requires_grad_(needs_grad)
+        low = weight.detach().to(dtype).requires_grad_()
+        torch.library.opcheck(torch.ops.torch_dcl.linear.default, (x, low, weight), rtol=1e-2, atol=1e-2)
+    grad = torch.randn(*shape[:-1], 8).to(dtype)
+    torch.library.opcheck(torch.ops.torch_dcl.linear_weight_gradient.default, (grad, x.detach()))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_projection_with_float32_weights_is_what_torch_expects_of_an_operation(keep):
+    y, weight, bias = torch.randn(6, 8).bfloat16(), torch.randn(8, 7), torch.randn(2, 7)
+    low = (weight.bfloat16(), bias.bfloat16())
+    given = [t.requires_grad_() for t in (y, *low, weight, bias)]
+    torch.library.opcheck(torch.ops.torch_dcl.project.default, (*given, 2, 0.01, False, keep), rtol=2e-2, atol=2e-2)
+    z, _ = torch.ops.torch_dcl.project(*given, 2, 0.01, False, keep)
+    dw, db = torch.autograd.grad(z.float().sum(), given[3:])
+    assert (dw.dtype, db.dtype, dw.shape, db.shape) == (torch.float32, torch.float32, weight.shape, bias.shape)
+
+
+def test_the_first_stage_goes_through_vmap():
+    x, weight = torch.randn(3, 5, 6), torch.randn(8, 6)
+    mapped = torch.vmap(lambda given: torch.ops.torch_dcl.linear(given, weight, weight))(x)
+    torch.testing.assert_close(mapped, x @ weight.t())
 
 
 def test_on_the_cpu_the_reference_runs_and_says_so():
@@ -113,7 +183,8 @@ def test_the_operations_are_what_torch_expects_of_operations(T, pairs):
     y, weight = torch.randn(6, T * 4, requires_grad=True), torch.randn(T * 4, 7, requires_grad=True)
     for bias in (None, torch.randn(T, 7, requires_grad=True)):
         for keep in (True, False):
-            torch.library.opcheck(torch.ops.torch_dcl.project.default, (y, weight, bias, T, 0.01, pairs, keep))
+            given = (y, weight, bias, None, None, T, 0.01, pairs, keep)
+            torch.library.opcheck(torch.ops.torch_dcl.project.default, given)
 
 
 @pytest.mark.parametrize("in_dims", [((0, 1),), ((0, None),), ((1, 0),)])
@@ -128,7 +199,8 @@ def test_the_operations_go_through_vmap(in_dims):
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_projection_goes_through_vmap_with_weights_of_its_own(keep):
     y, weight, bias = torch.randn(3, 5, 8), torch.randn(3, 8, 6), torch.randn(2, 6)
-    mapped = torch.vmap(lambda v, w: torch.ops.torch_dcl.project(v, w, bias, 2, 0.01, False, keep)[0])(y, weight)
+    rest = (None, None, 2, 0.01, False, keep)
+    mapped = torch.vmap(lambda v, w: torch.ops.torch_dcl.project(v, w, bias, *rest)[0])(y, weight)
     for i in range(3):
         pre = [y[i, :, 4 * t : 4 * t + 4] @ weight[i, 4 * t : 4 * t + 4] + bias[t] for t in range(2)]
         torch.testing.assert_close(mapped[i], functional.fuse_branches(pre, 0.01))

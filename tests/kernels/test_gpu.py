@@ -1,14 +1,16 @@
 """The kernels on a GPU, against plain torch in float64; and fleets on a GPU, against fleets on the CPU."""
 
 import importlib.util
+from copy import deepcopy
 
 import pytest
 import torch
-from tests.kernels import cases, layer_cases
+from tests.kernels import autocast_cases, cases, layer_cases, norm_cases
 from torch import nn
 
 from torch_dcl import DCLLinear
 from torch_dcl.data import digits
+from torch_dcl.kernels import dispatch
 from torch_dcl.paper import columns
 from torch_dcl.training import Fleet, Member, Schedule
 
@@ -65,6 +67,129 @@ def test_the_kernels_of_hopper_gpus_are_as_close_as_plain_torch(name):
     errors = layer_cases.HOPPER[name]("cuda")
     assert layer_cases.too_large(errors, 5e-3) == {}
     assert errors["z"] <= 4e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=str
+)
+@pytest.mark.parametrize("name", norm_cases.CASES)
+def test_the_response_norm_agrees_with_torch_in_float64(name, dtype, limit):
+    errors = norm_cases.errors_of(norm_cases.CASES[name], "cuda", dtype)
+    assert {what: error for what, error in errors.items() if not error <= limit} == {}
+
+
+@pytest.mark.parametrize("name", norm_cases.OTHERS)
+def test_where_the_response_norm_runs_and_what_it_leaves_to_torch(name):
+    assert {what: error for what, error in norm_cases.OTHERS[name]("cuda").items() if not error <= 1e-5} == {}
+
+
+def test_the_response_norm_of_more_values_than_32_bits_can_count():
+    x = torch.full((2**23 + 1, 256, 1), 2.0, dtype=torch.bfloat16, device="cuda")
+    z = norm_cases.norms.response_norm(x, 5, 1.0, 0.75, 1.0)
+    expected = nn.functional.local_response_norm(x[-1:].float(), 5, 1.0, 0.75, 1.0).bfloat16()
+    assert z[-1:].equal(expected)
+    assert z[:1].equal(expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(compiled):
+    errors = norm_cases.alexnet_errors("cuda", compiled=compiled)
+    assert {what: error for what, error in errors.items() if not error <= 1e-4} == {}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_cuda_graph_of_alexnets_stem_replays_what_it_computed(compiled):
+    torch.manual_seed(0)
+    model = norm_cases.alexnet(10).to("cuda", memory_format=torch.channels_last)
+    stem = nn.Sequential(model.conv1, model.relu1, model.norm1, model.pool1)
+    run = torch.compile(stem) if compiled else stem
+    x = (60 * torch.randn(4, 3, 227, 227, device="cuda")).to(memory_format=torch.channels_last)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            z = run(x)
+        return z, torch.autograd.grad(z.float().square().sum(), model.conv1.weight)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    x.copy_(60 * torch.randn_like(x))
+    graph.replay()
+    assert found[0].dtype == torch.bfloat16
+    for again, expected in zip(found, step(), strict=True):
+        torch.testing.assert_close(again, expected, rtol=1e-3, atol=0)
+    plain = norm_cases.plain_twin(model)
+    exact = nn.Sequential(plain.conv1, plain.relu1, plain.norm1, plain.pool1).double()(x.double())
+    assert cases.relative(found[0], exact) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", autocast_cases.CASES)
+def test_under_autocast_the_gradients_of_float32_weights_are_not_rounded(name, dtype):
+    errors = autocast_cases.errors_of(name, "cuda", dtype)
+    assert {what: error for what, error in errors.items() if not error <= 1e-5} == {}
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_linear_layer_under_autocast_has_the_same_gradients(mode):
+    model, x = autocast_cases.layer("cuda"), torch.randn(32, 24, device="cuda")
+    expected, _ = autocast_cases.gradients(model, x, torch.bfloat16)
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    for _ in range(3):  # a CUDA graph is recorded in the second call
+        found, ran = autocast_cases.gradients(model, x, torch.bfloat16, call=compiled)
+        assert "linear: kernel" in ran or not ran
+    errors = autocast_cases.unlike(found, expected)
+    assert {name: error for name, error in errors.items() if not error <= 1e-5} == {}
+
+
+def test_a_cuda_graph_of_a_linear_layer_under_autocast_replays_its_gradients():
+    model, x = autocast_cases.layer("cuda"), torch.randn(32, 24, device="cuda")
+
+    def step(given):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            z = model(given)
+        z.float().square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(x)
+    torch.cuda.current_stream().wait_stream(side)
+    static, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+    with dispatch.watch() as ran, torch.cuda.graph(graph):
+        step(static)
+    assert ran["linear: kernel"] == 1
+    captured = {name: p.grad for name, p in model.named_parameters()}
+    static.copy_(x)
+    graph.replay()
+    found = {name: g.clone() for name, g in captured.items()}
+    step(x)
+    for name, p in model.named_parameters():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scaler_finds_what_overflows_in_a_linear_layer_and_steps_where_nothing_does():
+    model, x = autocast_cases.layer("cuda"), torch.randn(32, 24, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = deepcopy(model.state_dict())
+    for scale in (2.0**40, 1.0):
+        scaler = torch.amp.GradScaler("cuda", init_scale=scale)
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        moved = any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert moved == (scale == 1.0)
 
 
 def small(seed):

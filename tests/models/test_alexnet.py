@@ -1,10 +1,13 @@
+import copy
 import math
+import pickle
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import torch_dcl as dcl
 from torch_dcl.models import AlexNet, alexnet, count_weights
 
 
@@ -82,6 +85,36 @@ def test_a_training_step_reaches_every_parameter() -> None:
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
         assert parameter.grad.abs().sum() > 0, name
+
+
+def test_its_state_is_that_of_torchs_own_layers(model: AlexNet) -> None:
+    first = nn.Conv2d(3, 96, 11, stride=4)
+    first.load_state_dict({name: value.clone() for name, value in model.conv1.state_dict().items()})
+    x = 60 * torch.randn(1, 3, 227, 227)
+    norm = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75)
+    with torch.no_grad():
+        found, expected = (n(c(x).relu()) for n, c in ((model.norm1, model.conv1), (norm, first)))
+    assert found.equal(expected)
+    assert model.norm1.state_dict() == {}
+    assert [layer.extra_repr() for layer in (model.conv1, model.norm1)] == [first.extra_repr(), norm.extra_repr()]
+
+
+def test_a_copy_and_a_pickle_are_the_same_network(model: AlexNet) -> None:
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model.conv1)))
+    assert type(again) is type(model.conv1)
+    assert again.weight.equal(model.conv1.weight)
+
+
+def test_every_convolution_can_be_converted_and_is_a_conv2d_in_the_plan() -> None:
+    model = alexnet(10)
+    plan = dcl.plan(model, input_size=(3, 227, 227)).only("conv*")
+    rows = [row for row in plan.rows if row.name.startswith("conv")]
+    assert [(row.name, row.kind, row.reason) for row in rows] == [(f"conv{i}", "Conv2d", "") for i in range(1, 6)]
+    dcl.convert_(model, plan, init="random")
+    assert isinstance(model.conv1, dcl.DCLConv2d)
+    assert (model.conv1.branch.kernel_size, model.conv1.branch.stride) == ((11, 11), (4, 4))
+    assert type(model.conv1.branch) is nn.Conv2d
+    assert model(torch.zeros(1, 3, 227, 227)).shape == (1, 10)
 
 
 def test_images_of_224_are_refused(model: AlexNet) -> None:

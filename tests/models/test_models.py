@@ -180,7 +180,7 @@ def test_layers_run_in_the_order_of_the_paper(name: str) -> None:
     called = [node.target for node in torch.fx.symbolic_trace(model).graph.nodes if node.op == "call_module"]
     assert called == ORDER[name].split()
     for layer in called:
-        assert type(model.get_submodule(layer)) is KINDS[layer.rstrip("0123456789")], layer
+        assert isinstance(model.get_submodule(layer), KINDS[layer.rstrip("0123456789")]), layer
 
 
 @pytest.mark.parametrize("name", [*BUILDERS, "counting"])

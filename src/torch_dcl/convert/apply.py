@@ -10,7 +10,7 @@ from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.table import count, tabulate
-from torch_dcl.convert.units import AbsorbedNorm, build, names_of, norm_obstacle, obstacle, swap, thawed
+from torch_dcl.convert.units import AbsorbedNorm, build, kind_of, names_of, norm_obstacle, obstacle, swap, thawed
 from torch_dcl.layers import _DCL
 from torch_dcl.stochastic import seed_branches_
 
@@ -113,8 +113,8 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None]:
         raise ValueError(f"{row.name!r} cannot be converted: {trouble}")
     weight: Tensor = module.weight  # type: ignore[assignment]
     shape = (row.out_channels, row.in_channels, *row.kernel)
-    if type(module).__name__ != row.kind or tuple(weight.shape) != shape:
-        found = f"{type(module).__name__} of {tuple(weight.shape)}"
+    if kind_of(module) != row.kind or tuple(weight.shape) != shape:
+        found = f"{kind_of(module)} of {tuple(weight.shape)}"
         raise ValueError(f"{row.name!r} is a {found}, the plan has a {row.kind} of {shape}; {other}")
     return module, norm
 

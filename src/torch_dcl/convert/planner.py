@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_dcl.convert.measure import measure_network, measure_unit
 from torch_dcl.convert.rows import Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
-from torch_dcl.convert.units import build, names_of, norm_obstacle, obstacle
+from torch_dcl.convert.units import build, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
@@ -245,7 +245,7 @@ def _row(
     return Row(
         name=name,
         aliases=aliases,
-        kind=type(module).__name__,
+        kind=kind_of(module),
         in_channels=in_channels,
         out_channels=out_channels,
         kernel=tuple(weight.shape[2:]),

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch_dcl.fusion import Strategy
 from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
-__all__ = ["AbsorbedNorm", "build", "names_of", "norm_obstacle", "norm_settings", "obstacle", "swap"]
+__all__ = ["AbsorbedNorm", "build", "kind_of", "names_of", "norm_obstacle", "norm_settings", "obstacle", "swap"]
 
 REPLACEMENTS: dict[type[nn.Module], type[DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d]] = {
     nn.Linear: DCLLinear,
@@ -35,12 +35,25 @@ class AbsorbedNorm(nn.Identity):
 
 def plain_type(module: nn.Module) -> type[nn.Module] | None:
     """The torch class whose forward ``module`` runs, if it is one that can be replaced."""
+    if (stands_for := _stands_for(module)) is not None:
+        return stands_for
     for plain in REPLACEMENTS:
         if isinstance(module, plain):
             same = type(module).forward is plain.forward
             convolves = getattr(type(module), "_conv_forward", None) is getattr(plain, "_conv_forward", None)
             return plain if same and convolves else None
     return None
+
+
+def _stands_for(module: nn.Module) -> type[nn.Module] | None:
+    """The torch class that a layer of this library computes the same as, if it says so of its own class."""
+    found: type[nn.Module] | None = vars(type(module)).get("stands_for")
+    return found
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of a layer's class in a plan."""
+    return (_stands_for(module) or type(module)).__name__
 
 
 def obstacle(module: nn.Module) -> str:

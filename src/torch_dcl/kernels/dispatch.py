@@ -3,25 +3,31 @@
 The kernels are operations of torch (``torch.ops.torch_dcl``), so that ``torch.compile`` and CUDA graphs know them. They
 take part on a GPU, for two or three branches of one width, in float32, bfloat16 and float16. While a network is
 exported, under ``torch.func`` transforms, in float64, and for other T, the reference runs.
+
+Under autocast the weights are cast here, and their gradients come as float32 straight from the products that add them
+up so: an operation takes the low copy of a weight to compute with, and the weight itself for its gradient to go to. A
+second derivative goes through the low copy.
 """
 
 import contextlib
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
+from torch_dcl.kernels.products import products
 
-__all__ = ["disabled", "fuse_branches", "fuse_pairs", "project_and_fuse", "watch"]
+__all__ = ["disabled", "fuse_branches", "fuse_pairs", "linear", "project_and_fuse", "watch"]
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
+_WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
 _watching: list[Counter[str]] = []
 
 
@@ -100,10 +106,13 @@ def project_and_fuse(
     T = len(widths)
     if len(set(widths)) == 1 and (not pairs or T == 3) and _fits((y, weight), T, matched=False):
         _note("project_and_fuse", "kernel")
-        weight = weight.to(y.dtype)
-        bias = None if bias is None else bias.to(y.dtype)
+        low, low_bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
+        # Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
+        types = {t.dtype for t in (weight, bias) if t is not None}
+        wide = _WIDE and y.dtype == torch.bfloat16 and types == {torch.float32}
         keep = keep or widths[0] > _widest(y.dtype)
-        arguments = (y.contiguous(), weight.contiguous(), bias, T, eps, pairs, keep)
+        to = (weight, bias) if wide else (None, None)
+        arguments = (y.contiguous(), low.contiguous(), low_bias, *to, T, eps, pairs, keep)
         if torch.compiler.is_compiling():
             compiled: Tensor = torch.ops.torch_dcl.project(*arguments)[0]
             return compiled
@@ -125,6 +134,46 @@ def _responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[
     return [F.linear(y_t, W_t.t(), b_t) for y_t, W_t, b_t in parts]
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, otherwise: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Stage 1 of a linear layer: ``F.linear``. Under autocast the gradient of a float32 weight comes as float32.
+
+    Args:
+        x: ``[*, K1]``.
+        weight: ``[ΣM, K1]``.
+        bias: ``[ΣM]`` or None.
+        otherwise: What to call with x where there is nothing to gain; None calls ``F.linear``.
+
+    Returns:
+        y ``[*, ΣM]``.
+    """
+    low = _low_type(x, weight, bias)
+    if low is None:
+        return F.linear(x, weight, bias) if otherwise is None else otherwise(x)
+    _note("linear", "kernel")
+    arguments = (x if x.dtype == low else x.to(low), weight.to(low), weight)
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.torch_dcl.linear(*arguments)
+        return compiled
+    y: Tensor = _Linear.apply(*arguments)
+    return y
+
+
+def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
+    """The half type that autocast computes a product in, where the weight's gradient can be had in float32."""
+    if not (_enabled and _WIDE) or bias is not None or any(type(t) not in (Tensor, nn.Parameter) for t in (x, weight)):
+        return None  # what is no plain tensor (sharded, quantised, traced) has a way of its own
+    if not (weight.requires_grad and torch.is_grad_enabled() and weight.dtype == torch.float32):
+        return None
+    if not kernels.usable(x) or x.device != weight.device or functional.exporting() or _transformed((x, weight)):
+        return None
+    if not torch.is_autocast_enabled(x.device.type):
+        return None
+    low = torch.get_autocast_dtype(x.device.type)
+    return low if low in (torch.bfloat16, torch.float16) else None
+
+
 def _fits(tensors: Sequence[Tensor], T: int, *, matched: bool = True) -> bool:
     """Whether the kernels can take these tensors, here and now."""
     first = tensors[0]
@@ -132,10 +181,16 @@ def _fits(tensors: Sequence[Tensor], T: int, *, matched: bool = True) -> bool:
         return False
     if any(t.device != first.device or (matched and t.dtype != first.dtype) for t in tensors):
         return False
+    return not _transformed(tensors)
+
+
+def _transformed(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are in the hands of something that cannot look into an operation, nor call it."""
     if torch.compiler.is_compiling():
-        return True
+        return False
     wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-    return not wrapped and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return wrapped or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -182,11 +237,12 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
-    ) -> Tensor:
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
+        T: int, eps: float, pairs: bool, keep: bool,
+    ) -> Tensor:  # fmt: skip
         z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
         ctx.save_for_backward(y, weight, bias, pre)
-        ctx.settings = (T, eps, pairs)
+        ctx.settings, ctx.wide = (T, eps, pairs), wide is not None
         return z
 
     @staticmethod
@@ -195,9 +251,17 @@ class _Project(torch.autograd.Function):
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
             given = [t for t in (y, weight, bias) if t is not None]
             again = _again(_reference_project, grads[0], given, ctx.settings)
-            return (*again, *(None,) * (7 - len(again)))
-        found = _project_backward_kernels(grads[0].contiguous(), y, weight, bias, pre, *ctx.settings)
-        return *found, None, None, None, None
+            return (*again, *(None,) * (9 - len(again)))
+        dtype = torch.float32 if ctx.wide else y.dtype
+        found = _project_backward_kernels(grads[0].contiguous(), y, weight, bias, pre, dtype, *ctx.settings)
+        return _placed(found, ctx.wide)
+
+
+def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, ...]:
+    """The projection's gradients in the order of its arguments: the parameters' go to the wide ones, if any."""
+    dy, *parameters = found
+    none = (None, None)
+    return (dy, *none, *parameters, *none, *none) if wide else (dy, *parameters, *none, *none, *none)
 
 
 def _project_kernels(
@@ -215,17 +279,43 @@ def _project_kernels(
 
 
 def _project_backward_kernels(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, T: int, eps: float, pairs: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
     with kernels.on_device_of(y):
         if pre is not None:
-            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs)
+            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs, dtype)
         hopper = _hopper(y)
         if hopper is not None and hopper.takes(y, weight, T, eps):
-            return hopper.project_backward(grad, y, weight, bias, eps)  # type: ignore[no-any-return]
-        return project.project_backward(grad, y, weight, bias, T, eps, pairs)
+            return hopper.project_backward(grad, y, weight, bias, eps, dtype)  # type: ignore[no-any-return]
+        return project.project_backward(grad, y, weight, bias, T, eps, pairs, dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """What ``torch.ops.torch_dcl.linear`` is, with less to do for each call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, _weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
+        return F.linear(x, low)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, low) = grads, ctx.saved_tensors
+        dx = grad @ low if ctx.needs_input_grad[0] else None
+        if torch.is_grad_enabled():  # a second derivative is wanted: only torch's own product has one
+            return dx, _rows(grad).t() @ _rows(x), None
+        return dx, None, _linear_weight_gradient(grad, x)
+
+
+def _linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return products(_rows(grad).t()[None], _rows(x)[None], torch.float32)[0]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _hopper(y: Tensor) -> ModuleType | None:
@@ -286,8 +376,9 @@ def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) 
 
 @torch.library.custom_op("torch_dcl::project", mutates_args=())
 def _op_project(
-    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
+    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    T: int, eps: float, pairs: bool, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if kernels.usable(y):
         z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
         return z, y.new_empty(0) if pre is None else pre
@@ -298,19 +389,30 @@ def _op_project(
 
 @torch.library.custom_op("torch_dcl::project_backward", mutates_args=())
 def _op_project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool
-) -> list[Tensor]:
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> list[Tensor]:  # fmt: skip
     if kernels.usable(grad):
         kept = pre if pre.numel() else None
-        found = _project_backward_kernels(grad.contiguous(), y, weight, bias, kept, T, eps, pairs)
+        found = _project_backward_kernels(grad.contiguous(), y, weight, bias, kept, dtype, T, eps, pairs)
         return [t for t in found if t is not None]
     M = y.shape[1] // T
     dpre = functional.fuse_gradients(grad, _responses(y, weight, bias, [M] * T), eps, pairs=pairs)
     parts = [
         torch.cat([d @ W.t() for d, W in zip(dpre, torch.split(weight, M), strict=True)], 1),
-        torch.cat([y_t.t() @ d for y_t, d in zip(torch.split(y, M, 1), dpre, strict=True)]),
+        products(y.view(-1, T, M).permute(1, 2, 0), torch.stack(dpre), dtype).view(T * M, -1),
     ]
-    return parts if bias is None else [*parts, torch.stack([d.sum(0) for d in dpre])]
+    return parts if bias is None else [*parts, torch.stack([d.sum(0, dtype=dtype) for d in dpre])]
+
+
+@torch.library.custom_op("torch_dcl::linear", mutates_args=())
+def _op_linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    return (_rows(x) @ low.t()).view(*x.shape[:-1], len(low))
+
+
+@torch.library.custom_op("torch_dcl::linear_weight_gradient", mutates_args=())
+def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return _linear_weight_gradient(grad, x)
 
 
 @_op_fuse.register_fake
@@ -325,17 +427,29 @@ def _(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
 
 @_op_project.register_fake
 def _(
-    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
-) -> tuple[Tensor, Tensor]:
+    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    T: int, eps: float, pairs: bool, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     P, N = y.shape[0], weight.shape[1]
     return y.new_empty(P, N), y.new_empty(T, P, N) if keep else y.new_empty(0)
 
 
 @_op_project_backward.register_fake
 def _(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool
-) -> list[Tensor]:
-    return [torch.empty_like(t) for t in (y, weight, bias) if t is not None]
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(y), *(torch.empty_like(t, dtype=dtype) for t in (weight, bias) if t is not None)]
+
+
+@_op_linear.register_fake
+def _(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], low.shape[0])
+
+
+@_op_linear_weight_gradient.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=torch.float32)
 
 
 def _fuse_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -349,17 +463,31 @@ def _fuse_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, weight, bias, *settings, _ = inputs
+    y, weight, bias, wide, _, *settings, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(y, weight, bias, output[1])
-    ctx.settings = settings
+    ctx.settings, ctx.wide = settings, wide is not None
 
 
 def _project_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    found = torch.ops.torch_dcl.project_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return found[0], found[1], found[2] if len(found) > 2 else None, None, None, None, None
+    y, *saved = ctx.saved_tensors
+    dtype = torch.float32 if ctx.wide else y.dtype
+    found = torch.ops.torch_dcl.project_backward(grad, y, *saved, dtype, *ctx.settings)
+    return _placed((*found, None)[:3], ctx.wide)
 
 
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, low, _ = inputs
+    ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
+
+
+def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, low = ctx.saved_tensors
+    dx = grad @ low if ctx.needs_input_grad[0] else None
+    return dx, None, torch.ops.torch_dcl.linear_weight_gradient(grad, x)
+
+
+_op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
 _op_project.register_autograd(_project_autograd, setup_context=_project_setup)
 
@@ -377,11 +505,20 @@ def _(info: Any, in_dims: Any, pre: list[Tensor], eps: float, pairs: bool) -> tu
 
 @_op_project.register_vmap
 def _(
-    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    given = [
-        None if t is None else _first(t, d, info.batch_size) for t, d in zip((y, weight, bias), in_dims, strict=False)
-    ]
-    rows = [[None if t is None else t[i] for t in given] for i in range(info.batch_size)]
+    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None,
+    wide_bias: Tensor | None, *settings: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
+    rows = _one_by_one((y, weight, bias, wide, wide_bias), in_dims, info.batch_size)
     found = [torch.ops.torch_dcl.project(*row, *settings) for row in rows]
     return (torch.stack([z for z, _ in found]), torch.stack([pre for _, pre in found])), (0, 0)
+
+
+@_op_linear.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, low: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+    rows = _one_by_one((x, low, weight), in_dims, info.batch_size)
+    return torch.stack([torch.ops.torch_dcl.linear(*row) for row in rows]), 0
+
+
+def _one_by_one(tensors: Sequence[Tensor | None], in_dims: Any, size: int) -> list[list[Tensor | None]]:
+    given = [None if t is None else _first(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    return [[None if t is None else t[i] for t in given] for i in range(size)]

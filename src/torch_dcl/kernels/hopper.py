@@ -328,7 +328,7 @@ def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 
 
 def project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `project.project_backward` gives for two branches."""
     P, N, M = len(y), weight.shape[1], y.shape[1] // 2
@@ -339,5 +339,5 @@ def project_backward(
     _backward[grid](grad, _tiles_of(y, 2 * M), weight, bias, *places, parts, found, P, eps, **sizes)
     project.backward_again(found, dpre, parts, grad, y, weight, bias, eps)
     dy = project.by_rows(grad, y, weight, bias, eps) if dpre is None else project.by_weights(dpre, weight)
-    dbias, dw = project.add_parts(parts, 2, y.dtype)
+    dbias, dw = project.add_parts(parts, 2, dtype)
     return dy, dw, None if bias is None else dbias

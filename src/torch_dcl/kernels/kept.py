@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import constants, fused, respond
+from torch_dcl.kernels.products import products
 from torch_dcl.kernels.project import by_branch, by_weights
 from torch_dcl.kernels.sizes import cdiv
 
@@ -105,9 +106,10 @@ def _tiles(P: int, T: int) -> dict[str, Any]:
 
 
 def kept_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of branch outputs, weights and biases, from the responses that were kept."""
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of branch outputs, weights and biases, the latter two in ``dtype``, from the kept responses."""
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
-    dw = torch.bmm(by_branch(y, T).transpose(1, 2), dpre).view_as(weight)
-    return by_weights(dpre, weight), dw, None if bias is None else dpre.sum(1)
+    dw = products(by_branch(y, T).transpose(1, 2), dpre, dtype).view_as(weight)
+    return by_weights(dpre, weight), dw, None if bias is None else dpre.sum(1, dtype=dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
+from torch_dcl.kernels.products import product_
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
@@ -95,9 +96,9 @@ def forward_again(found: Tensor, out: Tensor, y: Tensor, weight: Tensor, bias: T
 
 
 def project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of branch outputs, weights and biases."""
+    """The gradients of branch outputs, weights and biases, the latter two in ``dtype``."""
     (P, width), N = y.shape, weight.shape[1]
     M = width // T
     inside = T == 2 and M <= _DEEPEST and y.dtype != torch.float32
@@ -113,9 +114,9 @@ def project_backward(
         )
     dy = by_weights(dpre, weight) if keep else by_rows(grad, y, weight, bias, eps)
     if inside:
-        dbias, dw = add_parts(parts, T, y.dtype)
+        dbias, dw = add_parts(parts, T, dtype)
     else:
-        dbias, dw = parts.sum(0).to(y.dtype), _weight_gradient(y, dpre)
+        dbias, dw = parts.sum(0).to(dtype), _weight_gradient(y, dpre, dtype)
     return dy, dw, None if bias is None else dbias
 
 
@@ -161,19 +162,19 @@ def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return dbias, dw
 
 
-def _weight_gradient(y: Tensor, dpre: Tensor) -> Tensor:
+def _weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
     """``y_t^T · dpre_t`` of every branch, ``[T·M, K2]``."""
     T, P, N = dpre.shape
     M = y.shape[1] // T
     parts = math.gcd(P, 16) if P >= _MANY else 1
-    dw = torch.empty(T, parts, M, N, dtype=y.dtype, device=y.device)
+    dw = torch.empty(T, parts, M, N, dtype=dtype if parts == 1 else y.dtype, device=y.device)
     for t, y_t in enumerate(by_branch(y, T)):
         if parts == 1:
-            torch.mm(y_t.t(), dpre[t], out=dw[t, 0])
+            product_(dw[t, 0], y_t.t(), dpre[t])
         else:
             rows, gradients_ = (x.unflatten(0, (parts, -1)) for x in (y_t, dpre[t]))
             torch.bmm(rows.transpose(1, 2), gradients_, out=dw[t])
-    return dw.sum(1).view(T * M, N) if parts > 1 else dw.view(T * M, N)
+    return dw.sum(1, dtype=dtype).view(T * M, N) if parts > 1 else dw.view(T * M, N)
 
 
 _MANY = 65536

@@ -10,6 +10,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from torch_dcl.models import _common
+from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 
 __all__ = ["AlexNet", "alexnet"]
 
@@ -32,6 +33,10 @@ class AlexNet(nn.Module):
     N(0, 0.005²), biases 0.1 in ``conv2``, ``conv4``, ``conv5``, ``fc6`` and ``fc7`` and 0 elsewhere. The input is on
     the scale of 0 to 255 with the mean subtracted.
 
+    On a GPU in channels_last (``model.to(memory_format=torch.channels_last)``) the normalisations are kernels and
+    ``conv1`` a convolution of 4 × 4 pixels a cell, with the same weights and the same results up to rounding. Under
+    autocast the normalisations give the type of their input, where torch's own give float32.
+
     Args:
         num_classes: Outputs of the last layer, ``fc8``.
         lrn: Keep the two normalisations.
@@ -45,13 +50,13 @@ class AlexNet(nn.Module):
     def __init__(self, num_classes: int = 1000, lrn: bool = True) -> None:
         super().__init__()
         _common.check_classes(num_classes)
-        self.conv1 = nn.Conv2d(3, 96, 11, stride=4)
+        self.conv1 = QuickConv2d(3, 96, 11, stride=4)
         self.relu1 = nn.ReLU()
-        self.norm1 = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75) if lrn else nn.Identity()
+        self.norm1 = QuickResponseNorm(5, alpha=1e-4, beta=0.75) if lrn else nn.Identity()
         self.pool1 = nn.MaxPool2d(3, stride=2)
         self.conv2 = nn.Conv2d(96, 256, 5, padding=2)
         self.relu2 = nn.ReLU()
-        self.norm2 = nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75) if lrn else nn.Identity()
+        self.norm2 = QuickResponseNorm(5, alpha=1e-4, beta=0.75) if lrn else nn.Identity()
         self.pool2 = nn.MaxPool2d(3, stride=2)
         self.conv3 = nn.Conv2d(256, 384, 3, padding=1)
         self.relu3 = nn.ReLU()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.layers import DCLConv2d, DCLLinear
+from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.training import operations
 
@@ -334,6 +335,8 @@ register_stacked(nn.Dropout, StackedDropout)
 register_stacked(nn.Flatten, _Flatten)
 register_stacked(nn.Linear, StackedLinear)
 register_stacked(nn.Conv2d, StackedConv2d)
+register_stacked(QuickConv2d, StackedConv2d)
+register_stacked(QuickResponseNorm, _Each)
 register_stacked(DCLLinear, StackedDCLLinear)
 register_stacked(SummedLinear, StackedSummed)
 register_stacked(DCLConv2d, StackedDCLConv2d)
