@@ -32,7 +32,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
 from torch_dcl.paper.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.paper.natural.table2 import How, make_fleet
+from torch_dcl.paper.natural.slices import How
+from torch_dcl.paper.natural.table2 import make_fleet
 from torch_dcl.stochastic import advance_branches_
 
 FIELDS = [

@@ -9,6 +9,7 @@ from tests.training.test_fleet import same_bits
 
 from torch_dcl.data.svhn import preprocess
 from torch_dcl.training import Fleet, Inputs, Member, Schedule
+from torch_dcl.training.abreast import train_abreast
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +82,17 @@ def test_several_at_a_time_end_with_the_same_bits_as_one_after_another(kind, str
     together.train()
     apart.train()
     assert all(same_bits(together.network(i), apart.network(i)) for i in range(3))
+
+
+def test_fleets_of_several_architectures_abreast_end_with_the_same_bits_as_alone():
+    kinds = {"tiny": 4, "overlapping pools": 2, "wide residual": 3}  # epochs
+    abreast, alone = ([some(kind, epochs=epochs)[0] for kind, epochs in kinds.items()] for _ in range(2))
+    while any(fleet.epoch < fleet.epochs for fleet in abreast):
+        train_abreast(abreast)
+    for one, other in zip(abreast, alone, strict=True):
+        other.train()
+        assert one.history == other.history
+        assert all(same_bits(one.network(i), other.network(i)) for i in range(3))
 
 
 @pytest.mark.parametrize("kind", ["tiny", "overlapping pools", "wide residual"])

@@ -64,9 +64,10 @@ def estimate_natural(task: "Natural") -> tuple[list[tuple[str, str]], dict[str, 
     works = works_of(task, there or task.sets)
     networks, seen = sum(work.networks for work in works), sum(work.seen for work in works)
     names = list(dict.fromkeys(work.network for work in works))
-    speeds = {name: _speed(name, task) for name in names}
+    abreast = {name: _at_a_time([work for work in works if work.network == name], task) for name in names}
+    speeds = {name: _speed(name, abreast[name], task) for name in names}
     minutes = sum(work.seen / speeds[work.network] for work in works) / 60
-    gib = max(_memory(work.network, work.data, min(recipe["seeds"], recipe["most"]), task) for work in works)
+    gib = max(_memory(work.network, work.data, abreast[work.network], task) for work in works)
     what = f"{len(task.columns)} columns" if recipe.name == "table2" else f"{len(recipe['units'])} layers"
     short = "" if recipe["scale"] == 1 else f", shortened to {recipe['scale']:g} of the epochs"
     then = ", its cells will say so" if there else ""
@@ -89,8 +90,16 @@ def estimate_natural(task: "Natural") -> tuple[list[tuple[str, str]], dict[str, 
     return rows, plain
 
 
-def _speed(network: str, task: "Natural") -> float:
-    """Images a second over the networks of a fleet: one epoch on generated images, after a first one."""
+def _at_a_time(works: list[Work], task: "Natural") -> int:
+    """How many networks train at the same time, of those of one architecture, DCL taken to be as plain."""
+    seeds, most = int(task.recipe["seeds"]), int(task.recipe["most"])
+    if not task.device.startswith("cuda"):
+        return min(seeds, most)
+    return min(most, max(sum(work.networks for work in works if work.data == name) for name in {w.data for w in works}))
+
+
+def _speed(network: str, at_a_time: int, task: "Natural") -> float:
+    """Images a second over so many networks: one epoch on generated images, after a first one."""
     import dataclasses  # noqa: PLC0415
 
     from torch_dcl.paper.natural.recipes import recipe_of  # noqa: PLC0415
@@ -102,7 +111,7 @@ def _speed(network: str, task: "Natural") -> float:
     gpu = task.device.startswith("cuda")
     batch, steps = (task.recipe["batch"] or recipe.batch, 50) if gpu else (10, 2)
     recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))
-    seeds = range(min(task.recipe["seeds"], task.recipe["most"]) if gpu else 1)
+    seeds = range(at_a_time if gpu else 1)
     fleet = make_fleet(network, seeds, made_up("cifar10", batch * steps, 10), recipe, task.how)
     fleet.train(1)
     start = time.perf_counter()

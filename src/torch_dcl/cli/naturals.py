@@ -31,7 +31,7 @@ def keys_of_natural(name: str) -> dict[str, Any]:
         "batch": Key(0, "images of a step; 0 for the recipe's", 10),
         "device": Key("auto", 'cpu, cuda, or "auto"'),
         "precision": Key("auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU'),
-        "most": Key(8, "networks of a fleet at most"),
+        "most": Key(12, "networks that train at a time: seeds of a column, on a GPU several columns"),
         "compile": Key("no", 'compile the networks: "yes" or "no"'),
         "streams": Key(8, "how many networks of a fleet run at a time on a GPU"),
         "deterministic": Key("no", 'the same bits every time, also on a GPU and in slices: "yes" or "no"'),

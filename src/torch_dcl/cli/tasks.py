@@ -14,7 +14,7 @@ from torch_dcl.cli.screen import several
 if TYPE_CHECKING:
     from torch_dcl.paper.digitsets import Digits
     from torch_dcl.paper.engine import Job, Settings
-    from torch_dcl.paper.natural.table2 import How
+    from torch_dcl.paper.natural.slices import How
 
 __all__ = ["Natural", "Task", "Training", "as_kept", "jobs_of", "make_task"]
 
@@ -145,7 +145,7 @@ def make_task(
 
 
 def _natural(task: Task) -> Natural:
-    from torch_dcl.paper.natural.table2 import How  # noqa: PLC0415
+    from torch_dcl.paper.natural.slices import How  # noqa: PLC0415
 
     recipe = task.recipe
     for key in ("shares", "rates"):

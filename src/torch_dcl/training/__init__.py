@@ -1,5 +1,6 @@
 """One loop, which drives a network or a stack of networks (a fleet)."""
 
+from torch_dcl.training.abreast import train_abreast
 from torch_dcl.training.beside import SideBySide
 from torch_dcl.training.fleet import Fleet
 from torch_dcl.training.inputs import Inputs
@@ -10,4 +11,5 @@ from torch_dcl.training.stacked import StackedLayer, register_stacked
 
 __all__ = [
     "Evaluation", "Fleet", "Inputs", "Member", "Schedule", "SideBySide", "Stack", "StackedLayer", "register_stacked",
+    "train_abreast",
 ]  # fmt: skip

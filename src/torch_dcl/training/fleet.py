@@ -125,6 +125,7 @@ class Fleet:
         self._alive = torch.ones(len(members), dtype=torch.bool, device=self.device)
         self._loss = torch.zeros(len(members), device=self.device, dtype=wide)
         self._order = torch.zeros(len(members), self.data.count, dtype=torch.int64, device=self.device)
+        self._was_alive = [True] * len(members)
         self._graph: torch.cuda.CUDAGraph | None = None
         self.preparing = 0.0
 
@@ -142,15 +143,12 @@ class Fleet:
             What happened since the first epoch.
         """
         last = self.epochs if epochs is None else min(self.epochs, self.epoch + epochs)
-        if self.epoch < last and self.device.type == "cuda" and self._graph is None:
-            start = time.perf_counter()
-            with self._there():
-                self._capture()
-                torch.cuda.synchronize()
-            self.preparing = time.perf_counter() - start
         while self.epoch < last:
             with self._there():
-                self._one_epoch()
+                self._begin_epoch()
+                for _ in range(self.steps_per_epoch):
+                    self._take_step()
+                self._end_epoch()
             if on_epoch is not None:
                 on_epoch(self)
         return self.history
@@ -272,7 +270,13 @@ class Fleet:
             table[: len(rates), column] = rates
         return table
 
-    def _one_epoch(self) -> None:
+    def _begin_epoch(self) -> None:
+        """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_abreast`."""
+        if self.device.type == "cuda" and self._graph is None:
+            start = time.perf_counter()
+            self._capture()
+            torch.cuda.synchronize()
+            self.preparing = time.perf_counter() - start
         orders: dict[int, Tensor] = {}
         places = torch.arange(self.data.count, device=self.device)
         for row, member in enumerate(self.members):
@@ -282,14 +286,19 @@ class Fleet:
         self.data.begin([member.seed for member in self.members], self.epoch)
         self._loss.zero_()
         self._step.fill_(self.epoch * self.steps_per_epoch)
-        was_alive = self._alive.tolist()
-        for _ in range(self.steps_per_epoch):
-            if self._graph is None:
-                self._one_step()
-            else:
-                self._graph.replay()
+        self._was_alive = self._alive.tolist()
+
+    def _take_step(self) -> None:
+        """One step of an epoch that has begun."""
+        if self._graph is None:
+            self._one_step()
+        else:
+            self._graph.replay()
+
+    def _end_epoch(self) -> None:
+        """Write down what happened in the epoch."""
         self.history.train_loss.append((self._loss / self.steps_per_epoch).tolist())
-        for i, (before, now) in enumerate(zip(was_alive, self._alive.tolist(), strict=True)):
+        for i, (before, now) in enumerate(zip(self._was_alive, self._alive.tolist(), strict=True)):
             if before and not now:
                 self.history.stopped[i] = self.epoch
         self.epoch += 1

@@ -10,7 +10,7 @@ from torch_dcl.data import cifar, load
 from torch_dcl.models import count_weights
 from torch_dcl.paper.natural import deciding
 from torch_dcl.paper.natural.deciding import hold_out, run_deciding
-from torch_dcl.paper.natural.table2 import How
+from torch_dcl.paper.natural.slices import How
 from torch_dcl.paper.natural.units import UNITS, build_unit, counted_networks, unit_weights
 from torch_dcl.training import Fleet, Inputs, Member, Schedule
 

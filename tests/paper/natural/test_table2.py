@@ -18,11 +18,14 @@ from torch_dcl.data import load, svhn
 from torch_dcl.models import count_weights
 from torch_dcl.paper.natural import table2
 from torch_dcl.paper.natural.recipes import COLUMNS, build, caffe_factors, inputs_of, paper_error, recipe_of, weights
+from torch_dcl.paper.natural.slices import How, abreast
 from torch_dcl.paper.natural.table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
-from torch_dcl.paper.natural.table2 import How, run_table2
+from torch_dcl.paper.natural.table2 import run_table2
 from torch_dcl.paper.reported import TABLE2
 from torch_dcl.paper.table import Table, TableError
-from torch_dcl.training.runs import RunError
+from torch_dcl.training import Fleet, Member, Schedule
+from torch_dcl.training.abreast import train_abreast
+from torch_dcl.training.runs import RunError, RunFolder
 
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
 SHORT = 0.02  # three epochs of the LeNet variant
@@ -225,6 +228,89 @@ def test_slices_give_the_table_of_one_run(whole, root, tmp_path):
     assert compared(table) == compared(whole[0])
 
 
+@pytest.fixture
+def together(monkeypatch):
+    """The columns of a network train abreast here as well, as they do on a GPU."""
+    monkeypatch.setattr(
+        table2, "abreast", lambda fleets, how, alike: abreast(fleets, dataclasses.replace(how, device="cuda"), alike)
+    )
+
+
+def test_columns_abreast_give_the_table_of_columns_one_by_one(whole, root, tmp_path, together):
+    lines, slices, table = [], 0, None
+    while table is None:
+        table = run(tmp_path / "run", root, seconds=0.0, resume=slices > 0, report=lines.append)
+        slices += 1
+        assert slices < 20
+    assert slices == 3  # one group of two fleets, three epochs
+    assert compared(table) == compared(whole[0])
+    assert any(line.startswith("1/1 lenet, lenet+dcl on cifar10, 4 networks: epoch 2 of 3") for line in lines)
+    assert list((tmp_path / "run" / "fleets").iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [3, 7, 17])  # in one column or the other, of the first epoch and later ones
+def test_columns_abreast_killed_at_any_step_give_the_same_table(step, whole, root, tmp_path, killed_at, together):
+    with killed_at(step):
+        run(tmp_path / "run", root, how=How(every=0.0))
+    assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
+
+
+def test_a_kill_between_two_checkpoints_leaves_fleets_at_two_epochs_and_changes_nothing(
+    whole, root, tmp_path, monkeypatch, together
+):
+    save, saved = Fleet.save, []
+
+    def once(self, path):
+        saved.append(path)
+        if len(saved) == 4:  # the second fleet's of the second epoch
+            raise KeyboardInterrupt
+        return save(self, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Fleet, "save", once)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "run", root, how=How(every=0.0))
+    assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
+
+
+def test_which_fleets_train_abreast():
+    """Neighbours of one kind, on a GPU, as far as there is room."""
+    fleets = [["a1", "a2"], ["a3", "a4"], ["a5"], ["b1"], ["b2", "b3", "b4", "b5", "b6", "b7"], ["b8"]]
+    gpu = How("cuda", most=5)
+    assert abreast(fleets, gpu, lambda name: name[0]) == [fleets[:3], fleets[3:4], fleets[4:5], fleets[5:]]
+    assert abreast(fleets, How("cuda:1", most=4), lambda name: name[0])[0] == fleets[:2]
+    assert abreast(fleets, How("cpu"), lambda name: name[0]) == [[fleet] for fleet in fleets]
+    assert abreast([], gpu, lambda name: name[0]) == []
+
+
+def test_fleets_abreast_end_as_they_do_alone():
+    """Of other architectures, lengths and numbers of images; one is at its end before the other."""
+
+    def made():
+        fleets = []
+        for column, epochs, images in (("lenet", 1, 20), ("lenet+dcl", 3, 10)):
+            generator = torch.Generator().manual_seed(images)
+            data = torch.randint(0, 256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator)
+            labels = torch.arange(images) % 10
+            member = Member(column, "set", 1, 1e-3, Schedule(epochs), 0.0)
+            networks = [build(column, 10, 1)]
+            fleets.append(Fleet(networks, [member], {"set": (data, labels)}, batch=5, stacked=False))
+        return fleets
+
+    alone, together = made(), made()
+    for fleet in alone:
+        fleet.train()
+    epochs = []
+    while any(fleet.epoch < fleet.epochs for fleet in together):
+        train_abreast(together)
+        epochs.append([fleet.epoch for fleet in together])
+    assert epochs == [[1, 1], [1, 2], [1, 3]]
+    for one, other in zip(alone, together, strict=True):
+        assert one.history == other.history
+        for (name, mine), theirs in zip(one.network(0).named_parameters(), other.network(0).parameters(), strict=True):
+            assert torch.equal(mine, theirs), name
+
+
 @pytest.mark.parametrize("step", [0, 7, 12, 23])
 def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, root, tmp_path, killed_at):
     with killed_at(step):
@@ -233,7 +319,7 @@ def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, 
 
 
 def test_a_kill_between_two_outcomes_of_a_fleet_loses_and_doubles_nothing(whole, root, tmp_path, monkeypatch):
-    append = table2.RunFolder.append
+    append = RunFolder.append
 
     def once(self, name, record):
         if name == "outcomes" and record["seed"] == 1:
@@ -241,7 +327,7 @@ def test_a_kill_between_two_outcomes_of_a_fleet_loses_and_doubles_nothing(whole,
         append(self, name, record)
 
     with monkeypatch.context() as patched:
-        patched.setattr(table2.RunFolder, "append", once)
+        patched.setattr(RunFolder, "append", once)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "run", root)
     assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])

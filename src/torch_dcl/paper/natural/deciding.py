@@ -22,7 +22,7 @@ from torch_dcl.data.draws import draw
 from torch_dcl.paper.engine import Settings
 from torch_dcl.paper.natural.recipes import Recipe, inputs_of, recipe_of
 from torch_dcl.paper.natural.sets import Images, departures, read_sets
-from torch_dcl.paper.natural.table2 import How, Report, Slice, Tell
+from torch_dcl.paper.natural.slices import How, Report, Slice, Tell, abreast
 from torch_dcl.paper.natural.units import UNITS, build_unit, unit_weights
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.telling import telling
@@ -213,36 +213,36 @@ class _Phases:
         """Train what is not known yet, as far as time allows; the first fleet goes on by an epoch in any case."""
         known = self.errors()
         left = [trials for trials in fleets if any(trial not in known for trial in trials)]
-        for number, trials in enumerate(left, 1):
+        groups = abreast(left, self.how, lambda trial: trial.purpose)
+        for number, group in enumerate(groups, 1):
             if self.began and time.perf_counter() > self.until:
-                self.report(f"time is up: {len(left) - number + 1} fleets of this phase are left; go on with --resume")
+                count = sum(map(len, groups[number - 1 :]))
+                self.report(f"time is up: {count} fleets of this phase are left; go on with --resume")
                 return
             self.began = True
-            slice_ = Slice(
-                self.folder, self.part, self.until, self.how.every, (number, len(left)), self.report, self.tell
-            )
-            self._one(trials, known, scale, slice_)
+            which = (number, len(groups))
+            slice_ = Slice(self.folder, self.part, self.until, self.how.every, which, self.report, self.tell)
+            self._train(group, known, scale, slice_)
 
-    def _one(self, trials: Sequence[Trial], known: dict[Trial, float], scale: float, slice_: Slice) -> None:
-        data, first = self.data, trials[0]
+    def _train(self, group: Sequence[Sequence[Trial]], known: dict[Trial, float], scale: float, slice_: Slice) -> None:
+        data, purpose = self.data, group[0][0].purpose
         train, judge = self.parted
-        if first.purpose == "report":
+        if purpose == "report":
             train, judge = (data.train_images, data.train_labels), (data.test_images, data.test_labels)
-        fleet = _fleet(trials, train, data, self.recipe.scaled(scale), self.how)
-        file = f"{first.purpose}-{first.unit}-{first.share:g}"
-        aim = "learning rates of" if first.purpose == "choose" else "seeds of"
-        if slice_.train(fleet, file, f"{aim} {first.unit} at {first.share:g}") is None:
+        named = {f"{purpose}-{trials[0].unit}-{trials[0].share:g}": trials for trials in group}
+        recipe = self.recipe.scaled(scale)
+        fleets = {file: _fleet(trials, train, data, recipe, self.how) for file, trials in named.items()}
+        aim = "learning rates of" if purpose == "choose" else "seeds of"
+        if slice_.train(fleets, f"{aim} {', '.join(f'{t[0].unit} at {t[0].share:g}' for t in group)}") is None:
             return
-        seen = fleet.evaluate({data.name: judge})
-        for row, trial in enumerate(trials):
-            if trial not in known:
-                record = {
-                    **trial._asdict(),
-                    "error": float(seen.errors[row]),
-                    "stopped": fleet.history.stopped.get(row),
-                }
-                self.folder.append(f"outcomes{self.part}", record)
-        slice_.checkpoint(file).unlink()
+        for file, trials in named.items():
+            seen = fleets[file].evaluate({data.name: judge})
+            for row, trial in enumerate(trials):
+                if trial not in known:
+                    stopped = fleets[file].history.stopped.get(row)
+                    record = {**trial._asdict(), "error": float(seen.errors[row]), "stopped": stopped}
+                    self.folder.append(f"outcomes{self.part}", record)
+            slice_.checkpoint(file).unlink()
 
 
 def _fleet(trials: Sequence[Trial], train: Labelled, data: Dataset, recipe: Recipe, how: How) -> Fleet:

@@ -1,8 +1,9 @@
 """Table 2, run: every column on every set with every seed, in slices that can be gone on with.
 
-The seeds of a column train as a fleet. A fleet is written down at the ends of epochs, so that a slice may end, or a
-process be killed, in the middle of a training, and the rest gives the same weights. Recipes are the paper's, and
-nothing is chosen by looking at a test set: it is looked at once, at the end of each training.
+The seeds of a column train as a fleet, on a GPU the columns of a network abreast. A fleet is written down at the ends
+of epochs, so that a slice may end, or a process be killed, in the middle of a training, and the rest gives the same
+weights. Recipes are the paper's, and nothing is chosen by looking at a test set: it is looked at once, at the end of
+each training.
 """
 
 import dataclasses
@@ -10,12 +11,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcl.data import Dataset
-from torch_dcl.files import SealedError
-from torch_dcl.paper.engine import Progress, Settings
+from torch_dcl.paper.engine import Settings
 from torch_dcl.paper.natural.recipes import (
     COLUMNS,
     DATA,
@@ -28,17 +27,13 @@ from torch_dcl.paper.natural.recipes import (
     recipe_of,
 )  # fmt: skip
 from torch_dcl.paper.natural.sets import Images, read_sets
+from torch_dcl.paper.natural.slices import How, Report, Slice, Tell, abreast
 from torch_dcl.paper.natural.table import NaturalTable, table2_of
 from torch_dcl.paper.ranks import Rank
 from torch_dcl.paper.telling import telling
 from torch_dcl.training import Fleet, Member
-from torch_dcl.training.fleet import Precision
-from torch_dcl.training.runs import RunFolder
 
-__all__ = ["Entry", "How", "columns_of", "make_fleet", "read_sets", "run_table2", "train_in_slices"]
-
-Report = Callable[[str], None]
-Tell = Callable[[Progress], None]
+__all__ = ["Entry", "columns_of", "make_fleet", "read_sets", "run_table2"]
 
 
 class Entry(NamedTuple):
@@ -47,28 +42,6 @@ class Entry(NamedTuple):
     data: str
     column: str
     seed: int
-
-
-@dataclasses.dataclass(frozen=True)
-class How:
-    """How fleets are run; none of it is the recipe's."""
-
-    device: str = "cpu"
-    precision: Precision | None = None
-    most: int = 8
-    """Networks of a fleet."""
-    stacked: bool = False
-    """Whether networks train as a stack. Measured slower for the networks of Table 2, which fill a GPU side by side."""
-    compile: bool = False
-    """Whether networks that are not stacked are compiled."""
-    streams: int = 8
-    """How many networks that are not stacked run at a time on a GPU."""
-    deterministic: bool = False
-    """Whether a GPU must give the same bits every time, so that a run in slices ends as one in a piece does."""
-    average: bool = False
-    """Whether the test averages over an image and its mirror image."""
-    every: float = 60.0
-    """Seconds between two checkpoints, roughly: they are written at the ends of epochs."""
 
 
 def run_table2(
@@ -145,14 +118,14 @@ def run_table2(
             begin(len(known), len(known) + sum(map(len, left)))
         if known:
             report(f"{len(known)} of {len(entries)} entries are done already")
-        for number, fleet in enumerate(left, 1):
-            if number > 1 and time.perf_counter() - start > seconds:  # the first one goes on by an epoch in any case
-                report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
-                break
-            of = (fleet[0].data, fleet[0].column)
-            slice_ = Slice(folder, rank.part, start + seconds, how.every, (number, len(left)), report, told.on_epoch)
-            if not _one_fleet(fleet, sets[of[0]], recipes[of], how, known, slice_):
-                report(f"time is up: {len(left) - number + 1} fleets are left; go on with --resume")
+        groups = abreast(left, how, lambda entry: (entry.data, network_of(entry.column)))
+        for number, group in enumerate(groups, 1):
+            first = number == 1  # goes on by an epoch in any case
+            slice_ = Slice(folder, rank.part, start + seconds, how.every, (number, len(groups)), report, told.on_epoch)
+            ended = not first and time.perf_counter() - start > seconds
+            if ended or not _train_group(group, sets[group[0][0].data], recipes, how, known, slice_):
+                fleets = sum(map(len, groups[number - 1 :]))
+                report(f"time is up: {fleets} fleet{'s are' if fleets > 1 else ' is'} left; go on with --resume")
                 break
         folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
         rank.wait()
@@ -214,124 +187,35 @@ def make_fleet(column: str, seeds: Sequence[int], data: Dataset, recipe: Recipe,
     )  # fmt: skip
 
 
-def train_in_slices(
-    fleet: Fleet, path: Path, until: float, every: float = 60.0, tell: Callable[[Fleet], None] | None = None
-) -> bool:
-    """Train from a checkpoint, if there is one, to the end or until time is up, with a checkpoint behind it.
-
-    Args:
-        fleet: Fresh.
-        path: Where the checkpoint is, and is written at the end of an epoch when ``every`` seconds have gone.
-        until: When to stop, by `time.perf_counter`; at least one epoch is trained.
-        every: Seconds.
-        tell: Called when the checkpoint has been read and after every epoch. When it raises KeyboardInterrupt the fleet
-            is written down first.
-
-    Returns:
-        Whether the training has ended. The checkpoint of its end is there then.
-
-    Raises:
-        ValueError: The checkpoint is of another fleet.
-        SealedError: It is damaged; remove it to begin anew.
-    """
-    tell = tell or (lambda _: None)
-    if path.exists():
-        try:
-            fleet.load(path)
-        except SealedError as error:
-            raise SealedError(f"{error}; remove the file to train this fleet from its beginning") from error
-        tell(fleet)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    saved = time.perf_counter()
-    while fleet.epoch < fleet.epochs:
-        fleet.train(1)
-        try:
-            tell(fleet)
-        except KeyboardInterrupt:
-            fleet.save(path)
-            raise
-        now = time.perf_counter()
-        if fleet.epoch == fleet.epochs or now > until or now - saved > every:
-            fleet.save(path)
-            saved = now
-        if now > until:
-            break
-    return fleet.epoch == fleet.epochs
-
-
-class Slice(NamedTuple):
-    """What a process does of a run in one call: where it writes, how long it has, whom it tells."""
-
-    folder: RunFolder
-    part: str
-    until: float
-    every: float
-    which: tuple[int, int]
-    """Which fleet it is, of how many."""
-    report: Report
-    tell: Tell | None
-
-    def train(self, fleet: Fleet, file: str, name: str) -> float | None:
-        """Train a fleet, or go on with it.
-
-        Args:
-            fleet: Fresh.
-            file: What its checkpoint is called.
-            name: What it is called for people.
-
-        Returns:
-            The seconds that it took in all its slices; None when time is up before its end.
-        """
-        start, path = time.perf_counter(), self.checkpoint(file)
-        number, count = self.which
-        networks = f"{len(fleet.members)} network{'s' if len(fleet.members) > 1 else ''}"
-
-        def tell(at: Fleet) -> None:
-            if self.tell is not None:
-                loss = [value for value in (at.history.train_loss or [[]])[-1] if math.isfinite(value)]
-                mean = sum(loss) / len(loss) if loss else None
-                self.tell(Progress(number, count, name, len(at.members), at.epoch, at.epochs, mean))
-
-        tell(fleet)
-        if path.exists():
-            self.report(f"{number}/{count} {name}, {networks}: going on")
-        done = train_in_slices(fleet, path, self.until, self.every, tell)
-        spent = time.perf_counter() - start
-        self.report(
-            f"{number}/{count} {name}, {networks}: epoch {fleet.epoch} of {fleet.epochs}, {spent:.1f} s in this slice"
-        )
-        self.folder.append(f"slices{self.part}", {"fleet": file, "epoch": fleet.epoch, "seconds": spent})
-        if not done:
-            return None
-        return sum(float(record["seconds"]) for record in self.folder.read("slices") if record["fleet"] == file)
-
-    def checkpoint(self, file: str) -> Path:
-        """Where a fleet is kept while it is trained."""
-        return self.folder.path / "fleets" / f"{file}.safetensors"
-
-
-def _one_fleet(
-    entries: Sequence[Entry], data: Dataset, recipe: Recipe, how: How, known: set[Entry], slice_: Slice
-) -> bool:
-    """Train some entries, or go on with them, and write down what came of them; False when time is up before."""
-    column = entries[0].column
-    fleet = make_fleet(column, [entry.seed for entry in entries], data, recipe, how)
-    file = f"{data.name}-{column}-{entries[0].seed}"
-    spent = slice_.train(fleet, file, f"{column} on {data.name}")
+def _train_group(
+    group: Sequence[Sequence[Entry]], data: Dataset, recipes: Mapping[tuple[str, str], Recipe], how: How,
+    known: set[Entry], slice_: Slice,
+) -> bool:  # fmt: skip
+    """Train fleets abreast, or go on with them, and write down what came of them; False when time is up before."""
+    named = {f"{data.name}-{entries[0].column}-{entries[0].seed}": entries for entries in group}
+    fleets = {}
+    for file, entries in named.items():
+        column = entries[0].column
+        seeds = [entry.seed for entry in entries]
+        fleets[file] = make_fleet(column, seeds, data, recipes[data.name, column], how)
+    columns = dict.fromkeys(entries[0].column for entries in group)
+    spent = slice_.train(fleets, f"{', '.join(columns)} on {data.name}")
     if spent is None:
         return False
-    seen = fleet.evaluate({data.name: (data.test_images, data.test_labels)})
-    last = fleet.history.train_loss[-1]
-    for row, entry in enumerate(entries):
-        if entry not in known:  # some may have been written down before a kill
-            numbers = {"test_loss": float(seen.losses[row]), "train_loss": last[row]}
-            slice_.folder.append(
-                f"outcomes{slice_.part}",
-                {
-                    **entry._asdict(), "error": float(seen.errors[row]), "stopped": fleet.history.stopped.get(row),
-                    **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
-                    "seconds": spent / len(entries),
-                },
-            )  # fmt: skip
-    slice_.checkpoint(file).unlink()
+    for file, entries in named.items():
+        fleet = fleets[file]
+        seen = fleet.evaluate({data.name: (data.test_images, data.test_labels)})
+        last = fleet.history.train_loss[-1]
+        for row, entry in enumerate(entries):
+            if entry not in known:  # some may have been written down before a kill
+                numbers = {"test_loss": float(seen.losses[row]), "train_loss": last[row]}
+                slice_.folder.append(
+                    f"outcomes{slice_.part}",
+                    {
+                        **entry._asdict(), "error": float(seen.errors[row]), "stopped": fleet.history.stopped.get(row),
+                        **{key: value if math.isfinite(value) else None for key, value in numbers.items()},
+                        "seconds": spent[file] / len(entries),
+                    },
+                )  # fmt: skip
+        slice_.checkpoint(file).unlink()
     return True
