@@ -780,6 +780,25 @@ def test_compile_without_a_graph_break(make, shape):
     assert_compiled_equals_eager(make(), torch.randn(shape), "aot_eager")
 
 
+@pytest.mark.parametrize(
+    ("make", "shape", "backend"),
+    [
+        pytest.param(lambda **own: DCLLinear(8, 16, **own), (5, 8), "aot_eager", id="linear"),
+        pytest.param(lambda **own: DCLLinear(8, 16, **own), (5, 8), "inductor", id="linear, machine code"),
+        pytest.param(lambda **own: DCLConv2d(4, 16, 3, **own), (2, 4, 6, 6), "aot_eager", id="conv2d"),
+    ],
+)
+def test_compile_layers_that_differ_in_epsilon_without_a_graph_break(make, shape, backend):
+    """A number that differs when the same code is compiled again becomes a symbol to the compiler."""
+    torch._dynamo.reset()
+    x = torch.randn(shape)
+    for own in ({"eps": 0.01}, {"eps": 0.02}, {"eps": 0.5}, {"branches": 3}, {"branches": 1, "eps": 0}):
+        layer = make(**own)
+        compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend=backend)
+        for found, expected in zip(*(losses_and_gradients(one, x) for one in (compiled, layer)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_compile_in_eval_without_a_graph_break():
     layer = DCLConv2d(4, 16, 3, branches=3, strategy="stochastic").eval()
     assert_compiled_equals_eager(layer, torch.randn(2, 4, 6, 6), "aot_eager")

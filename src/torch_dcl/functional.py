@@ -115,7 +115,7 @@ def check_eps(eps: float | None, T: int) -> float:
         return default_eps(T)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
-    if not math.isfinite(eps) or eps < 0:
+    if not 0 <= eps < math.inf:  # of a compiled network ε may be a symbol, which can only be compared
         raise ValueError(f"eps must be a finite positive number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
     if eps == 0 and T > 1:
         raise ValueError(f"eps = 0 leaves the gradient of the {T}-th root unbounded at 0; use a small positive number")

@@ -21,15 +21,15 @@ def epochs(monkeypatch):
     class Epochs(list):
         then = staticmethod(lambda: None)
 
-    real, trained = Fleet._one_epoch, Epochs()
+    real, trained = Fleet._end_epoch, Epochs()
 
-    def one_epoch(fleet):
+    def end_epoch(fleet):
         real(fleet)
         size = sum(p.numel() for p in fleet.network(0).parameters())
         trained.append(([m.name for m in fleet.members], size, fleet.epoch, fleet.history.train_loss[-1]))
         trained.then()
 
-    monkeypatch.setattr(Fleet, "_one_epoch", one_epoch)
+    monkeypatch.setattr(Fleet, "_end_epoch", end_epoch)
     return trained
 
 

@@ -37,15 +37,15 @@ class KilledError(Exception):
 
 def noting(patch):
     """Note every epoch that a fleet is trained: its networks, how large they are, which epoch, and the losses."""
-    real, trained = Fleet._one_epoch, []
+    real, trained = Fleet._end_epoch, []
 
-    def one_epoch(fleet):
+    def end_epoch(fleet):
         size = sum(p.numel() for p in fleet.network(0).parameters())
         real(fleet)
         members = [(m.name, m.seed, m.lr) for m in fleet.members]
         trained.append((members, size, fleet.epoch, fleet.history.train_loss[-1]))
 
-    patch.setattr(Fleet, "_one_epoch", one_epoch)
+    patch.setattr(Fleet, "_end_epoch", end_epoch)
     return trained
 
 

@@ -62,7 +62,7 @@ def untrained(monkeypatch):
     def refuse(*_):
         pytest.fail("a network was trained")
 
-    monkeypatch.setattr(Fleet, "_one_epoch", refuse)
+    monkeypatch.setattr(Fleet, "_begin_epoch", refuse)
 
 
 def records(folder, name="outcomes"):

@@ -357,6 +357,28 @@ def test_cudnn_may_choose_unless_the_same_bits_are_asked_for(asked, by_torch, mo
     assert (cudnn.benchmark, cudnn.deterministic) == (False, by_torch)
 
 
+def test_every_architecture_of_a_process_is_compiled(monkeypatch):
+    """Torch runs a forward pass uncompiled, with a warning, when it has compiled the same code eight times."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+
+    class Through(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.through = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 7))
+
+        def forward(self, x):
+            return self.through(x)
+
+    for width in range(3, 15):
+        torch._dynamo.utils.counters.clear()
+        networks, members = [Through(width)], [Member("one", "one", 0, 0.01, Schedule(1))]
+        Fleet(networks, members, three_sets((1, 8, 8)), batch=8, stacked=False, compile=True).train()
+        counted = torch._dynamo.utils.counters
+        assert counted["frames"]["total"] == counted["frames"]["ok"]
+        assert counted["unimplemented"] == counted["graph_break"] == {}
+
+
 @pytest.mark.parametrize("options", [{"compile": True}, {"streams": 2}])
 def test_compile_and_streams_are_for_networks_as_they_are(options):
     with pytest.raises(ValueError, match="pass stacked=False"):

@@ -23,6 +23,9 @@ from torch_dcl.training.stack import _check_alike
 
 __all__ = ["SideBySide"]
 
+_ARCHITECTURES = 64
+"""How many architectures of one class are compiled in a process; torch stops at 8 by itself."""
+
 
 class SideBySide(nn.Module):
     """E plain networks, with the interface of a `Stack`.
@@ -204,7 +207,13 @@ class SideBySide(nn.Module):
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         # What is compiled is the training step's; evaluation has batches of other sizes.
-        logits: Tensor = (self._run if self.training else self._networks)[index](x)
+        logits: Tensor
+        if self.compiles and self.training:
+            # Fleets of many architectures may share the code of a forward pass; none may run uncompiled unnoticed.
+            with torch._dynamo.config.patch(recompile_limit=_ARCHITECTURES, fail_on_recompile_limit_hit=True):
+                logits = self._run[index](x)
+        else:
+            logits = self._networks[index](x)
         return logits
 
     def _views(self, index: int) -> nn.Module:
