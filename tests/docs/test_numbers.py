@@ -1,0 +1,195 @@
+"""The figures of the README's tables are those of the files in results/, as far as they are rounded."""
+
+import csv
+import json
+import re
+import statistics
+
+import pytest
+from tests.docs.pages import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+)?")
+T_95 = {3: 4.3027, 5: 2.7764}  # of Student's distribution, by the number of seeds
+
+
+def table_under(header):
+    """The rows of the table with this first line, as cells without emphasis; an empty first cell is that above."""
+    (start,) = [number for number, line in enumerate(README) if line.startswith(header)]
+    rows, first = [], ""
+    for line in README[start + 2 :]:
+        if not line.startswith("|"):
+            return rows
+        cells = [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
+        first = cells[0] = cells[0] or first
+        rows.append(cells)
+    return rows
+
+
+def results(name):
+    path = ROOT / "results" / name
+    if path.suffix == ".csv":
+        with path.open(newline="") as lines:
+            return list(csv.DictReader(lines))
+    return json.loads(path.read_text())
+
+
+def agree(text, *values):
+    """The numbers of a cell are these, to the digits that it shows."""
+    shown = NUMBER.findall(text)
+    assert len(shown) == len(values), text
+    for one, value in zip(shown, values, strict=True):
+        plain = one.replace(",", "").replace("−", "-")
+        half_a_digit = 0.5 * 10.0 ** -len(plain.partition(".")[2])
+        assert abs(float(plain) - value) <= half_a_digit + 1e-9, f"{text}: {one} is not {value}"
+
+
+def paired(cell, plain):
+    """Mean and 95 % interval of the differences of the same seeds."""
+    assert cell["seeds"] == plain["seeds"]
+    apart = [a - b for a, b in zip(cell["errors"], plain["errors"], strict=True)]
+    mean, n = statistics.mean(apart), len(apart)
+    reach = T_95[n] * statistics.stdev(apart) / n**0.5
+    return mean, mean - reach, mean + reach
+
+
+LAYERS = {
+    "3×3 conv 512 → 512, 28×28, batch 64": ("conv512", "batch 8", "conv512-b8"),
+    "3×3 conv 256 → 256, 56×56, batch 64": ("conv256",),
+    "linear 9216 → 4096, batch 1024": ("fc-b1024", "batch 256", "fc-b256", "batch 32", "fc-b32", "batch 1", "fc-b1"),
+    "AlexNet with DCL in fc6, batch 256, a training step": ("alexnet-b256", "batch 32", "alexnet-b32"),
+    "3×3 conv 512, three branches of 80, stochastic": ("conv512-t3s",),
+    "3×3 conv 512, three branches of 80, deterministic": ("conv512-t3",),
+    "3×3 conv 512, batch 1": ("conv512-b1",),
+    "1×1 conv 512 → 512, batch 64": ("conv512-1x1",),
+}
+
+
+def test_the_speed_of_layers():
+    ratios = {
+        (row["case"], row["contender"]): (float(row["full_ratio"]), float(row["forward_ratio"]))
+        for row in results("layers.csv")
+        if row["precision"] == "bfloat16"
+    }
+    shown, above = [], ""
+    for name, full, forward, low_rank, reference in table_under("| layer | DCL, forward + backward"):
+        if name.startswith("the same, "):
+            case = dict(zip(LAYERS[above][1::2], LAYERS[above][2::2], strict=True))[name.removeprefix("the same, ")]
+        else:
+            above, case = name, LAYERS[name][0]
+        shown.append(case)
+        agree(full, ratios[case, "dcl"][0])
+        agree(forward, ratios[case, "dcl"][1])
+        for text, contender in ((low_rank, "low-rank"), (reference, "dcl-reference")):
+            agree(text, *([ratios[case, contender][0]] if text != "–" else []))
+    assert sorted(shown) == sorted({case for case, _ in ratios})
+    # What does not pay is marked.
+    marked = [line for line in README if re.match(r"\| .*\| \*\*1\.\d\d\*\* \|", line)]
+    assert len(marked) == sum(ratios[case, "dcl"][0] > 1 for case in shown)
+
+
+def test_what_plan_measures_is_what_the_benchmark_does():
+    """The README says within 0.04 of the ratio of the two eager layers."""
+    times = {
+        (row["case"], row["contender"]): row for row in results("layers.csv") if row["precision"] == "bfloat16"
+    }  # fmt: skip
+    planned = [case for case, contender in times if contender == "plan"]
+    assert len(planned) >= 10
+    for case in planned:
+        eager = float(times[case, "dcl"]["full_ms"]) / float(times[case, "plain"]["full_ms"])
+        assert abs(float(times[case, "plan"]["full_ratio"]) - eager) <= 0.04, case
+
+
+def test_the_start_from_trained_weights():
+    runs = results("fit.csv")
+    kinds = {
+        "unchanged": ("0", "unchanged"), "low-rank 200, fitted and calibrated": ("1", "fit+calibration", "200"),
+        "low-rank 300, fitted and calibrated": ("1", "fit+calibration", "300"),
+    }  # fmt: skip
+    for branches in "23":
+        own = f"DCL {branches} × 100"
+        kinds |= {
+            f'{own}, `init="random"`': (branches, "random"), f'{own}, `init="fit"`': (branches, "fit"),
+            f'{own}, `init="fit"`, `calibration`': (branches, "fit+calibration"),
+        }  # fmt: skip
+    rows = table_under("| `fc1` becomes | weights")
+    assert {row[0] for row in rows} == set(kinds)
+    for name, weights, *errors in rows:
+        branches, init, *width = kinds[name]
+        of = [
+            r for r in runs if (r["branches"], r["init"]) == (branches, init) and r["width"] in (width or [r["width"]])
+        ]
+        assert len(of) == 5, name
+        agree(weights, int(of[0]["weights"]))
+        for text, column in zip(errors, ("error_before", "error_after_convert", "error_after_epoch"), strict=True):
+            if text:
+                values = [float(row[column]) for row in of]
+                agree(text, statistics.mean(values), statistics.stdev(values))
+
+
+def test_the_speed_of_a_fleet():
+    of = {row["method"]: row for row in results("fleet.csv") if row["networks"] in ("75", "1")}
+    kinds = {
+        "fleet": "fleet", "`torch.func.vmap` + `torch.compile`": "vmap", "one network, CUDA graph": "cuda-graph",
+        "one network, eager": "plain",
+    }  # fmt: skip
+    rows = table_under("| | images a second | ratio")
+    assert {row[0] for row in rows} == set(kinds)
+    for name, speed, ratio in rows:
+        found = of[kinds[name]]
+        shown = int(speed.replace(",", ""))
+        assert abs(shown / float(found["images_per_s"]) - 1) < 2e-3
+        agree(ratio, float(found["ratio_to_plain"]))
+
+
+COLUMNS = {
+    "baseline (fitted)": "baseline", "narrowed, A2's weights": "narrow", "low-rank, A2's weights": "low-rank",
+    "branches summed, A2's weights": "summed", "oracle": "oracle",
+    **{f"DCL-{name}": name for name in ("A2", "A3S", "A3D", "B2", "B3S", "B3D")},
+}  # fmt: skip
+
+
+def test_table_1():
+    cells = {(cell["set"], cell["column"]): cell for cell in results("table1.json")["cells"]}
+    rows = table_under("| | weights (1000 classes) | two digits")
+    assert {COLUMNS[row[0]] for row in rows} == {column for _, column in cells}
+    for name, weights, *by_digits in rows:
+        for kind, error, clear in (("MNIST-II-", *by_digits[:2]), ("MNIST-III-", *by_digits[2:])):
+            of = {data: cell for (data, column), cell in cells.items() if column == COLUMNS[name] and kind in data}
+            papers = [cell["paper"] for cell in of.values() if cell["paper"] is not None]
+            mean = statistics.mean(statistics.mean(cell["errors"]) for cell in of.values())
+            agree(error, mean, *([statistics.mean(papers)] if papers else []))
+            if clear:
+                apart = [paired(cell, cells[data, "baseline"]) for data, cell in of.items()]
+                agree(clear, sum(high < 0 for _, _, high in apart), sum(low > 0 for _, low, _ in apart))
+        agree(weights, cells["MNIST-III-01", COLUMNS[name]]["weights"])
+
+
+def test_table_2():
+    cells = {(cell["set"], cell["column"]): cell for cell in results("table2.json")["cells"]}
+    rows = table_under("| | | weights | error | difference")
+    endings = {"": "", ", DCL": "+dcl", ", three stochastic branches": "+dcl3s"}
+    shown = []
+    for data, name, weights, error, difference in rows:
+        network, comma, rest = name.partition(",")
+        key = data.replace("-", "").lower(), network.lower() + endings[comma + rest]
+        shown.append(key)
+        cell, plain = cells[key], cells[key[0], network.lower()]
+        papers = [cell["paper"]] if cell["paper"] is not None else []
+        agree(weights, cell["weights"])
+        agree(error, statistics.mean(cell["errors"]), statistics.stdev(cell["errors"]), *papers)
+        if cell is not plain:
+            papers = [cell["paper"] - plain["paper"]] if papers else []
+            # The minus of a difference is written, the interval's comma and brackets are not numbers.
+            agree(difference, *paired(cell, plain), *papers)
+    assert sorted(shown) == sorted(cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"), [("0.70 (1.2)", (0.703, 1.24)), ("−1,234.5", (-1234.46,)), ("3", (3.4,)), ("–", ())]
+)
+def test_numbers_are_read_with_their_rounding(text, values):
+    agree(text, *values)
+    for i, value in enumerate(values):
+        with pytest.raises(AssertionError):
+            agree(text, *values[:i], value + 0.6, *values[i + 1 :])
