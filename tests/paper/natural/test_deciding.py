@@ -1,5 +1,6 @@
 """The deciding chart: every unit at the same weights, chosen without the test set, the same after any break."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch_dcl.data import cifar, load
 from torch_dcl.models import count_weights
 from torch_dcl.paper.natural import deciding
 from torch_dcl.paper.natural.deciding import hold_out, run_deciding
+from torch_dcl.paper.natural.sets import made_up
 from torch_dcl.paper.natural.slices import How
 from torch_dcl.paper.natural.units import UNITS, build_unit, counted_networks, unit_weights
 from torch_dcl.training import Fleet, Inputs, Member, Schedule
@@ -108,6 +110,26 @@ def test_a_tenth_of_each_class_is_kept_apart_and_the_test_set_is_not_touched(roo
     both = sorted(image.numpy().tobytes() for image in torch.cat([train, judge]))
     assert both == sorted(image.numpy().tobytes() for image in data.train_images)
     assert labels.tolist() + of_judge.tolist() == [3] * 15
+
+
+@pytest.mark.parametrize(("count", "apart"), [(2, 1), (9, 1), (20, 2)])
+def test_of_few_images_a_tenth_of_all_is_kept_apart(count, apart):
+    data = made_up("cifar10", 100, 10)
+    labels = torch.arange(count) % 10
+    few = dataclasses.replace(data, train_images=data.train_images[:count], train_labels=labels)
+    (train, _), (judge, of_judge) = hold_out(few)
+    assert (len(train), len(judge)) == (count - apart, apart)
+    both = sorted(image.numpy().tobytes() for image in torch.cat([train, judge]))
+    assert both == sorted(image.numpy().tobytes() for image in few.train_images)
+    for image, label in zip(judge, of_judge, strict=True):
+        (place,) = [i for i, own in enumerate(few.train_images) if own.equal(image)]
+        assert label == labels[place]
+
+
+def test_one_image_cannot_be_parted():
+    data = made_up("cifar10", 1, 1)
+    with pytest.raises(ValueError, match="at least 2 are needed, one to judge with"):
+        hold_out(data)
 
 
 def test_each_unit_takes_the_rate_with_the_lowest_error_and_is_tested_with_every_seed(whole):

@@ -54,10 +54,11 @@ class Trial(NamedTuple):
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
     """Part the training images: nine tenths of each class to train on, a tenth to judge with.
 
-    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at.
+    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at. Of so few
+    images that no class has ten, as in a trial, it is a tenth of all.
 
     Raises:
-        ValueError: No class has ten images.
+        ValueError: There is one image, or none.
     """
     order = draw(0, "deciding validation", 0, torch.arange(len(data.train_labels))).argsort(stable=True)
     judged = torch.zeros(len(order), dtype=torch.bool)
@@ -65,7 +66,9 @@ def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
         of_class = order[data.train_labels[order] == label]
         judged[of_class[: len(of_class) // 10]] = True
     if not judged.any():
-        raise ValueError(f"{data.name} has fewer than 10 training images of every class; none is left to judge with")
+        if len(order) < 2:
+            raise ValueError(f"{data.name} has no training image to spare; at least 2 are needed, one to judge with")
+        judged[order[: max(1, len(order) // 10)]] = True
     images, labels = data.train_images, data.train_labels
     return (images[~judged], labels[~judged]), (images[judged], labels[judged])
 
