@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.kernels import dispatch
+from torch_dcl.kernels import dispatch, ops
 
 __all__ = ["response_norm"]
 
@@ -24,13 +24,13 @@ def response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> 
     The kernel computes in float32 and gives the type of x, also under autocast, where torch's own gives float32.
     """
     if _takes(x, size, alpha, k):
-        dispatch._note("response_norm", "kernel")
+        dispatch.note("response_norm", "kernel")
         if torch.compiler.is_compiling():
             compiled: Tensor = torch.ops.torch_dcl.response_norm(x, size, alpha, beta, k)
             return compiled
         z: Tensor = _Norm.apply(x, size, alpha, beta, k)
         return z
-    dispatch._note("response_norm", "reference")
+    dispatch.note("response_norm", "reference")
     return F.local_response_norm(x, size, alpha, beta, k)
 
 
@@ -38,7 +38,7 @@ def _takes(x: Tensor, size: int, alpha: float, k: float) -> bool:
     # A window of even size is not its own mirror image; and unless s > 0, what is beyond the ends may become NaN.
     if size % 2 == 0 or not 0 < size <= _LARGEST or alpha < 0 or k <= 0 or x.dim() < 3:
         return False
-    return dispatch._fits((x,), 2) and x.movedim(1, -1).is_contiguous()
+    return dispatch.fits((x,)) and x.movedim(1, -1).is_contiguous()
 
 
 class _Norm(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: torch's own has one
-            (dx,) = dispatch._again(_reference, grads[0], (x,), ctx.settings)
+            (dx,) = ops.again(_reference, grads[0], (x,), ctx.settings)
         else:
             dx = _backward_kernel(grads[0], x, *ctx.settings)
         return dx, None, None, None, None

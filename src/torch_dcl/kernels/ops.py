@@ -1,0 +1,380 @@
+"""The kernels of DCL layers as operations of torch (``torch.ops.torch_dcl``), with their gradients.
+
+Each is there twice: as an operation, which ``torch.compile`` knows, and as a function of autograd with less to do for
+each call. A second derivative is the reference's.
+"""
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_dcl import functional, kernels
+from torch_dcl.kernels.products import products
+
+__all__ = ["again", "fuse", "linear", "project", "responses"]
+
+
+def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
+    """Responses before their ReLU to z."""
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.torch_dcl.fuse(list(pre), eps, pairs)
+        return compiled
+    z: Tensor = _Fuse.apply(eps, pairs, *pre)
+    return z
+
+
+def project(
+    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    T: int, eps: float, pairs: bool, keep: bool,
+) -> Tensor:  # fmt: skip
+    """Branch outputs ``[P, ΣM]`` to z, with weights of their type; gradients go to the wide ones, if they are given."""
+    arguments = (y, weight, bias, wide, wide_bias, T, eps, pairs, keep)
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.torch_dcl.project(*arguments)[0]
+        return compiled
+    z: Tensor = _Project.apply(*arguments)
+    return z
+
+
+def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear`` with the low copy of a weight, whose gradient goes to the weight itself."""
+    if torch.compiler.is_compiling():
+        compiled: Tensor = torch.ops.torch_dcl.linear(x, low, weight)
+        return compiled
+    y: Tensor = _Linear.apply(x, low, weight)
+    return y
+
+
+class _Fuse(torch.autograd.Function):
+    """What ``torch.ops.torch_dcl.fuse`` is, with less to do for each call."""
+
+    @staticmethod
+    def forward(ctx: Any, eps: float, pairs: bool, *pre: Tensor) -> Tensor:
+        ctx.save_for_backward(*pre)
+        ctx.eps, ctx.pairs = eps, pairs
+        return _fuse_kernels(list(pre), eps, pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pre = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
+            return None, None, *again(_reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
+        return None, None, *_fuse_backward_kernels(grads[0], list(pre), ctx.eps, ctx.pairs)
+
+
+def _fuse_kernels(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    with kernels.on_device_of(pre[0]):
+        return fused.fuse_forward(pre, eps, pairs)
+
+
+def _fuse_backward_kernels(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
+    from torch_dcl.kernels import fused  # noqa: PLC0415
+
+    with kernels.on_device_of(grad):
+        return fused.fuse_backward(grad, pre, eps, pairs)
+
+
+class _Project(torch.autograd.Function):
+    """What ``torch.ops.torch_dcl.project`` is, with less to do for each call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
+        T: int, eps: float, pairs: bool, keep: bool,
+    ) -> Tensor:  # fmt: skip
+        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        ctx.save_for_backward(y, weight, bias, pre)
+        ctx.settings, ctx.wide = (T, eps, pairs), wide is not None
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, bias, pre = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
+            given = [t for t in (y, weight, bias) if t is not None]
+            twice = again(_reference_project, grads[0], given, ctx.settings)
+            return (*twice, *(None,) * (9 - len(twice)))
+        dtype = torch.float32 if ctx.wide else y.dtype
+        found = _project_backward_kernels(grads[0].contiguous(), y, weight, bias, pre, dtype, *ctx.settings)
+        return _placed(found, ctx.wide)
+
+
+def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, ...]:
+    """The projection's gradients in the order of its arguments: the parameters' go to the wide ones, if any."""
+    dy, *parameters = found
+    none = (None, None)
+    return (dy, *none, *parameters, *none, *none) if wide else (dy, *parameters, *none, *none, *none)
+
+
+def _project_kernels(
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    from torch_dcl.kernels import kept, project  # noqa: PLC0415
+
+    with kernels.on_device_of(y):
+        if keep:
+            return kept.kept_forward(y, weight, bias, T, eps, pairs)
+        hopper = _hopper(y)
+        if hopper is not None and hopper.takes(y, weight, T, eps):
+            return hopper.project_forward(y, weight, bias, eps), None
+        return project.project_forward(y, weight, bias, T, eps, pairs), None
+
+
+def _project_backward_kernels(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    from torch_dcl.kernels import kept, project  # noqa: PLC0415
+
+    with kernels.on_device_of(y):
+        if pre is not None:
+            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs, dtype)
+        hopper = _hopper(y)
+        if hopper is not None and hopper.takes(y, weight, T, eps):
+            return hopper.project_backward(grad, y, weight, bias, eps, dtype)  # type: ignore[no-any-return]
+        return project.project_backward(grad, y, weight, bias, T, eps, pairs, dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """What ``torch.ops.torch_dcl.linear`` is, with less to do for each call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, _weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
+        return F.linear(x, low)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, low) = grads, ctx.saved_tensors
+        dx = grad @ low if ctx.needs_input_grad[0] else None
+        if torch.is_grad_enabled():  # a second derivative is wanted: only torch's own product has one
+            return dx, _rows(grad).t() @ _rows(x), None
+        return dx, None, _linear_weight_gradient(grad, x)
+
+
+def _linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return products(_rows(grad).t()[None], _rows(x)[None], torch.float32)[0]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _hopper(y: Tensor) -> ModuleType | None:
+    """The kernels of Hopper GPUs, on one of these."""
+    return _hopper_on(y.device) if y.is_cuda else None
+
+
+@functools.cache
+def _hopper_on(device: torch.device) -> ModuleType | None:
+    return _hopper_kernels() if torch.cuda.get_device_capability(device) == (9, 0) else None
+
+
+@functools.cache
+def _hopper_kernels() -> ModuleType | None:
+    """Gluon is young and its names change: these kernels run with the versions of Triton that they were tried with."""
+    import triton  # noqa: PLC0415
+
+    if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
+        return None
+    from torch_dcl.kernels import hopper  # noqa: PLC0415
+
+    return hopper
+
+
+def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> list[Tensor]:
+    """The responses of all branches before their ReLU, by plain products."""
+    biases = (None,) * len(widths) if bias is None else bias.unbind(0)
+    parts = zip(torch.split(y, list(widths), -1), torch.split(weight, list(widths)), biases, strict=True)
+    return [F.linear(y_t, W_t.t(), b_t) for y_t, W_t, b_t in parts]
+
+
+def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Gradients that can be differentiated again, from the reference."""
+    with torch.enable_grad():
+        out = reference(inputs, *settings)
+    return torch.autograd.grad(out, list(inputs), grad, create_graph=True)
+
+
+def _reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
+    return (functional.fuse_pairs if pairs else functional.fuse_branches)(list(pre), eps)
+
+
+def _reference_project(inputs: Sequence[Tensor], T: int, eps: float, pairs: bool) -> Tensor:
+    y, weight, *rest = inputs
+    widths = [y.shape[1] // T] * T
+    return _reference_fuse(responses(y, weight, rest[0] if rest else None, widths), eps, pairs)
+
+
+# The operations of torch. On a CPU they are the reference, so that they can be checked there.
+
+
+@torch.library.custom_op("torch_dcl::fuse", mutates_args=())
+def _op_fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
+    if kernels.usable(pre[0]):
+        return _fuse_kernels(pre, eps, pairs)
+    return _reference_fuse(pre, eps, pairs)
+
+
+@torch.library.custom_op("torch_dcl::fuse_backward", mutates_args=())
+def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
+    if kernels.usable(grad):
+        return _fuse_backward_kernels(grad, pre, eps, pairs)
+    return functional.fuse_gradients(grad, pre, eps, pairs=pairs)
+
+
+@torch.library.custom_op("torch_dcl::project", mutates_args=())
+def _op_project(
+    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    T: int, eps: float, pairs: bool, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if kernels.usable(y):
+        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        return z, y.new_empty(0) if pre is None else pre
+    M = y.shape[1] // T
+    formed = responses(y, weight, bias, [M] * T)
+    return _reference_fuse(formed, eps, pairs), torch.stack(formed) if keep else y.new_empty(0)
+
+
+@torch.library.custom_op("torch_dcl::project_backward", mutates_args=())
+def _op_project_backward(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> list[Tensor]:  # fmt: skip
+    if kernels.usable(grad):
+        kept = pre if pre.numel() else None
+        found = _project_backward_kernels(grad.contiguous(), y, weight, bias, kept, dtype, T, eps, pairs)
+        return [t for t in found if t is not None]
+    M = y.shape[1] // T
+    dpre = functional.fuse_gradients(grad, responses(y, weight, bias, [M] * T), eps, pairs=pairs)
+    parts = [
+        torch.cat([d @ W.t() for d, W in zip(dpre, torch.split(weight, M), strict=True)], 1),
+        products(y.view(-1, T, M).permute(1, 2, 0), torch.stack(dpre), dtype).view(T * M, -1),
+    ]
+    return parts if bias is None else [*parts, torch.stack([d.sum(0, dtype=dtype) for d in dpre])]
+
+
+@torch.library.custom_op("torch_dcl::linear", mutates_args=())
+def _op_linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    return (_rows(x) @ low.t()).view(*x.shape[:-1], len(low))
+
+
+@torch.library.custom_op("torch_dcl::linear_weight_gradient", mutates_args=())
+def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return _linear_weight_gradient(grad, x)
+
+
+@_op_fuse.register_fake
+def _(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
+    return torch.empty_like(pre[0])
+
+
+@_op_fuse_backward.register_fake
+def _(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
+    return [torch.empty_like(pre[0]) for _ in pre]
+
+
+@_op_project.register_fake
+def _(
+    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    T: int, eps: float, pairs: bool, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    P, N = y.shape[0], weight.shape[1]
+    return y.new_empty(P, N), y.new_empty(T, P, N) if keep else y.new_empty(0)
+
+
+@_op_project_backward.register_fake
+def _(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
+    T: int, eps: float, pairs: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(y), *(torch.empty_like(t, dtype=dtype) for t in (weight, bias) if t is not None)]
+
+
+@_op_linear.register_fake
+def _(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], low.shape[0])
+
+
+@_op_linear_weight_gradient.register_fake
+def _(grad: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=torch.float32)
+
+
+def _fuse_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pre, ctx.eps, ctx.pairs = inputs
+    ctx.save_for_backward(*pre)
+
+
+def _fuse_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    found = torch.ops.torch_dcl.fuse_backward(grad, list(ctx.saved_tensors), ctx.eps, ctx.pairs)
+    return found, None, None
+
+
+def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    y, weight, bias, wide, _, *settings, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(y, weight, bias, output[1])
+    ctx.settings, ctx.wide = settings, wide is not None
+
+
+def _project_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    y, *saved = ctx.saved_tensors
+    dtype = torch.float32 if ctx.wide else y.dtype
+    found = torch.ops.torch_dcl.project_backward(grad, y, *saved, dtype, *ctx.settings)
+    return _placed((*found, None)[:3], ctx.wide)
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, low, _ = inputs
+    ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
+
+
+def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x, low = ctx.saved_tensors
+    dx = grad @ low if ctx.needs_input_grad[0] else None
+    return dx, None, torch.ops.torch_dcl.linear_weight_gradient(grad, x)
+
+
+_op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
+_op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
+_op_project.register_autograd(_project_autograd, setup_context=_project_setup)
+
+
+def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """The batch of ``torch.vmap`` in front, also where there is none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+@_op_fuse.register_vmap
+def _(info: Any, in_dims: Any, pre: list[Tensor], eps: float, pairs: bool) -> tuple[Tensor, int]:
+    whole = [_first(p, dim, info.batch_size) for p, dim in zip(pre, in_dims[0], strict=True)]
+    return torch.ops.torch_dcl.fuse(whole, eps, pairs), 0
+
+
+@_op_project.register_vmap
+def _(
+    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None,
+    wide_bias: Tensor | None, *settings: Any,
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
+    rows = _one_by_one((y, weight, bias, wide, wide_bias), in_dims, info.batch_size)
+    found = [torch.ops.torch_dcl.project(*row, *settings) for row in rows]
+    return (torch.stack([z for z, _ in found]), torch.stack([pre for _, pre in found])), (0, 0)
+
+
+@_op_linear.register_vmap
+def _(info: Any, in_dims: Any, x: Tensor, low: Tensor, weight: Tensor) -> tuple[Tensor, int]:
+    rows = _one_by_one((x, low, weight), in_dims, info.batch_size)
+    return torch.stack([torch.ops.torch_dcl.linear(*row) for row in rows]), 0
+
+
+def _one_by_one(tensors: Sequence[Tensor | None], in_dims: Any, size: int) -> list[list[Tensor | None]]:
+    given = [None if t is None else _first(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    return [[None if t is None else t[i] for t in given] for i in range(size)]
