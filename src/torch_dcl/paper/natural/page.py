@@ -1,5 +1,6 @@
 """Table 2 and the deciding chart for the browser."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -17,13 +18,15 @@ __all__ = ["as_html2", "chart_said", "chart_table", "sections2"]
 
 TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
 HEADS = (
-    "Network", "Paper %", "Ours % ± std (n)", "DCL − plain, 95 %", "Paper’s DCL − plain", "Weights", "Minutes",
+    "Network", "Paper %", "Ours % ± std (n)", "DCL − plain, 95 %", "Paper’s DCL − plain", "Loss, train · test",
+    "Weights", "Minutes",
 )  # fmt: skip
 HOW_TO_READ = (
     "Test error in percent: mean, standard deviation and number of seeds; bold is the lowest of a network. "
     "A difference is to the plain network on the same seeds, in points of error, with the 95 % interval of the paired "
     "differences: below 0 is better, ▾ and ▴ mark an interval without 0. +dcl has two branches, +dcl3s three with the "
-    "stochastic strategy, which are not in the paper’s table. Minutes are a network’s share of its fleet’s time, "
+    "stochastic strategy, which are not in the paper’s table. Losses are of the last epoch, the training’s with its "
+    "augmentation and dropout, mean over the seeds. Minutes are a network’s share of its fleet’s time, "
     "summed over the seeds."
 )
 QUOTED = "As the paper quotes them, in percent; none was run here."
@@ -101,7 +104,14 @@ def _row(made: NaturalTable, cell: Cell, bold: bool) -> list[str]:
         gap = f"{signed(cell.mean - plain.mean)}<i></i>"
     minutes = "–" if cell.minutes is None else f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
     return [f"{escape(cell.column)}{'†' if cell.stopped else ''}", cell.theirs, f"{ours} ({len(cell.errors)})", gap,
-            _paper_gap(cell.set, cell.column), f"{cell.weights:,}", minutes]  # fmt: skip
+            _paper_gap(cell.set, cell.column), f"{_loss(cell.train_loss)} · {_loss(cell.test_loss)}",
+            f"{cell.weights:,}", minutes]  # fmt: skip
+
+
+def _loss(values: Sequence[float] | None) -> str:
+    """The mean of those that are finite."""
+    finite = [value for value in values or () if math.isfinite(value)]
+    return f"{mean(finite):.3f}" if finite else "–"
 
 
 def _absent(name: str, column: str, reason: str) -> list[str]:
@@ -113,6 +123,7 @@ def _absent(name: str, column: str, reason: str) -> list[str]:
         f'<span class="absent">{escape(reason)}</span>',
         "",
         _paper_gap(name, column),
+        "",
         "",
         "",
     ]
