@@ -177,7 +177,7 @@ def _under_autocast(device: str) -> Errors:
     with torch.autocast(device, torch.bfloat16):
         z = QuickResponseNorm(5, alpha=0.01)(x.bfloat16())
     exact = F.local_response_norm(x.bfloat16().double(), 5, 0.01, 0.75, 1.0)
-    close = relative(z, exact) < 5e-3  # the interpreter cuts bits off where a GPU rounds
+    close = relative(z, exact) < (2.5e-3 if device == "cuda" else 5e-3)  # the interpreter cuts bits off
     return {"another type": float(z.dtype != torch.bfloat16), "far": float(not close)}
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torch_dcl import models
+from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 
 BUILDERS: dict[str, Callable[[int], nn.Module]] = {
     "lenet": models.lenet,
@@ -171,6 +172,9 @@ KINDS = {
     "drop": nn.Dropout,
     "fc": nn.Linear,
 }
+QUICK = {
+    ("alexnet", "conv1"): QuickConv2d, ("alexnet", "norm1"): QuickResponseNorm, ("alexnet", "norm2"): QuickResponseNorm,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -180,7 +184,8 @@ def test_layers_run_in_the_order_of_the_paper(name: str) -> None:
     called = [node.target for node in torch.fx.symbolic_trace(model).graph.nodes if node.op == "call_module"]
     assert called == ORDER[name].split()
     for layer in called:
-        assert isinstance(model.get_submodule(layer), KINDS[layer.rstrip("0123456789")]), layer
+        expected = QUICK.get((name, layer), KINDS[layer.rstrip("0123456789")])
+        assert type(model.get_submodule(layer)) is expected, layer
 
 
 @pytest.mark.parametrize("name", [*BUILDERS, "counting"])

@@ -92,10 +92,12 @@ def estimate_natural(task: "Natural") -> tuple[list[tuple[str, str]], dict[str, 
 
 def _at_a_time(works: list[Work], task: "Natural") -> int:
     """How many networks train at the same time, of those of one architecture, DCL taken to be as plain."""
-    seeds, most = int(task.recipe["seeds"]), int(task.recipe["most"])
+    most = int(task.recipe["most"])
+    fleet = min(int(task.recipe["seeds"]), most)
     if not task.device.startswith("cuda"):
-        return min(seeds, most)
-    return min(most, max(sum(work.networks for work in works if work.data == name) for name in {w.data for w in works}))
+        return fleet
+    of_a_set = max(sum(work.networks for work in works if work.data == name) for name in {w.data for w in works})
+    return min(most // fleet * fleet, of_a_set)
 
 
 def _speed(network: str, at_a_time: int, task: "Natural") -> float:

@@ -87,6 +87,9 @@ def train_in_slices(
         for path, fleet in fleets.items():
             fleet.save(path)
 
+    def ended() -> bool:
+        return all(fleet.epoch == fleet.epochs for fleet in fleets.values())
+
     for path, fleet in fleets.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -97,7 +100,7 @@ def train_in_slices(
     if any(fleet.epoch for fleet in fleets.values()):
         tell()
     saved = time.perf_counter()
-    while not (done := all(fleet.epoch == fleet.epochs for fleet in fleets.values())):
+    while not ended():
         train_abreast(list(fleets.values()))
         try:
             tell()
@@ -105,13 +108,12 @@ def train_in_slices(
             save()
             raise
         now = time.perf_counter()
-        done = all(fleet.epoch == fleet.epochs for fleet in fleets.values())
-        if done or now > until or now - saved > every:
+        if ended() or now > until or now - saved > every:
             save()
             saved = now
         if now > until:
             break
-    return done
+    return ended()
 
 
 class Slice(NamedTuple):
