@@ -1,28 +1,32 @@
 """Epochs a second of Table 2's networks on CIFAR, plain and with DCL, beside a straightforward DataLoader loop.
 
     python benchmarks/cifar.py --out results/cifar.csv
-    python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1
+    python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1 --compile no
 
 Images are random bytes of CIFAR's size: speed does not depend on what they show. Each network is trained by the recipe
 of Table 2 (`torch_dcl.paper.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order, crops
 and mirrorings drawn on the device, forward, loss, backward, SGD.
 
-- fleet: `torch_dcl.training.Fleet` with ``--seeds`` networks; an epoch is one pass of each over the images.
+- fleet: `torch_dcl.training.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
+  the images.
+- abreast: the fleets of all columns at the same time, as `dcl run table2` trains them.
 - loader: torchvision's transforms on PIL images in worker processes of a DataLoader, one network in eager torch with
   autocast, torch's fused SGD; the same augmentation, batch and precision. It is for the plain column only.
 
 All columns of a network, and its loader, are measured in turns in one process; the median of the rounds is kept.
-``ratio_to_plain`` is the time of an epoch over that of the plain network's, so below 1 DCL is faster.
-``minutes_full_recipe`` is for all networks of the fleet and 50,000 images an epoch. Floating-point operations are those
-of products and convolutions, forward and backward, counted by `torch.utils.flop_counter`.
+``ratio_to_plain`` is the time of an image over that of the plain network's, both compiled or both not, so below 1 DCL
+is faster. ``minutes_full_recipe`` is for all networks of the row and 50,000 images an epoch. Floating-point operations
+are those of products and convolutions, forward and backward, counted by `torch.utils.flop_counter`.
 """
 
 import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rows import write_rows
@@ -35,6 +39,7 @@ from torch_dcl.paper.natural.recipes import COLUMNS, NETWORKS, build, network_of
 from torch_dcl.paper.natural.slices import How
 from torch_dcl.paper.natural.table2 import make_fleet
 from torch_dcl.stochastic import advance_branches_
+from torch_dcl.training import Fleet, train_abreast
 
 FIELDS = [
     "column", "method", "networks", "batch", "precision", "stacked", "compile", "streams",
@@ -57,7 +62,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--precision", choices=["bfloat16", "float32"])
     parser.add_argument("--stacked", action="store_true", help="networks of a fleet as one stack")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", nargs="+", default=["no", "yes"], choices=["no", "yes"])
     parser.add_argument("--streams", type=int, default=8, help="networks of a fleet that run at a time")
     parser.add_argument("--loader", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
@@ -71,10 +76,20 @@ def main() -> None:
     rows = []
     for network in arguments.networks:
         for seeds in arguments.seeds:
-            rows += measure(arguments, data, network, seeds)
-            print("\n".join("  ".join(f"{row[f]}" for f in FIELDS) for row in rows[-4:]), flush=True)
+            found = measure(arguments, data, network, seeds)
+            print("\n".join("  ".join(f"{row[f]}" for f in FIELDS) for row in found), flush=True)
+            rows += found
             if arguments.out:  # after every network, so that a run that is cut off leaves what it has
                 write_rows(arguments.out, FIELDS, rows)
+
+
+class Contender(NamedTuple):
+    """What is measured."""
+
+    method: str
+    columns: tuple[str, ...]
+    seeds: int
+    compiled: bool
 
 
 def random_images(count: int, classes: int) -> Dataset:
@@ -90,46 +105,55 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     precision = arguments.precision or ("bfloat16" if device.type == "cuda" else "float32")
     recipe = recipe_of(network, "cifar10")
     recipe = replace(recipe, batch=arguments.batch or recipe.batch)
-    how = How(
-        arguments.device, precision, stacked=arguments.stacked, compile=arguments.compile, streams=arguments.streams
-    )
     wanted = [column for column in COLUMNS if network_of(column) == network]
-    ready, peaks = {}, {}
-    for column in (c for c in wanted if c.removeprefix(network) in arguments.variants):
-        peaks[column] = _prepare(ready, column, device, lambda c=column: fleet(c, seeds, data, recipe, how))
-    if arguments.loader and network in ready:
+    wanted = [column for column in wanted if column.removeprefix(network) in arguments.variants]
+    ready: dict[Contender, Callable[[], int]] = {}
+    peaks: dict[Contender, float | None] = {}
+    for compiled in [word == "yes" for word in arguments.compile]:
+        how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
+        fleets: list[Fleet] = []
+        for column in wanted:
+            peaks[Contender("fleet", (column,), seeds, compiled)] = _prepare(
+                ready, Contender("fleet", (column,), seeds, compiled), device,
+                lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into),
+            )  # fmt: skip
+        if len(fleets) > 1 and device.type == "cuda":
+            both = Contender("abreast", tuple(wanted), seeds, compiled)
+            _prepare(ready, both, device, lambda fleets=fleets: abreast(fleets))
+            peaks[both] = None  # its memory was taken before, by each fleet
+    by_loader = Contender("loader", (network,), 1, compiled=False)
+    if arguments.loader and network in wanted:
         most = min(arguments.loader_images or arguments.images, arguments.images)
-        peaks["loader"] = _prepare(
-            ready, "loader", device,
+        peaks[by_loader] = _prepare(
+            ready, by_loader, device,
             lambda: loader(network, data, recipe, device, precision, arguments.workers, most),
         )  # fmt: skip
-    times: dict[str, list[float]] = {name: [] for name in ready}
+    times: dict[Contender, list[float]] = {who: [] for who in ready}
     for _ in range(arguments.rounds):
-        for name, run in ready.items():
-            times[name].append(timed(run, device))
-    median = {name: statistics.median(values) for name, values in times.items()}
+        for who, run in ready.items():
+            times[who].append(timed(run, device))
+    median = {who: statistics.median(values) for who, values in times.items()}
     rows = []
-    for name, seconds in median.items():
-        column = network if name == "loader" else name
+    for who, seconds in median.items():
         speed = 1 / seconds  # images a second; `timed` gives seconds an image
-        per_image = operations(column, arguments.classes)
-        together = 1 if name == "loader" else seeds
+        plain = median.get(Contender("fleet", (network,), seeds, who.compiled))
+        per_image = statistics.mean(operations(column, arguments.classes) for column in who.columns)
+        together = who.seeds * len(who.columns)
         peak = arguments.peak or next(
             (value for key, value in PEAKS.items() if device.type == "cuda" and key in torch.cuda.get_device_name()), 0
         )
         rows.append(
             {
-                "column": column, "method": "loader" if name == "loader" else "fleet",
-                "networks": together, "batch": recipe.batch, "precision": precision,
-                "stacked": arguments.stacked and name != "loader", "compile": arguments.compile and name != "loader",
-                "streams": 1 if name == "loader" or arguments.stacked else min(seeds, arguments.streams),
+                "column": " ".join(who.columns), "method": who.method, "networks": together, "batch": recipe.batch,
+                "precision": precision, "stacked": arguments.stacked and who != by_loader, "compile": who.compiled,
+                "streams": 1 if who == by_loader or arguments.stacked else min(seeds, arguments.streams),
                 "epochs_per_s": float(f"{speed / arguments.images:.4g}"), "images_per_s": round(speed),
-                "ratio_to_plain": round(seconds / median[network], 3) if network in median else "",
-                "ratio_to_loader": round(median["loader"] / seconds, 2) if "loader" in median else "",
+                "ratio_to_plain": round(seconds / plain, 3) if plain else "",
+                "ratio_to_loader": round(median[by_loader] / seconds, 2) if by_loader in median else "",
                 "minutes_full_recipe": round(recipe.schedule.epochs * 50_000 * together / speed / 60, 2),
                 "tflops": float(f"{speed * per_image / 1e12:.4g}"),
                 "share_of_peak": round(speed * per_image / peak, 4) if peak else "",
-                "peak_gib": "" if peaks[name] is None else round(peaks[name], 2), "images": arguments.images,
+                "peak_gib": "" if peaks[who] is None else round(peaks[who], 2), "images": arguments.images,
                 "rounds": arguments.rounds,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
             }
@@ -137,7 +161,7 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     return rows
 
 
-def _prepare(ready: dict, name: str, device: torch.device, make) -> float | None:
+def _prepare(ready: dict, who: Contender, device: torch.device, make) -> float | None:
     """Make a contender and run it once; give the memory that it took at most, in GiB."""
     gpu = device.type == "cuda"
     if gpu:
@@ -148,10 +172,10 @@ def _prepare(ready: dict, name: str, device: torch.device, make) -> float | None
         run = make()
         run()
     except Exception as error:  # a contender that cannot run is said so, not hidden
-        print(f"{name}: did not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(f"{who}: did not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return None
-    ready[name] = run
-    print(f"{name}: ready in {time.perf_counter() - start:.1f} s", flush=True)
+    ready[who] = run
+    print(f"{who}: ready in {time.perf_counter() - start:.1f} s", flush=True)
     return (torch.cuda.max_memory_allocated() - before) / 2**30 if gpu else None
 
 
@@ -166,12 +190,24 @@ def timed(run, device: torch.device) -> float:
     return (time.perf_counter() - start) / images
 
 
-def fleet(column: str, seeds: int, data: Dataset, recipe, how: How):
+def fleet(column: str, seeds: int, data: Dataset, recipe, how: How, into: list[Fleet]):
+    """A fleet's epochs; the fleet itself is added to a list."""
     made = make_fleet(column, range(seeds), data, replace(recipe, schedule=replace(recipe.schedule, epochs=1000)), how)
 
     def run() -> int:
         made.train(1)
         return seeds * made.steps_per_epoch * recipe.batch
+
+    into.append(made)
+    return run
+
+
+def abreast(fleets: list[Fleet]):
+    """An epoch of several fleets at the same time."""
+
+    def run() -> int:
+        train_abreast(fleets)
+        return sum(len(made) * made.steps_per_epoch * made.batch for made in fleets)
 
     return run
 

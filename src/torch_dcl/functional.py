@@ -130,6 +130,7 @@ def _as_branches(pre: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     branches = pre.unbind(0) if isinstance(pre, Tensor) else tuple(pre)
     if not branches:
         raise ValueError("pre holds no branch; at least one is needed")
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     for branch in branches:
         if not isinstance(branch, Tensor):
             raise TypeError(f"every branch must be a tensor, got {branch!r}")
@@ -137,7 +138,7 @@ def _as_branches(pre: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
             raise TypeError(f"branches must be of a floating type, got {branch.dtype}")
         if branch.dtype != branches[0].dtype:
             raise TypeError(f"all branches must be of one type, got {branches[0].dtype} and {branch.dtype}")
-        if branch.shape != branches[0].shape:
+        if not tracing and branch.shape != branches[0].shape:  # sizes that are traced cannot be compared
             shapes = ", ".join(str(tuple(b.shape)) for b in branches)
             raise ValueError(f"all branches must have one shape, got {shapes}")
     return branches

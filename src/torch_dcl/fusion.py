@@ -169,7 +169,7 @@ class ConceptFusion(nn.Module):
         """The response of branch t before its ReLU."""
         start = sum(self.widths[:t])
         W = self.weight[start : start + self.widths[t]]
-        pre = _project(y, W, None if self.bias is None else self.bias[t], self.spatial)
+        pre = _project(y, W, None if self.bias is None else self.bias[t], self.widths[t], self.spatial)
         return pre if self.norm is None else self.norm[t](pre)
 
     def respond(self, y: Tensor) -> list[Tensor]:
@@ -192,14 +192,13 @@ class ConceptFusion(nn.Module):
     ) -> Tensor:
         """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
         channels = y.dim() - 1 - self.spatial
-        if self.spatial == 0 or (y.stride(channels) == 1 and len(weight) > 1):
-            by_position = y.movedim(channels, -1)
-            rows = by_position.reshape(-1, len(weight))
-            z = project_and_fuse(rows, weight, bias, widths, self.eps, pairs=pairs, keep=self.spatial == 0)
-            return z.view(*by_position.shape[:-1], self.out_channels).movedim(-1, channels)
+        if self.spatial == 0 or (y.stride(channels) == 1 and sum(widths) > 1):
+            keep = self.spatial == 0
+            return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
         biases = (None,) * len(widths) if bias is None else bias.unbind(0)
-        parts = zip(torch.split(y, list(widths), channels), torch.split(weight, list(widths)), biases, strict=True)
-        pre = [_project(y_t, W_t, b_t, self.spatial) for y_t, W_t, b_t in parts]
+        of_y, of_weight = torch.split(y, list(widths), channels), torch.split(weight, list(widths))
+        parts = zip(of_y, of_weight, biases, widths, strict=True)
+        pre = [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
     @property
@@ -228,14 +227,14 @@ class ConceptFusion(nn.Module):
         return ", ".join(parts)
 
 
-def _project(y: Tensor, W: Tensor, bias: Tensor | None, spatial: int) -> Tensor:
-    """W^T·y at every position: a linear map of the channels, in the memory format of y."""
+def _project(y: Tensor, W: Tensor, bias: Tensor | None, M: int, spatial: int) -> Tensor:
+    """W^T·y at every position: a linear map of the M channels, in the memory format of y."""
     weight, channels = W.t(), y.dim() - 1 - spatial
     if spatial == 0:
         return F.linear(y, weight, bias)
-    if y.stride(channels) == 1 and len(W) > 1:  # channels_last: the positions are the rows of one matrix product
+    if y.stride(channels) == 1 and M > 1:  # channels_last: the positions are the rows of one matrix product
         by_position = y.movedim(channels, -1)
-        v = F.linear(by_position.reshape(-1, len(W)), weight, bias)
+        v = F.linear(by_position.reshape(-1, M), weight, bias)
         return v.view(*by_position.shape[:-1], -1).movedim(-1, channels)
     conv: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     return conv(y, weight.reshape(*weight.shape, *(1,) * spatial), bias)

@@ -261,6 +261,7 @@ def layer_case(kind, settings, training, device, dtype):
     assert not [path for path in unfused if path.endswith("kernel")], unfused
     if kind != "linear":
         assert z.is_contiguous(memory_format=torch.channels_last)
+    assert type(torch.relu_(layer(given)).grad_fn).__name__ == "ReluBackward0"  # of a view it would be a copy, or fail
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     found = torch.autograd.grad(z, [given, *layer.parameters()], grad.to(device))
     wanted = torch.autograd.grad(expected, [exact, *wide.parameters()], grad.double())

@@ -110,7 +110,7 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     from torch_dcl.kernels import project
 
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
-    project.project_forward(y, weight, bias, T, 0.01, pairs)
+    project.project_forward(y, weight, bias, torch.empty(P, K2, dtype=dtype), T, 0.01, pairs)
     project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs, torch.float32)
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
     assert compiled == [
@@ -125,8 +125,8 @@ def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
     from torch_dcl.kernels import hopper
 
     y, weight, biases = (torch.randn(shape).bfloat16() for shape in ((100, 2 * M), (2 * M, 192), (2, 192)))
-    hopper.project_forward(y, weight, biases if bias else None, 0.01)
     grad = torch.randn(100, 192).bfloat16()
+    hopper.project_forward(y, weight, biases if bias else None, torch.empty_like(grad), 0.01)
     hopper.project_backward(grad, y, weight, biases if bias else None, 0.01, gradients)
     rows = ["backward_rows"] if M == 64 else []
     assert compiled == ["_forward", "forward", "_backward", "backward", *rows, "add_parts_"]
@@ -138,7 +138,7 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     from torch_dcl.kernels import kept
 
     y, weight, bias = (torch.randn(shape).bfloat16() for shape in ((P, T * 256), (T * 256, 512), (T, 512)))
-    kept.kept_forward(y, weight, bias, T, 0.01, False)
+    kept.kept_forward(y, weight, bias, torch.empty(P, 512).bfloat16(), T, 0.01, False)
     assert compiled == ["_kept_forward"]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.training.test_beside import SMALL, learnt_otherwise, three_sets
 from tests.training.test_fleet import same_bits
+from torch import nn
 
 from torch_dcl.data.svhn import preprocess
 from torch_dcl.training import Fleet, Inputs, Member, Schedule
@@ -93,6 +94,28 @@ def test_fleets_of_several_architectures_abreast_end_with_the_same_bits_as_alone
         other.train()
         assert one.history == other.history
         assert all(same_bits(one.network(i), other.network(i)) for i in range(3))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_fleets_abreast_keep_the_partial_sums_of_their_products_apart(precision):
+    """Products over thousands of values are parted among processors, which leave their sums in cuBLAS's scratch."""
+
+    def fleets():
+        torch.manual_seed(0)
+        data = {"one": (torch.randint(256, (512, 3, 40, 40), dtype=torch.uint8), torch.randint(10, (512,)))}
+        for seed, width in enumerate((16, 24, 32, 40)):
+            network = nn.Sequential(nn.Flatten(), nn.Linear(4800, width), nn.ReLU(), nn.Linear(width, 10))
+            yield Fleet(
+                [network], [Member("one", "one", seed, 1e-3, Schedule(8))], data, batch=16, device="cuda",
+                precision=precision, stacked=False, deterministic=True,
+            )  # fmt: skip
+
+    abreast, alone = list(fleets()), list(fleets())
+    for _ in range(8):
+        train_abreast(abreast)
+    for one, other in zip(abreast, alone, strict=True):
+        assert one.history == other.train()
+        assert same_bits(one.network(0), other.network(0))
 
 
 @pytest.mark.parametrize("kind", ["tiny", "overlapping pools", "wide residual"])

@@ -84,22 +84,24 @@ def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
 
 
 def project_and_fuse(
-    y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float, *, pairs: bool, keep: bool
-) -> Tensor:
+    y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float, channels: int = 1,
+    *, pairs: bool, keep: bool,
+) -> Tensor:  # fmt: skip
     """Stage 2 at every position: ``z = fuse_t(y_t · W_t + b_t)``.
 
     Args:
-        y: ``[P, ΣM]``: the branches' outputs at P positions.
+        y: The branches' outputs, ``[..., ΣM, ...]``, best with the channels last in memory.
         weight: ``[ΣM, K2]``.
         bias: ``[T, K2]`` or None.
         widths: M(t).
         eps: ε.
+        channels: The dimension of the channels.
         pairs: Whether to take the mean over pairs instead of fusing all.
         keep: Whether backward keeps the responses. Else it forms them once more, which takes less memory, and less time
             where there are many positions for each weight.
 
     Returns:
-        z ``[P, K2]``.
+        z ``[..., K2, ...]``, with the channels last in memory; no view, so that what comes next may write into it.
     """
     T = len(widths)
     if len(set(widths)) == 1 and T in ((3,) if pairs else (2, 3)) and fits((y, weight), matched=False):
@@ -110,9 +112,9 @@ def project_and_fuse(
         wide = _WIDE and y.dtype == torch.bfloat16 and types == {torch.float32}
         keep = keep or widths[0] > _widest(y.dtype)
         to, to_bias = (weight, bias) if wide else (None, None)
-        return ops.project(y.contiguous(), low.contiguous(), low_bias, to, to_bias, T, eps, pairs, keep)
+        return ops.project(y, low.contiguous(), low_bias, to, to_bias, channels, T, eps, pairs, keep)
     note("project_and_fuse", "reference")
-    pre = ops.responses(y, weight, bias, widths)
+    pre = ops.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
 
 

@@ -317,14 +317,12 @@ def _in_shared_memory(columns: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([_SIDE, columns], gl.bfloat16)
 
 
-def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """What `project.project_forward` gives for two branches."""
+def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, eps: float) -> None:
+    """What `project.project_forward` does for two branches."""
     N, M = weight.shape[1], y.shape[1] // 2
-    out = torch.empty(len(y), N, dtype=y.dtype, device=y.device)
     grid, found, sizes = _launch(y, N, 4 if _FILTERS[0] == M else 2)
-    _forward[grid](_tiles_of(y, 2 * M), weight, bias, out, found, len(y), eps, **sizes)
-    project.forward_again(found, out, y, weight, bias, eps)
-    return out
+    _forward[grid](_tiles_of(y, 2 * M), weight, bias, z, found, len(y), eps, **sizes)
+    project.forward_again(found, z, y, weight, bias, eps)
 
 
 def project_backward(

@@ -68,23 +68,20 @@ def _kept_forward(
     tl.store(out + at, fused(a, b, c, eps, floor, T, PAIRS, QUICK, LARGEST).to(out.dtype.element_ty), mask=mask)
 
 
-def kept_forward(
-    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool
-) -> tuple[Tensor, Tensor]:
-    """What `project.project_forward` gives; with it the responses before their ReLU, ``[T, P, K2]``.
+def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> Tensor:
+    """What `project.project_forward` does; give the responses before their ReLU, ``[T, P, K2]``.
 
     A bias is added before a product is rounded, so that a response keeps its sign.
     """
     P, N = len(y), weight.shape[1]
     if 0 < P <= _FEW and y.dtype != torch.float32:
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
-        out = torch.empty(P, N, dtype=y.dtype, device=y.device)
         tiles = _tiles(P, T)
         _kept_forward[(cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"]))](
-            y, weight, bias, pre, out, P, N=N, M=y.shape[1] // T, T=T, PAIRS=pairs, BIAS=bias is not None,
+            y, weight, bias, pre, z, P, N=N, M=y.shape[1] // T, T=T, PAIRS=pairs, BIAS=bias is not None,
             PRECISION="tf32", **constants(eps, 2 if pairs else T, y.dtype), **tiles,
         )  # fmt: skip
-        return out, pre
+        return pre
     parts, weights = by_branch(y, T), weight.view(T, -1, N)
     if bias is None:
         pre = torch.bmm(parts, weights)
@@ -92,7 +89,8 @@ def kept_forward(
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
         for t in range(T):
             torch.addmm(bias[t], parts[t], weights[t], out=pre[t])
-    return pointwise.fuse_forward(pre[None], None, eps, pairs=pairs)[0], pre
+    pointwise.fuse_forward(pre[None], None, eps, pairs=pairs, out=z[None])
+    return pre
 
 
 _FEW = 512

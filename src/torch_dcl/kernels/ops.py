@@ -30,15 +30,38 @@ def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
 
 def project(
     y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
-    T: int, eps: float, pairs: bool, keep: bool,
+    channels: int, T: int, eps: float, pairs: bool, keep: bool,
 ) -> Tensor:  # fmt: skip
-    """Branch outputs ``[P, ΣM]`` to z, with weights of their type; gradients go to the wide ones, if they are given."""
-    arguments = (y, weight, bias, wide, wide_bias, T, eps, pairs, keep)
+    """Branch outputs to z, with weights of their type; gradients go to the wide ones, if they are given."""
+    parameters, settings = (weight, bias, wide, wide_bias), (T, eps, pairs, keep)
     if torch.compiler.is_compiling():
-        compiled: Tensor = torch.ops.torch_dcl.project(*arguments)[0]
-        return compiled
-    z: Tensor = _Project.apply(*arguments)
+        rows = _by_position(y, channels).contiguous()
+        return _in_place_of(y, channels, torch.ops.torch_dcl.project(rows, *parameters, *settings)[0])
+    z: Tensor = _Project.apply(y, *parameters, channels, *settings)
     return z
+
+
+def _by_position(y: Tensor, channels: int) -> Tensor:
+    """``[..., C, ...]`` as ``[P, C]``, where it lies if the channels are last in memory."""
+    return y if y.dim() == 2 else y.movedim(channels, -1).reshape(-1, y.shape[channels])
+
+
+def _in_place_of(y: Tensor, channels: int, rows: Tensor) -> Tensor:
+    """``[P, N]`` at the positions of ``[..., C, ...]``."""
+    if y.dim() == 2:
+        return rows
+    return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
+
+
+def _room(y: Tensor, channels: int, N: int) -> Tensor:
+    """Memory for ``[..., N, ...]`` at the positions of ``[..., C, ...]``, channels last, and not as a view."""
+    shape = [*y.shape[:channels], N, *y.shape[channels + 1 :]]
+    strides, size = [0] * len(shape), N
+    strides[channels] = 1
+    for d in reversed(range(len(shape))):
+        if d != channels:
+            strides[d], size = size, size * max(shape[d], 1)
+    return torch.empty_strided(shape, strides, dtype=y.dtype, device=y.device)
 
 
 def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
@@ -87,11 +110,12 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
-        T: int, eps: float, pairs: bool, keep: bool,
+        channels: int, T: int, eps: float, pairs: bool, keep: bool,
     ) -> Tensor:  # fmt: skip
-        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        z, rows = _room(y, channels, weight.shape[1]), _by_position(y, channels).contiguous()
+        pre = _project_kernels(rows, weight, bias, _by_position(z, channels), T, eps, pairs, keep)
         ctx.save_for_backward(y, weight, bias, pre)
-        ctx.settings, ctx.wide = (T, eps, pairs), wide is not None
+        ctx.channels, ctx.settings, ctx.wide = channels, (T, eps, pairs), wide is not None
         return z
 
     @staticmethod
@@ -99,32 +123,36 @@ class _Project(torch.autograd.Function):
         y, weight, bias, pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
             given = [t for t in (y, weight, bias) if t is not None]
-            twice = again(_reference_project, grads[0], given, ctx.settings)
-            return (*twice, *(None,) * (9 - len(twice)))
+            twice = again(_reference_project, grads[0], given, (ctx.channels, *ctx.settings))
+            return (*twice, *(None,) * (10 - len(twice)))
         dtype = torch.float32 if ctx.wide else y.dtype
-        found = _project_backward_kernels(grads[0].contiguous(), y, weight, bias, pre, dtype, *ctx.settings)
-        return _placed(found, ctx.wide)
+        grad, rows = (_by_position(t, ctx.channels).contiguous() for t in (grads[0], y))
+        dy, *found = _project_backward_kernels(grad, rows, weight, bias, pre, dtype, *ctx.settings)
+        return *_placed((_in_place_of(y, ctx.channels, dy), *found), ctx.wide), *(None,) * 5
 
 
 def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, ...]:
-    """The projection's gradients in the order of its arguments: the parameters' go to the wide ones, if any."""
+    """The projection's gradients in the order of its tensors: the parameters' go to the wide ones, if any."""
     dy, *parameters = found
     none = (None, None)
-    return (dy, *none, *parameters, *none, *none) if wide else (dy, *parameters, *none, *none, *none)
+    return (dy, *none, *parameters) if wide else (dy, *parameters, *none)
 
 
 def _project_kernels(
-    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
-) -> tuple[Tensor, Tensor | None]:
+    y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool, keep: bool
+) -> Tensor | None:
+    """Write z ``[P, K2]``; give the responses, if they are kept."""
     from torch_dcl.kernels import kept, project  # noqa: PLC0415
 
     with kernels.on_device_of(y):
         if keep:
-            return kept.kept_forward(y, weight, bias, T, eps, pairs)
+            return kept.kept_forward(y, weight, bias, z, T, eps, pairs)
         hopper = _hopper(y)
         if hopper is not None and hopper.takes(y, weight, T, eps):
-            return hopper.project_forward(y, weight, bias, eps), None
-        return project.project_forward(y, weight, bias, T, eps, pairs), None
+            hopper.project_forward(y, weight, bias, z, eps)
+        else:
+            project.project_forward(y, weight, bias, z, T, eps, pairs)
+    return None
 
 
 def _project_backward_kernels(
@@ -189,11 +217,12 @@ def _hopper_kernels() -> ModuleType | None:
     return hopper
 
 
-def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> list[Tensor]:
+def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], channels: int = 1) -> list[Tensor]:
     """The responses of all branches before their ReLU, by plain products."""
+    rows = _by_position(y, channels)
     biases = (None,) * len(widths) if bias is None else bias.unbind(0)
-    parts = zip(torch.split(y, list(widths), -1), torch.split(weight, list(widths)), biases, strict=True)
-    return [F.linear(y_t, W_t.t(), b_t) for y_t, W_t, b_t in parts]
+    parts = zip(torch.split(rows, list(widths), -1), torch.split(weight, list(widths)), biases, strict=True)
+    return [_in_place_of(y, channels, F.linear(y_t, W_t.t(), b_t)) for y_t, W_t, b_t in parts]
 
 
 def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -207,10 +236,10 @@ def _reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
     return (functional.fuse_pairs if pairs else functional.fuse_branches)(list(pre), eps)
 
 
-def _reference_project(inputs: Sequence[Tensor], T: int, eps: float, pairs: bool) -> Tensor:
+def _reference_project(inputs: Sequence[Tensor], channels: int, T: int, eps: float, pairs: bool) -> Tensor:
     y, weight, *rest = inputs
-    widths = [y.shape[1] // T] * T
-    return _reference_fuse(responses(y, weight, rest[0] if rest else None, widths), eps, pairs)
+    widths = [y.shape[channels] // T] * T
+    return _reference_fuse(responses(y, weight, rest[0] if rest else None, widths, channels), eps, pairs)
 
 
 # The operations of torch. On a CPU they are the reference, so that they can be checked there.
@@ -236,7 +265,8 @@ def _op_project(
     T: int, eps: float, pairs: bool, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if kernels.usable(y):
-        z, pre = _project_kernels(y, weight, bias, T, eps, pairs, keep)
+        z = y.new_empty(y.shape[0], weight.shape[1])
+        pre = _project_kernels(y, weight, bias, z, T, eps, pairs, keep)
         return z, y.new_empty(0) if pre is None else pre
     M = y.shape[1] // T
     formed = responses(y, weight, bias, [M] * T)
@@ -329,7 +359,7 @@ def _project_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     y, *saved = ctx.saved_tensors
     dtype = torch.float32 if ctx.wide else y.dtype
     found = torch.ops.torch_dcl.project_backward(grad, y, *saved, dtype, *ctx.settings)
-    return _placed((*found, None)[:3], ctx.wide)
+    return *_placed((*found, None)[:3], ctx.wide), *(None,) * 4
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

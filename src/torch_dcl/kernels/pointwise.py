@@ -234,14 +234,16 @@ def _settings(pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | Non
 
 
 def fuse_forward(
-    pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False
-) -> Tensor:
+    pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or each network's active pair, ``[E, 2]``, of T.
 
-    With ``pairs`` the mean over the pairs of three.
+    With ``pairs`` the mean over the pairs of three. ``out`` is where to, ``[E, B, N]``.
     """
     E, _, B, N = pre.shape
-    out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
+    if out is None:
+        out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
     _fuse_forward[(cdiv(B * N, _BLOCK), E)](
         pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
     )

@@ -79,20 +79,17 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> Tensor:
-    """z ``[P, K2]`` of branch outputs ``[P, T·M]`` and weights ``[T·M, K2]``, all contiguous, biases ``[T, K2]``."""
-    P, N = len(y), weight.shape[1]
-    out = torch.empty(P, N, dtype=y.dtype, device=y.device)
-    if P:
-        grid, tiles = _tiles(y, T, N)
-        passes.forward[grid](y, weight, bias, out, None, P, **common(y, weight, bias, T, eps, pairs), **tiles)
-    return out
+def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> None:
+    """Write z ``[P, K2]`` of branch outputs ``[P, T·M]``, weights ``[T·M, K2]`` and biases ``[T, K2]``; contiguous."""
+    if len(y):
+        grid, tiles = _tiles(y, T, weight.shape[1])
+        passes.forward[grid](y, weight, bias, z, None, len(y), **common(y, weight, bias, T, eps, pairs), **tiles)
 
 
-def forward_again(found: Tensor, out: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+def forward_again(found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
     """z once more with care where another kernel's programs, of tiles of 64 by 64, found values that are too large."""
     settings = common(y, weight, bias, 2, eps, False) | {"BN": 64, "num_warps": 4}
-    passes.forward[(found.shape[1], found.shape[0])](y, weight, bias, out, found, len(y), **settings)
+    passes.forward[(found.shape[1], found.shape[0])](y, weight, bias, z, found, len(y), **settings)
 
 
 def project_backward(

@@ -356,7 +356,7 @@ class Fleet:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._step.fill_(len(self._rates) - 1)
-        with torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
+        with _scratch_of_its_own(), torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
             self._one_step()
         restore()
         self._graph = graph
@@ -373,6 +373,20 @@ def convolutions(*, deterministic: bool) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.deterministic = before
+
+
+@contextlib.contextmanager
+def _scratch_of_its_own() -> Iterator[None]:
+    """Have cuBLAS take scratch memory anew inside, and leave none behind.
+
+    Torch 2.11 keeps it for each stream, and all graphs are captured on the same one: products of several that run at a
+    time would write over each other's partial sums.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
