@@ -45,10 +45,12 @@ def agree(text, *values):
 
 
 def paired(cell, plain):
-    """Mean and 95 % interval of the differences of the same seeds."""
+    """Mean and 95 % interval of the differences of the same seeds; of one seed the difference alone."""
     assert cell["seeds"] == plain["seeds"]
     apart = [a - b for a, b in zip(cell["errors"], plain["errors"], strict=True)]
     mean, n = statistics.mean(apart), len(apart)
+    if n == 1:
+        return (mean,)
     reach = T_95[n] * statistics.stdev(apart) / n**0.5
     return mean, mean - reach, mean + reach
 
@@ -177,12 +179,31 @@ def test_table_2():
         cell, plain = cells[key], cells[key[0], network.lower()]
         papers = [cell["paper"]] if cell["paper"] is not None else []
         agree(weights, cell["weights"])
-        agree(error, statistics.mean(cell["errors"]), statistics.stdev(cell["errors"]), *papers)
+        spread = [statistics.stdev(cell["errors"])] if len(cell["errors"]) > 1 else []
+        agree(error, statistics.mean(cell["errors"]), *spread, *papers)
         if cell is not plain:
             papers = [cell["paper"] - plain["paper"]] if papers else []
             # The minus of a difference is written, the interval's comma and brackets are not numbers.
             agree(difference, *paired(cell, plain), *papers)
     assert sorted(shown) == sorted(cells)
+
+
+def test_the_speed_of_table_2():
+    """Its paragraph: minutes of a recipe, times a DataLoader loop, times the plain network's step."""
+    rows = {(row["column"], row["method"], row["compile"] == "True"): row for row in results("cifar.csv")}
+    big, wide = rows["bignet", "fleet", True], rows["wrn", "fleet", False]
+    three = rows["bignet bignet+dcl bignet+dcl3s", "abreast", True]
+    text = " ".join(README)
+    (shown,) = re.findall(r"On one H200 a BigNet trains.*?results/cifar\.csv\)\)", text)
+    shown = shown.replace("H200", "").replace("200", "").replace("bfloat16", "").replace("16 workers", "")
+    shown = shown.replace("medians of 3", "")
+    ratios = [rows[f"{n}+dcl", "fleet", c] for n, c in (("bignet", False), ("wrn", False), ("lenet", True))]
+    agree(
+        shown, *(float(row["minutes_full_recipe"]) for row in (big, wide, three)),
+        *(float(row["ratio_to_loader"]) for row in (big, wide)),
+        *(float(row["ratio_to_plain"]) for row in (*ratios, rows["bignet+dcl", "fleet", True])),
+    )  # fmt: skip
+    assert float(rows["lenet+dcl", "fleet", False]["ratio_to_plain"]) == pytest.approx(1.02, abs=0.005)
 
 
 @pytest.mark.parametrize(

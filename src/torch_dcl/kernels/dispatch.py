@@ -45,7 +45,7 @@ def watch() -> Iterator[Counter[str]]:
 
     ::
 
-        with kernels.watch() as ran:
+        with dispatch.watch() as ran:
             model(x)
         ran["project_and_fuse: kernel"], ran["project_and_fuse: reference"]
 
