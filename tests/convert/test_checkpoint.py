@@ -18,7 +18,7 @@ from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
 import torch_dcl as dcl
-from torch_dcl.convert import AbsorbedNorm, CheckpointError
+from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU, CheckpointError
 
 no_deadline = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
@@ -161,6 +161,7 @@ def test_a_converted_network_comes_back_bit_for_bit(tmp_path, way):
     assert_same_network(model, loaded)
     assert isinstance(loaded.conv2, dcl.DCLConv2d)
     assert isinstance(loaded.bn2, AbsorbedNorm)
+    assert type(loaded.relu2) is AbsorbedReLU
     assert isinstance(loaded.fc1, dcl.DCLLinear)
     for name in ("conv1", "conv2", "fc1"):
         ours, theirs = model.get_submodule(name), loaded.get_submodule(name)
@@ -958,6 +959,7 @@ def test_another_module_in_the_place_of_a_layer_or_norm_is_refused(tmp_path):
     dcl.save_model(converted(), path)
     other = "was made for another architecture"
     refused(path, with_module("conv2", nn.ReLU()), other, "'conv2'", "ReLU")
+    refused(path, with_module("relu2", nn.GELU()), other, "'relu2'", "GELU")
     refused(path, with_module("conv2", nn.ConvTranspose2d(16, 32, 3)), other, "'conv2'", "a transposed convolution")
     refused(path, with_module("conv2", nn.Conv1d(16, 32, 3)), other, "type 'DCLConv1d', the file 'DCLConv2d'")
     refused(path, with_module("bn2", nn.Identity()), other, "'bn2'", "it is a Identity")

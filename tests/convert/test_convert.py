@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import torch_dcl as dcl
 from torch_dcl import models
-from torch_dcl.convert import AbsorbedNorm
+from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU
 
 
 def network(norm=True, **arguments):
@@ -70,12 +70,81 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_the_relu_that_stays_behind_does_nothing():
+def test_a_relu_behind_a_layer_is_not_run_any_more():
     model = network()
-    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
+    plan = dcl.plan(model, (16, 8, 8))
+    assert plan.selected[0].relu == "2"
+    assert dcl.Plan.from_json(plan.to_json()).selected[0].relu == "2"
+    dcl.convert_(model, plan, init="random")
+    assert type(model[2]) is AbsorbedReLU
     x = torch.randn(2, 16, 8, 8)
     model.eval()
     assert torch.equal(model(x), model[3](model[0](x)))
+
+
+class Shared(nn.Module):
+    """One ReLU behind two layers and, if asked to, behind a sum."""
+
+    def __init__(self, *, functional=False, summed=False):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2)
+        self.relu, self.functional, self.summed = nn.ReLU(inplace=True), functional, summed
+
+    def forward(self, x):
+        relu = F.relu if self.functional else self.relu
+        y = relu(self.second(relu(self.first(x))))
+        return self.head(self.relu(y - 1) if self.summed else y)
+
+
+@pytest.mark.parametrize("settings", [{}, {"summed": True}, {"functional": True}])
+def test_a_relu_that_others_use_stays_and_does_nothing(settings):
+    model = Shared(**settings)
+    plan = dcl.plan(model, (64,), ratio=0.125)
+    dcl.convert_(model, plan, init="random")
+    assert {row.name: row.relu for row in plan.selected} == {"first": None, "second": None}
+    assert type(model.relu) is nn.ReLU
+    x = torch.randn(3, 64)
+    z = model.second(model.first(x))
+    torch.testing.assert_close(model(x), model.head(F.relu(z - 1) if model.summed else z))
+
+
+def test_a_relu_of_a_layer_that_is_left_out_stays():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    dcl.convert_(model, dcl.plan(model, (64,), ratio=0.125).without("2"), init="random")
+    assert [type(model[i]) for i in (1, 3)] == [AbsorbedReLU, nn.ReLU]
+
+
+@pytest.mark.parametrize("when", ["before the plan", "after it"])
+def test_a_relu_that_somebody_hooked_into_stays(when):
+    model, seen = network(), []
+
+    def hook():
+        model[2].register_forward_hook(lambda *_: seen.append(1))
+
+    if when == "before the plan":
+        hook()
+    plan = dcl.plan(model, (16, 8, 8))
+    if when == "after it":
+        hook()
+    dcl.convert_(model, plan, init="random")
+    seen.clear()
+    model(torch.randn(2, 16, 8, 8))
+    assert seen == [1]
+    assert type(model[2]) is nn.ReLU
+
+
+def test_a_shared_layer_with_its_own_relu_is_one_unit():
+    unit = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    model = nn.Sequential(unit, unit, nn.Linear(64, 2))
+    dcl.convert_(model, dcl.plan(model, (64,), ratio=0.125), init="random")
+    assert type(unit[1]) is AbsorbedReLU
+    x = torch.randn(3, 64)
+    assert torch.equal(model(x), model[2](unit[0](unit[0](x))))
+
+
+def test_a_budget_keeps_what_is_known_of_the_relus():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    assert [row.relu for row in dcl.plan(model, (64,), budget=0.6).selected] == ["1"]
 
 
 def test_a_layer_left_alone_can_be_named_and_keeps_its_batch_norm():

@@ -5,10 +5,11 @@ from torch_dcl.convert.checkpoint import CheckpointError, load_model, save_model
 from torch_dcl.convert.fit import FitReport
 from torch_dcl.convert.planner import plan
 from torch_dcl.convert.rows import Plan, Row, Timing
-from torch_dcl.convert.units import AbsorbedNorm
+from torch_dcl.convert.units import AbsorbedNorm, AbsorbedReLU
 
 __all__ = [
     "AbsorbedNorm",
+    "AbsorbedReLU",
     "CheckpointError",
     "Conversion",
     "FitReport",

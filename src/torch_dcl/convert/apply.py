@@ -10,7 +10,18 @@ from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.table import count, tabulate
-from torch_dcl.convert.units import AbsorbedNorm, build, kind_of, names_of, norm_obstacle, obstacle, swap, thawed
+from torch_dcl.convert.units import (
+    AbsorbedNorm,
+    AbsorbedReLU,
+    build,
+    is_watched,
+    kind_of,
+    names_of,
+    norm_obstacle,
+    obstacle,
+    swap,
+    thawed,
+)
 from torch_dcl.layers import _DCL
 from torch_dcl.stochastic import seed_branches_
 
@@ -50,9 +61,9 @@ def convert_(
 
     Either all of them are replaced or, after an error, none. A layer takes over geometry, dtype, device, memory
     format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch (a frozen
-    one into the weights), and an :class:`AbsorbedNorm` stays in its place. A ReLU behind it stays where it is: z is
-    positive, so it does nothing. A module with several names is replaced once and stays shared. An optimiser made
-    before holds the old parameters: make it after.
+    one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it
+    has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A module with
+    several names is replaced once and stays shared. An optimiser made before holds the old parameters: make it after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -91,10 +102,13 @@ def convert_(
         _carry(layer, module, norm)
         layers.append(layer)
     names = names_of(model)
-    for (_, module, norm), layer in zip(units, layers, strict=True):
+    for (row, module, norm), layer in zip(units, layers, strict=True):
         swap(model, names[module], layer)
         if norm is not None:
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
+        relu = None if row.relu is None else model.get_submodule(row.relu)
+        if type(relu) is nn.ReLU and not is_watched(relu):
+            swap(model, names[relu], AbsorbedReLU().train(relu.training))
     if layers:
         seed_branches_(model, seed)
     return Conversion(tuple(row for row, _, _ in units), fits)

@@ -17,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.units import (
     AbsorbedNorm,
+    AbsorbedReLU,
     build,
     is_frozen_norm,
+    is_watched,
     names_of,
     norm_obstacle,
     norm_settings,
@@ -111,14 +113,16 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
-    """The DCL layers and the absorbed norms, read off the modules themselves."""
-    layers, absorbed = [], []
+    """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
+    layers, absorbed, relus = [], [], []
     for module, names in names_of(model).items():
         if isinstance(module, AbsorbedNorm):
             absorbed.append(names)
+        elif isinstance(module, AbsorbedReLU):
+            relus.append(names)
         elif isinstance(module, _DCL):
             layers.append({"names": names, **_describe_layer(module)})
-    return {"layers": layers, "absorbed": absorbed}
+    return {"layers": layers, "absorbed": absorbed, "relus": relus}
 
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
@@ -209,6 +213,12 @@ def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> 
         if trouble:
             raise _misfit(path, f"the batch norm {names[0]!r} cannot go into a DCL layer there: {trouble}")
         changes.append((names, AbsorbedNorm().train(norm.training)))
+    for names in content["relus"]:
+        relu = _place(model, names, places, path)
+        if not isinstance(relu, nn.ReLU | AbsorbedReLU):
+            raise _misfit(path, f"{names[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
+        if type(relu) is nn.ReLU and not is_watched(relu):
+            changes.append((names, AbsorbedReLU().train(relu.training)))
     for module, names in places.items():
         if isinstance(module, AbsorbedNorm) and module not in absorbed:
             raise _misfit(path, f"the batch norm {names[0]!r} is in a DCL layer there, not in the file")

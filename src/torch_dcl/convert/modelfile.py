@@ -98,8 +98,9 @@ def _unreadable(path: Path) -> str:
 
 def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
     """Whether the description has the form that this version writes."""
-    shared, layers, absorbed = (content.get(key) for key in ("shared", "layers", "absorbed"))
-    if not (isinstance(shared, dict) and isinstance(layers, list) and isinstance(absorbed, list)):
+    shared, layers = content.get("shared"), content.get("layers")
+    parts = [content.get(key) for key in ("absorbed", "relus")]
+    if not (isinstance(shared, dict) and isinstance(layers, list) and all(isinstance(part, list) for part in parts)):
         return False
     if not all(isinstance(name, str) and name in tensors for name in shared.values()):
         return False
@@ -110,5 +111,5 @@ def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool
             isinstance(part.get("type"), str) for part in (entry["activation"], entry["norm"]) if part is not None
         ):
             return False
-    places = [entry["names"] for entry in layers] + absorbed
+    places = [entry["names"] for entry in layers] + [names for part in parts for names in part or ()]
     return all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in places)

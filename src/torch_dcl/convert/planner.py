@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_dcl.convert.measure import measure_network, measure_unit
 from torch_dcl.convert.rows import Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
-from torch_dcl.convert.units import build, kind_of, names_of, norm_obstacle, obstacle
+from torch_dcl.convert.units import build, is_watched, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
@@ -173,6 +173,8 @@ def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[s
             refusal = "its weight is used functionally, without calling it"
         norm, reason = (None, refusal) if refusal else _unit(calls, seen)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, wish)
+        if not reason:
+            row = replace(row, relu=_own_relu(calls, seen, names))
         if not reason and not row.widths:
             reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
@@ -197,9 +199,17 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
         return None, "its calls are followed by different batch norms"
     if norm is None:
         return None, ""
-    if seen.norm_calls[norm] != len(calls):
+    if seen.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
+
+
+def _own_relu(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> str | None:
+    """The name of the ReLU behind a unit, if it is a module that nothing else calls or looks at."""
+    relu = calls[0].relu
+    if relu is None or any(call.relu is not relu for call in calls) or seen.part_calls[relu] != len(calls):
+        return None
+    return None if is_watched(relu) else names[relu][0]
 
 
 def _weight_sharers(model: nn.Module) -> dict[int, int]:
@@ -282,7 +292,8 @@ def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> P
             new = _row(row.name, row.aliases, module, (), norm, names, tried)
             positions = row.macs // (math.prod(row.kernel) * row.in_channels * row.out_channels)
             macs = positions * sum(new.widths) * (math.prod(row.kernel) * row.in_channels + row.out_channels)
-            new = replace(new, calls=row.calls, macs=row.macs, macs_after=macs, status="pays", selected=True)
+            new = replace(new, calls=row.calls, macs=row.macs, relu=row.relu)
+            new = replace(new, macs_after=macs, status="pays", selected=True)
             if new.saved > 0:
                 resized[row.name] = new
         after = given.weights - sum(row.saved for row in resized.values())

@@ -62,6 +62,8 @@ class Row:
     macs_after: int
     timings: Mapping[str, Timing] | None = None
     """Measured "plain", "dcl" and "low_rank"."""
+    relu: str | None = None
+    """The ReLU that serves this layer alone, and that z, being positive, does not need."""
 
     @property
     def branches(self) -> int:

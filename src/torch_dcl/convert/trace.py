@@ -66,6 +66,8 @@ class Call:
     channels_last: bool
     norm: nn.Module | None = None
     """The batch norm between the layer and its ReLU."""
+    relu: nn.Module | None = None
+    """The ReLU, where it is a module and the only one."""
     reason: str = ""
     """Why this call is not a unit of the paper's; empty if it is one."""
 
@@ -76,7 +78,8 @@ class Trace:
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     functional: set[nn.Module] = field(default_factory=set)
-    norm_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
+    part_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
+    """How often batch norms and ReLUs were called."""
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -117,6 +120,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [m for m in model.modules() if isinstance(m, LAYERS)]
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) or is_frozen_norm(m)]
+        self.relus = [m for m in model.modules() if type(m) is nn.ReLU]
         self.owner = {id(p): m for m in self.layers for p in m.parameters(recurse=False)}
         self.events: list[_Event] = []
         self.calls: list[tuple[_Event, Call]] = []
@@ -136,7 +140,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def watching(self) -> Iterator[None]:
         handles = []
-        for module in (*self.layers, *self.norms):
+        for module in (*self.layers, *self.norms, *self.relus):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
@@ -188,7 +192,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op = "relu"
         if "batch_norm" in op:
             op, made = "batch_norm", made[:1]
-        module = self.inside[-1] if op == "batch_norm" and self.inside else None
+        module = self.inside[-1] if self.inside and _is_done_by(op, self.inside[-1]) else None
         self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in made), module))
         return result
 
@@ -204,37 +208,46 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 onward.update(event.reads)
         result = Trace(functional=self.functional)
         for event in self.events:
-            if event.op == "batch_norm" and event.module is not None:
-                result.norm_calls[event.module] += 1
+            if event.op != "layer" and event.module is not None:
+                result.part_calls[event.module] += 1
         for event, call in self.calls:
             module = event.module
             if module is None:
                 continue
-            call.norm, call.reason = _follow(event.makes[0], readers, outputs)
+            call.norm, relus, call.reason = _follow(event.makes[0], readers, outputs)
+            call.relu = relus.pop() if len(relus) == 1 else None
             if call.reason and event.makes[0] not in onward:
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
         return result
 
 
-def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> tuple[nn.Module | None, str]:
-    """The batch norm on the way from a value to its ReLU, and the reason if something else is met."""
+def _is_done_by(op: str, module: nn.Module) -> bool:
+    """Whether an operation is what this batch norm or ReLU is there for."""
+    return op.removesuffix("_") == "relu" if type(module) is nn.ReLU else op == "batch_norm"
+
+
+def _follow(
+    value: int, readers: dict[int, list[_Event]], outputs: set[int]
+) -> tuple[nn.Module | None, set[nn.Module | None], str]:
+    """From a value to its ReLU: the batch norm on the way, the ReLUs, and the reason if something else is met."""
     norm: nn.Module | None = None
-    todo, moved, scaled, rectified = [value], False, False, False
+    relus: set[nn.Module | None] = set()
+    todo, moved, scaled = [value], False, False
     while todo:
         value = todo.pop()
         if value in outputs:
-            return norm, "its output is also an output of the network"
+            return norm, relus, "its output is also an output of the network"
         for event in readers[value]:
             op = event.op.removesuffix("_")
             if op == "relu":
-                rectified = True
+                relus.add(event.module)
                 continue
             if op == "batch_norm":
                 if norm is not None or moved or len(readers[value]) > 1:
-                    return norm, "a batch norm follows, but not it alone"
+                    return norm, relus, "a batch norm follows, but not it alone"
                 if event.module is None:
-                    return norm, "its batch norm is used functionally"
+                    return norm, relus, "its batch norm is used functionally"
                 norm = event.module
                 todo.extend(event.makes)
             elif _MOVES.fullmatch(op):
@@ -244,12 +257,12 @@ def _follow(value: int, readers: dict[int, list[_Event]], outputs: set[int]) -> 
                 moved = scaled = True
                 todo.extend(event.makes)
             elif op.startswith("_scaled_dot_product") or "attention" in op:
-                return norm, "feeds attention"
+                return norm, relus, "feeds attention"
             else:
-                return norm, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
-    if not rectified:
-        return norm, "its output is not used"
-    return norm, "is multiplied with a number" if scaled else ""
+                return norm, relus, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
+    if not relus:
+        return norm, relus, "its output is not used"
+    return norm, relus, "is multiplied with a number" if scaled else ""
 
 
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:

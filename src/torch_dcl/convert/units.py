@@ -12,7 +12,18 @@ from torch.nn.utils import parametrize
 from torch_dcl.fusion import Strategy
 from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
-__all__ = ["AbsorbedNorm", "build", "kind_of", "names_of", "norm_obstacle", "norm_settings", "obstacle", "swap"]
+__all__ = [
+    "AbsorbedNorm",
+    "AbsorbedReLU",
+    "build",
+    "is_watched",
+    "kind_of",
+    "names_of",
+    "norm_obstacle",
+    "norm_settings",
+    "obstacle",
+    "swap",
+]
 
 REPLACEMENTS: dict[type[nn.Module], type[DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d]] = {
     nn.Linear: DCLLinear,
@@ -31,6 +42,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 class AbsorbedNorm(nn.Identity):
     """Stands where a batch norm stood that now works inside the DCL layer before it."""
+
+
+class AbsorbedReLU(nn.Identity):
+    """Stands where a ReLU stood behind a layer that is a DCL layer now, whose output is positive by itself."""
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody hooked into a module, who would miss it."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module] | None:
@@ -104,7 +124,7 @@ def norm_obstacle(norm: nn.Module) -> str:
 
 
 def _hooked(module: nn.Module) -> str:
-    return "carries hooks, which would be lost: remove them first" if any(getattr(module, h) for h in _HOOKS) else ""
+    return "carries hooks, which would be lost: remove them first" if is_watched(module) else ""
 
 
 def build(
