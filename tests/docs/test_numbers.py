@@ -102,6 +102,20 @@ def test_what_plan_measures_is_what_the_benchmark_does():
         assert abs(float(times[case, "plan"]["full_ratio"]) - eager) <= 0.04, case
 
 
+def test_the_units_of_torchvisions_networks():
+    rows = [row for row in results("plan.csv") if row["contender"] == "dcl"]
+    units = {n: [float(r["full_ratio"]) for r in rows if r["network"] == n and r["unit"]] for n in ("vgg16", "alexnet")}
+    (text,) = re.findall(r"In torchvision's networks at batch 64.*?ResNet-50's \d+", " ".join(README))
+    of_resnet = [float(row["full_ratio"]) for row in rows if row["network"] == "resnet50" and row["unit"]]
+    vgg, alexnet = units["vgg16"], units["alexnet"]
+    assert max(vgg) < 1 < min(of_resnet)
+    text = text.replace("batch 64", "").replace("VGG16", "").replace("ResNet-50", "")
+    agree(text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), len(of_resnet))
+    whole = [float(row["full_ratio"]) for row in rows if not row["unit"]]
+    (text,) = re.findall(r"slower there all the same, (.*?) times", " ".join(README))
+    agree(text, min(whole), max(whole))
+
+
 def test_the_start_from_trained_weights():
     runs = results("fit.csv")
     kinds = {
