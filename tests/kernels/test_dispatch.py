@@ -15,7 +15,7 @@ from tests.kernels import autocast_cases, layer_cases
 from torch import nn
 
 from torch_dcl import DCLConv2d, DCLLinear, functional
-from torch_dcl.kernels import dispatch, ops
+from torch_dcl.kernels import dispatch, launch
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -136,7 +136,7 @@ def test_watching_ends_with_the_block():
 def test_the_environment_and_the_block_turn_kernels_off():
     program = """
 import json, torch
-from torch_dcl.kernels import dispatch, ops
+from torch_dcl.kernels import dispatch
 pre = [torch.ones(4), torch.ones(4)]
 with dispatch.watch() as ran:
     dispatch.fuse_branches(pre, 0.01)
@@ -155,7 +155,7 @@ def test_a_compiled_network_has_the_kernels_in_one_graph_and_the_same_gradients(
     program = """
 import json, torch
 from torch_dcl import DCLConv2d, DCLLinear
-from torch_dcl.kernels import dispatch, ops
+from torch_dcl.kernels import dispatch
 torch.manual_seed(0)
 last = torch.channels_last
 model = torch.nn.Sequential(
@@ -221,7 +221,7 @@ def test_the_projection_goes_through_vmap_with_weights_of_its_own(keep):
     ],
 )
 def test_the_kernels_of_hopper_gpus_take_large_projections_and_leave_the_others(P, M, N, settings, taken):
-    hopper = ops._hopper_kernels()
+    hopper = launch._hopper_kernels()
     given = {"T": 2, "dtype": torch.bfloat16, "eps": 0.01, **settings}
     y, weight = (torch.empty(shape, dtype=given["dtype"]) for shape in ((P, given["T"] * M), (given["T"] * M, N)))
     assert hopper.takes(y, weight, given["T"], given["eps"]) == taken
@@ -232,11 +232,11 @@ def test_where_triton_is_of_another_age_the_kernels_of_hopper_gpus_are_left_alon
     import triton
 
     monkeypatch.setattr(triton, "__version__", "3.42.0")
-    ops._hopper_kernels.cache_clear()
-    assert ops._hopper_kernels() is None
+    launch._hopper_kernels.cache_clear()
+    assert launch._hopper_kernels() is None
     monkeypatch.undo()
-    ops._hopper_kernels.cache_clear()
-    assert ops._hopper_kernels() is not None
+    launch._hopper_kernels.cache_clear()
+    assert launch._hopper_kernels() is not None
 
 
 @pytest.mark.gpu

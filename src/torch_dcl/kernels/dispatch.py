@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
-from torch_dcl.kernels import ops
+from torch_dcl.kernels import launch, ops
 
 __all__ = ["disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "note", "project_and_fuse", "watch"]
 
@@ -114,7 +114,7 @@ def project_and_fuse(
         to, to_bias = (weight, bias) if wide else (None, None)
         return ops.project(y, low.contiguous(), low_bias, to, to_bias, channels, T, eps, pairs, keep)
     note("project_and_fuse", "reference")
-    pre = ops.responses(y, weight, bias, widths, channels)
+    pre = launch.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
 
 

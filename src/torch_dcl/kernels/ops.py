@@ -4,9 +4,7 @@ Each is there twice: as an operation, which ``torch.compile`` knows, and as a fu
 each call. A second derivative is the reference's.
 """
 
-import functools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
+from torch_dcl.kernels import launch
 from torch_dcl.kernels.products import products
 
-__all__ = ["again", "fuse", "linear", "project", "responses"]
+__all__ = ["again", "fuse", "linear", "project"]
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -35,22 +34,10 @@ def project(
     """Branch outputs to z, with weights of their type; gradients go to the wide ones, if they are given."""
     parameters, settings = (weight, bias, wide, wide_bias), (T, eps, pairs, keep)
     if torch.compiler.is_compiling():
-        rows = _by_position(y, channels).contiguous()
-        return _in_place_of(y, channels, torch.ops.torch_dcl.project(rows, *parameters, *settings)[0])
+        rows = launch.by_position(y, channels).contiguous()
+        return launch.at_positions(y, channels, torch.ops.torch_dcl.project(rows, *parameters, *settings)[0])
     z: Tensor = _Project.apply(y, *parameters, channels, *settings)
     return z
-
-
-def _by_position(y: Tensor, channels: int) -> Tensor:
-    """``[..., C, ...]`` as ``[P, C]``, where it lies if the channels are last in memory."""
-    return y if y.dim() == 2 else y.movedim(channels, -1).reshape(-1, y.shape[channels])
-
-
-def _in_place_of(y: Tensor, channels: int, rows: Tensor) -> Tensor:
-    """``[P, N]`` at the positions of ``[..., C, ...]``."""
-    if y.dim() == 2:
-        return rows
-    return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
 
 
 def _room(y: Tensor, channels: int, N: int) -> Tensor:
@@ -80,28 +67,14 @@ class _Fuse(torch.autograd.Function):
     def forward(ctx: Any, eps: float, pairs: bool, *pre: Tensor) -> Tensor:
         ctx.save_for_backward(*pre)
         ctx.eps, ctx.pairs = eps, pairs
-        return _fuse_kernels(list(pre), eps, pairs)
+        return launch.fuse(list(pre), eps, pairs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
-            return None, None, *again(_reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
-        return None, None, *_fuse_backward_kernels(grads[0], list(pre), ctx.eps, ctx.pairs)
-
-
-def _fuse_kernels(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    from torch_dcl.kernels import fused  # noqa: PLC0415
-
-    with kernels.on_device_of(pre[0]):
-        return fused.fuse_forward(pre, eps, pairs)
-
-
-def _fuse_backward_kernels(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    from torch_dcl.kernels import fused  # noqa: PLC0415
-
-    with kernels.on_device_of(grad):
-        return fused.fuse_backward(grad, pre, eps, pairs)
+            return None, None, *again(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
+        return None, None, *launch.fuse_backward(grads[0], list(pre), ctx.eps, ctx.pairs)
 
 
 class _Project(torch.autograd.Function):
@@ -112,8 +85,8 @@ class _Project(torch.autograd.Function):
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
         channels: int, T: int, eps: float, pairs: bool, keep: bool,
     ) -> Tensor:  # fmt: skip
-        z, rows = _room(y, channels, weight.shape[1]), _by_position(y, channels).contiguous()
-        pre = _project_kernels(rows, weight, bias, _by_position(z, channels), T, eps, pairs, keep)
+        z, rows = _room(y, channels, weight.shape[1]), launch.by_position(y, channels).contiguous()
+        pre = launch.project(rows, weight, bias, launch.by_position(z, channels), T, eps, pairs, keep)
         ctx.save_for_backward(y, weight, bias, pre)
         ctx.channels, ctx.settings, ctx.wide = channels, (T, eps, pairs), wide is not None
         return z
@@ -123,12 +96,12 @@ class _Project(torch.autograd.Function):
         y, weight, bias, pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
             given = [t for t in (y, weight, bias) if t is not None]
-            twice = again(_reference_project, grads[0], given, (ctx.channels, *ctx.settings))
+            twice = again(launch.reference_project, grads[0], given, (ctx.channels, *ctx.settings))
             return (*twice, *(None,) * (10 - len(twice)))
         dtype = torch.float32 if ctx.wide else y.dtype
-        grad, rows = (_by_position(t, ctx.channels).contiguous() for t in (grads[0], y))
-        dy, *found = _project_backward_kernels(grad, rows, weight, bias, pre, dtype, *ctx.settings)
-        return *_placed((_in_place_of(y, ctx.channels, dy), *found), ctx.wide), *(None,) * 5
+        grad, rows = (launch.by_position(t, ctx.channels).contiguous() for t in (grads[0], y))
+        dy, *found = launch.project_backward(grad, rows, weight, bias, pre, dtype, *ctx.settings)
+        return *_placed((launch.at_positions(y, ctx.channels, dy), *found), ctx.wide), *(None,) * 5
 
 
 def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, ...]:
@@ -136,38 +109,6 @@ def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, 
     dy, *parameters = found
     none = (None, None)
     return (dy, *none, *parameters) if wide else (dy, *parameters, *none)
-
-
-def _project_kernels(
-    y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool, keep: bool
-) -> Tensor | None:
-    """Write z ``[P, K2]``; give the responses, if they are kept."""
-    from torch_dcl.kernels import kept, project  # noqa: PLC0415
-
-    with kernels.on_device_of(y):
-        if keep:
-            return kept.kept_forward(y, weight, bias, z, T, eps, pairs)
-        hopper = _hopper(y)
-        if hopper is not None and hopper.takes(y, weight, T, eps):
-            hopper.project_forward(y, weight, bias, z, eps)
-        else:
-            project.project_forward(y, weight, bias, z, T, eps, pairs)
-    return None
-
-
-def _project_backward_kernels(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype,
-    T: int, eps: float, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    from torch_dcl.kernels import kept, project  # noqa: PLC0415
-
-    with kernels.on_device_of(y):
-        if pre is not None:
-            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs, dtype)
-        hopper = _hopper(y)
-        if hopper is not None and hopper.takes(y, weight, T, eps):
-            return hopper.project_backward(grad, y, weight, bias, eps, dtype)  # type: ignore[no-any-return]
-        return project.project_backward(grad, y, weight, bias, T, eps, pairs, dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -195,51 +136,11 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _hopper(y: Tensor) -> ModuleType | None:
-    """The kernels of Hopper GPUs, on one of these."""
-    return _hopper_on(y.device) if y.is_cuda else None
-
-
-@functools.cache
-def _hopper_on(device: torch.device) -> ModuleType | None:
-    return _hopper_kernels() if torch.cuda.get_device_capability(device) == (9, 0) else None
-
-
-@functools.cache
-def _hopper_kernels() -> ModuleType | None:
-    """Gluon is young and its names change: these kernels run with the versions of Triton that they were tried with."""
-    import triton  # noqa: PLC0415
-
-    if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
-        return None
-    from torch_dcl.kernels import hopper  # noqa: PLC0415
-
-    return hopper
-
-
-def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], channels: int = 1) -> list[Tensor]:
-    """The responses of all branches before their ReLU, by plain products."""
-    rows = _by_position(y, channels)
-    biases = (None,) * len(widths) if bias is None else bias.unbind(0)
-    parts = zip(torch.split(rows, list(widths), -1), torch.split(weight, list(widths)), biases, strict=True)
-    return [_in_place_of(y, channels, F.linear(y_t, W_t.t(), b_t)) for y_t, W_t, b_t in parts]
-
-
 def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Gradients that can be differentiated again, from the reference."""
     with torch.enable_grad():
         out = reference(inputs, *settings)
     return torch.autograd.grad(out, list(inputs), grad, create_graph=True)
-
-
-def _reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
-    return (functional.fuse_pairs if pairs else functional.fuse_branches)(list(pre), eps)
-
-
-def _reference_project(inputs: Sequence[Tensor], channels: int, T: int, eps: float, pairs: bool) -> Tensor:
-    y, weight, *rest = inputs
-    widths = [y.shape[channels] // T] * T
-    return _reference_fuse(responses(y, weight, rest[0] if rest else None, widths, channels), eps, pairs)
 
 
 # The operations of torch. On a CPU they are the reference, so that they can be checked there.
@@ -248,14 +149,14 @@ def _reference_project(inputs: Sequence[Tensor], channels: int, T: int, eps: flo
 @torch.library.custom_op("torch_dcl::fuse", mutates_args=())
 def _op_fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
     if kernels.usable(pre[0]):
-        return _fuse_kernels(pre, eps, pairs)
-    return _reference_fuse(pre, eps, pairs)
+        return launch.fuse(pre, eps, pairs)
+    return launch.reference_fuse(pre, eps, pairs)
 
 
 @torch.library.custom_op("torch_dcl::fuse_backward", mutates_args=())
 def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
     if kernels.usable(grad):
-        return _fuse_backward_kernels(grad, pre, eps, pairs)
+        return launch.fuse_backward(grad, pre, eps, pairs)
     return functional.fuse_gradients(grad, pre, eps, pairs=pairs)
 
 
@@ -266,11 +167,11 @@ def _op_project(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if kernels.usable(y):
         z = y.new_empty(y.shape[0], weight.shape[1])
-        pre = _project_kernels(y, weight, bias, z, T, eps, pairs, keep)
+        pre = launch.project(y, weight, bias, z, T, eps, pairs, keep)
         return z, y.new_empty(0) if pre is None else pre
     M = y.shape[1] // T
-    formed = responses(y, weight, bias, [M] * T)
-    return _reference_fuse(formed, eps, pairs), torch.stack(formed) if keep else y.new_empty(0)
+    formed = launch.responses(y, weight, bias, [M] * T)
+    return launch.reference_fuse(formed, eps, pairs), torch.stack(formed) if keep else y.new_empty(0)
 
 
 @torch.library.custom_op("torch_dcl::project_backward", mutates_args=())
@@ -280,10 +181,10 @@ def _op_project_backward(
 ) -> list[Tensor]:  # fmt: skip
     if kernels.usable(grad):
         kept = pre if pre.numel() else None
-        found = _project_backward_kernels(grad.contiguous(), y, weight, bias, kept, dtype, T, eps, pairs)
+        found = launch.project_backward(grad.contiguous(), y, weight, bias, kept, dtype, T, eps, pairs)
         return [t for t in found if t is not None]
     M = y.shape[1] // T
-    dpre = functional.fuse_gradients(grad, responses(y, weight, bias, [M] * T), eps, pairs=pairs)
+    dpre = functional.fuse_gradients(grad, launch.responses(y, weight, bias, [M] * T), eps, pairs=pairs)
     parts = [
         torch.cat([d @ W.t() for d, W in zip(dpre, torch.split(weight, M), strict=True)], 1),
         products(y.view(-1, T, M).permute(1, 2, 0), torch.stack(dpre), dtype).view(T * M, -1),
