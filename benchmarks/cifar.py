@@ -113,8 +113,9 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
         how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
         fleets: list[Fleet] = []
         for column in wanted:
-            peaks[Contender("fleet", (column,), seeds, compiled)] = _prepare(
-                ready, Contender("fleet", (column,), seeds, compiled), device,
+            who = Contender("fleet", (column,), seeds, compiled)
+            peaks[who] = _prepare(
+                ready, who, device,
                 lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into),
             )  # fmt: skip
         if len(fleets) > 1 and device.type == "cuda":

@@ -108,6 +108,23 @@ def test_a_relu_that_others_use_stays_and_does_nothing(settings):
     torch.testing.assert_close(model(x), model.head(F.relu(z - 1) if model.summed else z))
 
 
+def test_a_plan_with_relus_fits_a_network_that_has_none_as_modules():
+    class Functional(nn.Sequential):
+        def forward(self, x):
+            return self[2](F.relu(self[0](x)))
+
+    layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    plan = dcl.plan(nn.Sequential(*layers), (64,), ratio=0.125)
+    assert plan.selected[0].relu == "1"
+    other = Functional(*layers)
+    other[1] = nn.Identity()
+    dcl.convert_(other, plan, init="random")
+    assert isinstance(other[0], dcl.DCLLinear)
+    del (gone := nn.Sequential(*layers))[1]
+    dcl.convert_(gone, dcl.Plan.from_json(plan.to_json().replace('"relu": "1"', '"relu": "relu"')), init="random")
+    assert isinstance(gone[0], dcl.DCLLinear)
+
+
 def test_a_relu_of_a_layer_that_is_left_out_stays():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     dcl.convert_(model, dcl.plan(model, (64,), ratio=0.125).without("2"), init="random")

@@ -14,7 +14,7 @@ from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
     build,
-    is_watched,
+    is_idle,
     kind_of,
     names_of,
     norm_obstacle,
@@ -91,10 +91,10 @@ def convert_(
     units = [(row, *_find(model, row)) for row in plan.selected]
     samples = {}
     if calibration is not None and units:
-        samples = collect_samples(model, {row.name: module for row, module, _ in units}, calibration, seed=seed)
+        samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
     layers: list[_DCL] = []
     fits: dict[str, FitReport] = {}
-    for row, module, norm in units:
+    for row, module, norm, _ in units:
         layer = build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
         if init == "fit":
             trained = None if norm is None else thawed(norm)
@@ -102,20 +102,19 @@ def convert_(
         _carry(layer, module, norm)
         layers.append(layer)
     names = names_of(model)
-    for (row, module, norm), layer in zip(units, layers, strict=True):
+    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
         swap(model, names[module], layer)
         if norm is not None:
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
-        relu = None if row.relu is None else model.get_submodule(row.relu)
-        if type(relu) is nn.ReLU and not is_watched(relu):
+        if relu is not None:
             swap(model, names[relu], AbsorbedReLU().train(relu.training))
     if layers:
         seed_branches_(model, seed)
-    return Conversion(tuple(row for row, _, _ in units), fits)
+    return Conversion(tuple(row for row, *_ in units), fits)
 
 
-def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None]:
-    """The layer and the batch norm of a row, checked against what the plan says of them."""
+def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """The layer and the batch norm of a row, checked against what the plan says of them; and the ReLU, if it can go."""
     other = "the plan was made for another network: plan this one"
     try:
         module = model.get_submodule(row.name)
@@ -130,7 +129,8 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None]:
     if kind_of(module) != row.kind or tuple(weight.shape) != shape:
         found = f"{kind_of(module)} of {tuple(weight.shape)}"
         raise ValueError(f"{row.name!r} is a {found}, the plan has a {row.kind} of {shape}; {other}")
-    return module, norm
+    relu = dict(model.named_modules(remove_duplicate=False)).get(row.relu or "")
+    return module, norm, relu if is_idle(relu) else None
 
 
 def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:

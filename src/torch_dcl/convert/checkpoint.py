@@ -20,7 +20,7 @@ from torch_dcl.convert.units import (
     AbsorbedReLU,
     build,
     is_frozen_norm,
-    is_watched,
+    is_idle,
     names_of,
     norm_obstacle,
     norm_settings,
@@ -217,7 +217,7 @@ def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> 
         relu = _place(model, names, places, path)
         if not isinstance(relu, nn.ReLU | AbsorbedReLU):
             raise _misfit(path, f"{names[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
-        if type(relu) is nn.ReLU and not is_watched(relu):
+        if is_idle(relu):
             changes.append((names, AbsorbedReLU().train(relu.training)))
     for module, names in places.items():
         if isinstance(module, AbsorbedNorm) and module not in absorbed:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_dcl.convert.measure import measure_network, measure_unit
 from torch_dcl.convert.rows import Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
-from torch_dcl.convert.units import build, is_watched, kind_of, names_of, norm_obstacle, obstacle
+from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
@@ -209,7 +209,7 @@ def _own_relu(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[st
     relu = calls[0].relu
     if relu is None or any(call.relu is not relu for call in calls) or seen.part_calls[relu] != len(calls):
         return None
-    return None if is_watched(relu) else names[relu][0]
+    return names[relu][0] if is_idle(relu) else None
 
 
 def _weight_sharers(model: nn.Module) -> dict[int, int]:

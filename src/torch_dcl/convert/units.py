@@ -16,7 +16,7 @@ __all__ = [
     "AbsorbedNorm",
     "AbsorbedReLU",
     "build",
-    "is_watched",
+    "is_idle",
     "kind_of",
     "names_of",
     "norm_obstacle",
@@ -51,6 +51,11 @@ class AbsorbedReLU(nn.Identity):
 def is_watched(module: nn.Module) -> bool:
     """Whether somebody hooked into a module, who would miss it."""
     return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def is_idle(module: nn.Module | None) -> bool:
+    """Whether this is a ReLU that may go, once nothing but positive values comes to it."""
+    return type(module) is nn.ReLU and not is_watched(module)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module] | None:
