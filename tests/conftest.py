@@ -12,6 +12,13 @@ hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def a_backward_pass_before_the_first() -> None:
+    """On a GPU torch warns where the very first thing that a backward pass does is a product of matrices."""
+    if torch.cuda.is_available():
+        torch.ones(1, device="cuda", requires_grad=True).exp().backward()
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     torch.manual_seed(0)

@@ -233,3 +233,38 @@ def test_numbers_are_read_with_their_rounding(text, values):
     for i, value in enumerate(values):
         with pytest.raises(AssertionError):
             agree(text, *values[:i], value + 0.6, *values[i + 1 :])
+
+
+def test_the_deciding_chart():
+    points = {point["unit"]: point for point in results("chart/cifar10/chart.json")["points"]}
+    names = {
+        "plain": "plain", "narrowed": "narrow", "low-rank": "low-rank", "branches summed": "summed",
+        "DCL, two branches": "dcl", "DCL, three stochastic branches": "dcl3s",
+        "product without the root (star)": "star", "gated (GLU)": "glu", "bilinear": "bilinear",
+    }  # fmt: skip
+    rows = table_under("| layer | weights | step, ms")
+    assert [names[row[0]] for row in rows] == sorted(points, key=lambda unit: statistics.mean(points[unit]["errors"]))
+    clear = 0
+    for name, weights, step, rate, error, less in rows:
+        point = points[names[name]]
+        agree(weights, point["weights"])
+        agree(step, point["step_ms"])
+        agree(rate, point["lr"])
+        agree(error, statistics.mean(point["errors"]), statistics.stdev(point["errors"]))
+        assert point["lr"] == float(min(point["trials"], key=point["trials"].get))
+        if names[name] != "dcl":
+            apart, low, high = paired(point, points["dcl"])
+            agree(less.replace("95 %", ""), apart, low, high)
+            clear += low > 0 or high < 0
+    assert clear == 0, "the README says that no difference to DCL is clear"
+    minutes = (ROOT / "results/chart/cifar10/minutes.jsonl").read_text().splitlines()
+    (text,) = re.findall(r"54 trainings in (.*?) minutes", " ".join(README))
+    agree(text, sum(json.loads(line)["training"] for line in minutes))
+
+
+def test_what_is_said_of_the_rates_of_the_chart():
+    points = results("chart/cifar10/chart.json")["points"]
+    at_the_end = {p["unit"] for p in points if p["lr"] == max(map(float, p["trials"]))}
+    lost = {p["unit"] for p in points if p["trials"]["0.03"] >= 90}
+    assert at_the_end == {"low-rank", "summed", "dcl", "dcl3s", "glu"}
+    assert lost == {"narrow", "star", "bilinear"}

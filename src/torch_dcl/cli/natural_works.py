@@ -68,7 +68,7 @@ def run_natural_chart(task: "Natural") -> bool:
     from torch_dcl.files import write_text  # noqa: PLC0415
     from torch_dcl.paper.figures import chart_figure, save  # noqa: PLC0415
     from torch_dcl.paper.natural.deciding import run_deciding  # noqa: PLC0415
-    from torch_dcl.paper.natural.page import chart_said  # noqa: PLC0415
+    from torch_dcl.paper.natural.points import chart_said, edges_said  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     with _listening() as told:
@@ -81,7 +81,7 @@ def run_natural_chart(task: "Natural") -> bool:
     write_text(task.out / "chart.json", json.dumps(chart, indent=1) + "\n")
     save(chart_figure(chart), task.out / "chart.svg")
     _print_chart(chart)
-    bullets(screen, [*chart["told"], chart_said(chart)])
+    bullets(screen, [*chart["told"], chart_said(chart), *filter(None, [edges_said(chart)])])
     screen.print(f"Drawn in {task.out}: chart.svg", markup=False, soft_wrap=True)
     return True
 
@@ -90,19 +90,21 @@ def _print_chart(chart: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.statistics import mean, std  # noqa: PLC0415
+    from torch_dcl.paper.natural import points  # noqa: PLC0415
 
-    console().print(chart["title"], style="bold", markup=False, soft_wrap=True)
+    screen = console()
+    screen.print(chart["title"], style="bold", markup=False, soft_wrap=True)
+    wide = screen.width >= 92
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("unit", "budget", "error % ± std (n)", "weights", "step ms", "rate"):
+    names = ("unit", "budget", "error % ± std (n)", *(("less DCL's, 95 %",) if wide else ()), "weights", "step ms",
+             "rate")  # fmt: skip
+    for name in names:
         table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
-    points = sorted(chart["points"], key=lambda point: mean(point["errors"]))
-    for point in points:
-        errors = point["errors"]
-        spread = f" ± {std(errors):.2f}" if len(errors) > 1 else ""
+    for point in points.lowest_first(chart):
+        found = [points.shown_difference(points.against_dcl(chart, point))] if wide else []
         table.add_row(
-            point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}",
-            f"{mean(errors):.2f}{spread} ({len(errors)})", f"{point['weights']:,}",
-            f"{point['step_ms']:.{2 if math.log10(point['step_ms']) < 1 else 0}f}", f"{point['lr']:g}",
+            point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", points.shown_error(point),
+            *found, f"{point['weights']:,}", f"{point['step_ms']:.{2 if math.log10(point['step_ms']) < 1 else 0}f}",
+            f"{point['lr']:g}",
         )  # fmt: skip
-    console().print(table)
+    screen.print(table)

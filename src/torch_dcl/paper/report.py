@@ -18,7 +18,8 @@ from torch_dcl.paper import figures
 from torch_dcl.paper.claims import Finding, Losses, large_banks_help_little, loss_gap_shrinks, more_filters_help
 from torch_dcl.paper.document import box, column, document, figure, listed, not_run, prose, sheet, table
 from torch_dcl.paper.drawings import drawings, lost_runs
-from torch_dcl.paper.natural.page import chart_said, chart_table, sections2
+from torch_dcl.paper.natural.page import chart_table, sections2
+from torch_dcl.paper.natural.points import chart_said
 from torch_dcl.paper.natural.table import NaturalTable, join_table2, said
 from torch_dcl.paper.page import claim, how, sections
 from torch_dcl.paper.reading import Run, read_run

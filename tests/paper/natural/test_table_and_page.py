@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from torch_dcl.paper import read_run, report
 from torch_dcl.paper.figures import chart_figure, save, svg
-from torch_dcl.paper.natural.page import as_html2, chart_said, chart_table
+from torch_dcl.paper.natural.page import as_html2, chart_table
+from torch_dcl.paper.natural.points import chart_said, edges_said
 from torch_dcl.paper.natural.recipes import COLUMNS, paper_error, weights
 from torch_dcl.paper.natural.table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
 from torch_dcl.paper.natural.units import UNITS
@@ -177,16 +178,51 @@ def chart():
 
 def test_the_chart_says_what_dcl_wins_and_loses(chart):
     assert chart_said(chart) == (
-        "The lowest error is that of star: 7.31 % (n = 3). Of 2 comparisons with a layer of the same budget on the "
-        "same seeds, DCL with two branches is clearly lower in 1 and clearly higher in 1."
+        "The lowest error is that of star: 7.31 % (n = 3). The plain layer's error less DCL's is +0.10 [+0.08, +0.11]. "
+        "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches is clearly lower in "
+        "1 and clearly higher in 1."
     )
 
 
+def test_one_seed_is_compared_with_nothing(chart):
+    for each in chart["points"]:
+        each.update(errors=each["errors"][:1], seeds=[0])
+    assert chart_said(chart) == "The lowest error is that of star: 7.20 % (n = 1)."
+    assert [row[2] for row in rows_of(chart_table(chart), "Points of the chart").values()] == [""] * 4
+
+
 def test_the_chart_s_table_has_every_point_the_lowest_first(chart):
-    rows = rows_of(chart_table(chart), "Points of the chart")
+    page = chart_table(chart)
+    rows = rows_of(page, "Points of the chart")
     assert list(rows) == ["star", "dcl", "plain", "low-rank"]
-    assert rows["dcl"][:6] == ["0.25", "8.00 ± 0.11 (3)", "5,086,912", "1.50", "0.01", "0.01: 9.00, 0.03: 8.50"]
+    assert rows["dcl"] == ["0.25", "8.00 ± 0.11 (3)", "", "5,086,912", "1.50", "0.01"]
+    assert rows["low-rank"][2] == "+0.60 [+0.59, +0.62]▴"
+    assert rows["star"][2] == "−0.70 [−0.71, −0.68]▾"
     assert rows["plain"][0] == "–"
+    assert rows_of(page, "Learning rates")["dcl"] == ["0.25", "9.00", "8.50"]
+    assert page.count("<b>9.00</b>") == 4
+
+
+def test_a_layer_is_compared_with_dcl_at_its_own_budget(chart):
+    chart["points"] += [point("dcl", [9.0, 9.1, 9.2], share=0.125), point("star", [9.0, 9.1, 9.2], share=0.125)]
+    told = chart_said(chart)
+    assert "less DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
+    assert "Of 3 comparisons" in told
+    assert "clearly lower in 1 and clearly higher in 1" in told
+
+
+def test_who_took_the_first_or_the_last_rate_is_said(chart):
+    for each, rate in zip(chart["points"], (0.01, 0.03, 0.03, 0.01), strict=True):
+        each.update(lr=rate, trials={"0.003": 9.0, "0.01": 8.0, "0.03": 8.5})
+    told = "Chosen at the end of the learning rates that were tried: 0.03 for low-rank, dcl."
+    assert (edges_said(chart) or "").startswith(told)
+    assert told in chart_table(chart)
+    for each in chart["points"]:
+        each["lr"] = 0.01
+    assert edges_said(chart) is None
+    for each in chart["points"]:
+        each["trials"] = {"0.01": 8.0}  # there was no choice
+    assert edges_said(chart) is None
 
 
 def test_two_panels_have_a_mark_for_every_unit_and_the_same_heights(chart):

@@ -20,6 +20,7 @@ from torch_dcl.paper.figures.canvas import (
     _Theme,
     _theme,
 )
+from torch_dcl.paper.natural.recipes import TITLES
 from torch_dcl.paper.statistics import interval
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             _marks(axes, points, places_of, theme, name)
             _names(figure, axes, points, places_of, theme)
     told = " ".join(map(str, data.get("told", ())))
-    network = f"BigNet on {_get(data, 'set', 'chart_figure')}"
+    images = str(_get(data, "set", "chart_figure"))
+    network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
         f"Test error (%) of {network} with different layers in place of the first fully-connected one, against the "
         f"network's weights and against the measured time of a training step. Large marks are means over "

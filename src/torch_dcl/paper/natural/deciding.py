@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.paper.engine import Settings
-from torch_dcl.paper.natural.recipes import Recipe, inputs_of, recipe_of
+from torch_dcl.paper.natural.recipes import TITLES, Recipe, inputs_of, recipe_of
 from torch_dcl.paper.natural.sets import Images, departures, read_sets
 from torch_dcl.paper.natural.slices import How, Report, Slice, Tell, abreast
 from torch_dcl.paper.natural.units import UNITS, build_unit, unit_weights
@@ -182,7 +182,7 @@ def _described(asked: Mapping[str, Any], data: str, whole: Recipe, folder: RunFo
     scale = asked["scale"]
     batches = [whole.batch] if whole.batch != recipe_of("bignet", data).batch else []
     told = departures([asked["data"]], asked["images"], batches)
-    title = f"BigNet on {data}: error against weights and time of a step{MARK if told else ''}"
+    title = f"BigNet on {TITLES[data]}: error against weights and time of a step{MARK if told else ''}"
     if scale < 1:
         told.append(f"Shortened: the recipe was trained for {scale:g} of its epochs.")
     return {

@@ -5,18 +5,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torch_dcl.paper.comparing import difference
 from torch_dcl.paper.document import document, prose, table
-from torch_dcl.paper.natural.recipes import COLUMNS, DATA, network_of, paper_error
+from torch_dcl.paper.natural.points import against_dcl, edges_said, lowest_first, shown_difference, shown_error
+from torch_dcl.paper.natural.recipes import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.paper.natural.table import DEVIATIONS, NaturalTable, said
 from torch_dcl.paper.page import how
 from torch_dcl.paper.reported import TABLE2
-from torch_dcl.paper.statistics import mean, signed, std
+from torch_dcl.paper.statistics import mean, signed
 from torch_dcl.paper.table import Cell
 
-__all__ = ["as_html2", "chart_said", "chart_table", "sections2"]
+__all__ = ["as_html2", "chart_table", "sections2"]
 
-TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
 HEADS = (
     "Network", "Paper %", "Ours % ± std (n)", "DCL − plain, 95 %", "Paper’s DCL − plain", "Loss, train · test",
     "Weights", "Minutes",
@@ -147,57 +146,51 @@ def _percent(error: float | None) -> str:
     return "–" if error is None else f"{error:.2f}"
 
 
-def chart_said(chart: Mapping[str, Any]) -> str:
-    """The deciding chart in a sentence, what DCL loses as plainly as what it wins.
-
-    Args:
-        chart: What `torch_dcl.paper.natural.deciding.run_deciding` gave.
-    """
-    points = chart["points"]
-    first = min(points, key=lambda point: mean(point["errors"]))
-    told = f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."
-    counts = {-1: 0, 0: 0, 1: 0}
-    for point in points:
-        mine = next((p for p in points if p["unit"] == "dcl" and p["share"] == point["share"]), None)
-        if mine is None or point["unit"] in ("dcl", "plain"):
-            continue
-        runs = [dict(zip(each["seeds"], each["errors"], strict=True)) for each in (mine, point)]
-        if (found := difference(*runs)) is not None:
-            counts[found.clear] += 1
-    if total := sum(counts.values()):
-        told += (
-            f" Of {total} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
-            f"clearly lower in {counts[-1]} and clearly higher in {counts[1]}."
-        )
-    return told
-
-
 def chart_table(chart: Mapping[str, Any]) -> str:
     """The points of the deciding chart as a table, and how they were come by.
 
     Args:
         chart: What `torch_dcl.paper.natural.deciding.run_deciding` gave.
     """
-    rows: list[Sequence[str]] = []
-    for point in sorted(chart["points"], key=lambda point: mean(point["errors"])):
-        errors, plain = point["errors"], point["unit"] == "plain"
-        spread = f" ± {std(errors):.2f}" if len(errors) > 1 else ""
-        tried = ", ".join(f"{rate}: {error:.2f}" for rate, error in point["trials"].items())
-        rows.append(
-            [
-                f"{escape(point['unit'])}<small>{escape(point['what'])}</small>",
-                "–" if plain else f"{point['share']:g}",
-                f"{mean(errors):.2f}{spread} ({len(errors)})", f"{point['weights']:,}", f"{point['step_ms']:.2f}",
-                f"{point['lr']:g}", escape(tried),
-            ]
-        )  # fmt: skip
-    heads = ("Layer", "Budget", "Error % ± std (n)", "Weights", "Step ms", "Rate", "Tried: error %")
-    told = "".join(f"<li>{prose(str(sentence))}</li>" for sentence in chart.get("told", ()))
+    rows = [
+        [
+            f"{escape(point['unit'])}<small>{escape(point['what'])}</small>", _budget(point), shown_error(point),
+            shown_difference(against_dcl(chart, point)), f"{point['weights']:,}", f"{point['step_ms']:.2f}",
+            f"{point['lr']:g}",
+        ]
+        for point in lowest_first(chart)
+    ]  # fmt: skip
+    heads = ("Layer", "Budget", "Error % ± std (n)", "Less DCL’s, 95 %", "Weights", "Step ms", "Rate")
     words = (
-        "The budget is the filters of one of DCL’s two branches as a part of the layer’s. Every layer goes through the "
-        f"same learning rates, trained for {chart['search_scale']:g} of the recipe’s epochs and judged on a tenth of "
-        f"the training images kept apart; then with all training images: {chart['recipe']}. The test set is looked "
-        "at once."
+        "The budget is the filters of one of DCL’s two branches as a part of the layer’s. A difference is the layer’s "
+        "error less that of DCL on the same seeds, with the 95 % interval of the paired differences; ▾ and ▴ mark one "
+        f"without 0. Trained on all training images: {chart['recipe']}, with each layer’s own rate in place of the "
+        "recipe’s. The test set is looked at once."
     )
+    told = "".join(f"<li>{prose(str(sentence))}</li>" for sentence in chart.get("told", ()))
     lines = f"<ul>{told}</ul>" if told else ""
-    return f'{lines}{table(heads, rows, "Points of the chart")}<p class="legend">{prose(words)}</p>'
+    return f'{lines}{table(heads, rows, "Points of the chart")}<p class="legend">{prose(words)}</p>{_tried(chart)}'
+
+
+def _budget(point: Mapping[str, Any]) -> str:
+    return "–" if point["unit"] == "plain" else f"{point['share']:g}"
+
+
+def _tried(chart: Mapping[str, Any]) -> str:
+    """The search of learning rates."""
+    rates = sorted({rate for point in chart["points"] for rate in point["trials"]}, key=float)
+    rows = []
+    for point in lowest_first(chart):
+        tried = {rate: f"{error:.2f}" for rate, error in point["trials"].items()}
+        found = {rate: f"<b>{error}</b>" if float(rate) == point["lr"] else error for rate, error in tried.items()}
+        rows.append([escape(point["unit"]), _budget(point), *(found.get(rate, "–") for rate in rates)])
+    words = (
+        "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
+        f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
+        f"{edges_said(chart) or ''}"
+    )
+    heads = ("Layer", "Budget", *(f"at {rate}" for rate in rates))
+    title = '<h3 class="small">Learning rates that were tried</h3>'
+    return (
+        f'<section>{title}{table(heads, rows, "Learning rates")}<p class="legend">{prose(words.strip())}</p></section>'
+    )

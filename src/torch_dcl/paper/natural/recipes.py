@@ -23,12 +23,15 @@ from torch_dcl.paper.reported import TABLE2
 from torch_dcl.training import Inputs, Schedule
 
 __all__ = [
-    "COLUMNS", "DATA", "NETWORKS", "Recipe", "build", "caffe_factors", "inputs_of", "network_of", "paper_error",
-    "recipe_of", "weights",
+    "COLUMNS", "DATA", "NETWORKS", "TITLES", "Recipe", "build", "caffe_factors", "inputs_of", "network_of",
+    "paper_error", "recipe_of", "weights",
 ]  # fmt: skip
 
 NETWORKS = ("lenet", "bignet", "wrn")
-DATA = ("cifar10", "cifar100", "svhn")
+TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
+"""What a reader calls the sets."""
+
+DATA = tuple(TITLES)
 _VARIANTS = {"": None, "+dcl": "A2", "+dcl3s": "A3S"}
 COLUMNS = tuple(network + variant for network in NETWORKS for variant in _VARIANTS)
 """The columns of Table 2, those of one network together."""
