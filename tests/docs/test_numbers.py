@@ -262,6 +262,13 @@ def test_the_deciding_chart():
     agree(text, sum(json.loads(line)["training"] for line in minutes))
 
 
+def test_what_the_page_on_numerics_says_of_the_chart():
+    points = {point["unit"]: point for point in results("chart/cifar10/chart.json")["points"]}
+    page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
+    (text,) = re.findall(r"the low-rank layer errs in (.*?) \(\[results/chart", page)
+    agree(text.replace("%", ""), *(statistics.mean(points[unit]["errors"]) for unit in ("low-rank", "dcl")))
+
+
 def test_what_is_said_of_the_rates_of_the_chart():
     points = results("chart/cifar10/chart.json")["points"]
     at_the_end = {p["unit"] for p in points if p["lr"] == max(map(float, p["trials"]))}
