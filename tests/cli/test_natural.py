@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.data.test_sources import write_cifar
 from typer.testing import CliRunner
 
+from torch_dcl.cli import natural_works
 from torch_dcl.cli.app import app
 from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.naturals import read_data
@@ -309,6 +310,22 @@ def test_the_chart_is_drawn_and_told(chart):
     assert weights("bignet+dcl", 10) == 5_086_912
     assert "The images are made up" in shown
     assert "a trial" in shown
+
+
+@pytest.mark.parametrize(("columns", "fits"), [("80", False), ("99", False), ("100", True), ("120", True)])
+def test_differences_to_dcl_are_printed_where_there_is_room(monkeypatch, capsys, columns, fits):
+    monkeypatch.setenv("COLUMNS", columns)
+    points = [
+        {"unit": unit, "share": 0.25, "errors": errors, "seeds": [0, 1, 2], "weights": 5_742_272, "step_ms": 0.75,
+         "lr": 0.003}
+        for unit, errors in (("dcl", [17.5, 17.7, 17.9]), ("low-rank", [28.5, 29.75, 32.85]))
+    ]  # fmt: skip
+    natural_works._print_chart({"title": "a chart", "points": points})
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= int(columns)
+    row = next(line for line in shown.splitlines() if line.split()[:1] == ["low-rank"])
+    assert ("+12.67 [+7.58, +17.75]▴" in row) == fits
+    assert row.split()[-1] == "0.003"
 
 
 def test_the_chart_has_a_state_and_a_page(dcl, dcl_for_machines, chart, folder):

@@ -94,7 +94,7 @@ def _print_chart(chart: dict[str, Any]) -> None:
 
     screen = console()
     screen.print(chart["title"], style="bold", markup=False, soft_wrap=True)
-    wide = screen.width >= 92
+    wide = screen.width >= 100
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     names = ("unit", "budget", "error % ± std (n)", *(("less DCL's, 95 %",) if wide else ()), "weights", "step ms",
              "rate")  # fmt: skip
