@@ -12,7 +12,7 @@ import torch
 from tests.kernels.cases import Errors, relative
 from torch import nn
 
-from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, functional
+from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional
 from torch_dcl.kernels import dispatch
 
 CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {}
@@ -234,18 +234,28 @@ HOPPER |= {
 }
 
 
+KINDS = {
+    "linear": (functools.partial(DCLLinear, 24, 40), (9, 24), torch.contiguous_format),
+    "linear, one input": (functools.partial(DCLLinear, 24, 40), (24,), torch.contiguous_format),
+    "linear, sequences": (functools.partial(DCLLinear, 24, 40), (3, 5, 24), torch.contiguous_format),
+    "conv": (functools.partial(DCLConv2d, 6, 20, 3, padding=1), (2, 6, 5, 7), torch.channels_last),
+    "conv1d, one position": (functools.partial(DCLConv1d, 6, 20, 3), (2, 6, 3), torch.contiguous_format),
+    "conv1d, one position, one input": (functools.partial(DCLConv1d, 6, 20, 3), (6, 3), torch.contiguous_format),
+    "conv1d, one input": (functools.partial(DCLConv1d, 6, 20, 3), (6, 5), torch.contiguous_format),
+    "conv2d, one position, one input": (functools.partial(DCLConv2d, 6, 20, 3), (6, 3, 3), torch.contiguous_format),
+    "conv3d": (functools.partial(DCLConv3d, 3, 20, 2), (2, 3, 4, 3, 5), torch.channels_last_3d),
+}
+"""What makes a layer, a shape of inputs, and how both lie in memory."""
+
+
 def layer_case(kind, settings, training, device, dtype):
     """A layer with its kernels, and beside it without them, against the same layer in float64.
 
     What a layer rounds between its stages moves gradients where a response is near zero, with kernels or without.
     """
     torch.manual_seed(0)
-    if kind == "linear":
-        layer, x = DCLLinear(24, 40, **settings), torch.randn(9, 24)
-    else:
-        layer, x = DCLConv2d(6, 20, 3, padding=1, **settings), torch.randn(2, 6, 5, 7)
-        x = x.to(memory_format=torch.channels_last)
-        layer = layer.to(memory_format=torch.channels_last)
+    make, shape, memory = KINDS[kind]
+    layer, x = make(**settings).to(memory_format=memory), torch.randn(shape).to(memory_format=memory)
     layer = layer.to(dtype).train(training)
     advance_branches_(layer, 3)
     wide = deepcopy(layer).double()
@@ -259,8 +269,8 @@ def layer_case(kind, settings, training, device, dtype):
     with dispatch.disabled(), dispatch.watch() as unfused:
         expected = wide(exact)
     assert not [path for path in unfused if path.endswith("kernel")], unfused
-    if kind != "linear":
-        assert z.is_contiguous(memory_format=torch.channels_last)
+    assert z.shape == expected.shape
+    assert z.is_contiguous(memory_format=memory)
     assert type(torch.relu_(layer(given)).grad_fn).__name__ == "ReluBackward0"  # of a view it would be a copy, or fail
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     found = torch.autograd.grad(z, [given, *layer.parameters()], grad.to(device))
@@ -289,6 +299,11 @@ for _kind in ("linear", "conv"):
         for _training in (True, False):
             name = f"{_kind} {_name} {'training' if _training else 'evaluation'}"
             CASES[name] = functools.partial(layer_case, _kind, _settings, _training)
+CASES |= {
+    kind: functools.partial(layer_case, kind, _SETTINGS["T=2"], True)
+    for kind in KINDS
+    if kind not in ("linear", "conv")
+}
 
 
 def second_derivative(device, dtype):

@@ -67,12 +67,14 @@ def project_backward(
 
 def by_position(y: Tensor, channels: int) -> Tensor:
     """``[..., C, ...]`` as ``[P, C]``, where it lies if the channels are last in memory."""
-    return y if y.dim() == 2 else y.movedim(channels, -1).reshape(-1, y.shape[channels])
+    if y.dim() == 2 and channels == 1:
+        return y
+    return y.movedim(channels, -1).reshape(-1, y.shape[channels])
 
 
 def at_positions(y: Tensor, channels: int, rows: Tensor) -> Tensor:
     """``[P, N]`` at the positions of ``[..., C, ...]``."""
-    if y.dim() == 2:
+    if y.dim() == 2 and channels == 1:
         return rows
     return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
 
