@@ -122,7 +122,7 @@ def main() -> None:
     train = Batches(data.train_images, data.train_labels, seed=given.seed, pad=given.size // 8, **common)
     test = Batches(data.test_images, data.test_labels, train=False, **common)
 
-    model = make_network(given, data).to(given.device).train()
+    model = make_network(given, data).to(given.device, memory_format=torch.channels_last).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=given.lr, momentum=0.9, weight_decay=5e-4)
     dcl.follow_optimizer(model, optimizer)  # does nothing without a stochastic layer
 

@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+from torch_dcl.cli import plans
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.screen import say_minutes
 from torch_dcl.data import read_prepared
@@ -52,6 +54,36 @@ def test_plan_of_ones_own_network(dcl, folder):
     assert "784→512" in shown
     assert dcl("plan", "my_own_net:sized") == shown
     assert "ms" in dcl("plan", "my_own_net.py:sized", "--measure")
+
+
+def test_plan_of_a_batch_in_another_type_and_memory_format(dcl):
+    words = ("plan", "alexnet", "--only", "features.10", "--dtype", "bfloat16", "--batch", "2")
+    shown = dcl(*words)
+    assert "MACs on 2 inputs of 3×224×224" in shown
+    assert "1 of these is in another" in shown
+    assert "in another" not in dcl(*words, "--memory", "channels_last")
+    told = dcl("plan", "alexnet", "--dtype", "half", code=2)
+    assert "--dtype is one of float32, bfloat16, float16, not 'half'" in told
+    told = dcl("plan", "alexnet", "--memory", "nhwc", code=2)
+    assert "--memory is one of auto, channels_last, contiguous, not 'nhwc'" in told
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "last"),
+    [("cuda", "auto", True), ("cuda:1", "auto", True), ("cuda", "contiguous", False), ("cpu", "auto", None),
+     ("cpu", "channels_last", True)],
+)  # fmt: skip
+def test_on_a_gpu_a_network_is_planned_in_channels_last(device, memory, last):
+    class Network:
+        def __init__(self):
+            self.asked = {}
+
+        def to(self, *_, **asked):
+            self.asked |= asked
+            return self
+
+    formats = {True: {"memory_format": torch.channels_last}, False: {"memory_format": torch.contiguous_format}}
+    assert plans.prepared(Network(), device, "bfloat16", memory).asked == formats.get(last, {})
 
 
 def test_plan_refuses_a_unit_that_is_not_there(dcl):

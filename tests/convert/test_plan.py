@@ -390,6 +390,37 @@ def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
     assert measure._on_device(runs, x)["alone"] is not runs["alone"], "a failed capture should leave no trace"
 
 
+def test_convolutions_that_a_gpu_would_take_in_another_format_are_counted():
+    model = nn.Sequential(Block(), nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(),
+                          nn.Linear(64, 4))  # fmt: skip
+    plan = dcl.plan(model, (32, 4, 4), batch=2)
+    assert {row.name: row.channels_last for row in plan.selected} == {"0.conv1": False, "1": False, "4": True}
+    told = "model.to(memory_format=torch.channels_last)"
+    assert told in str(plan)
+    assert "2 of these are in another" in str(plan)
+    assert "1 of these is in another" in str(plan.without("1"))
+    assert told not in str(plan.only("4"))
+    assert dcl.Plan.from_json(plan.to_json()) == plan
+    # The images need not be: what a convolution gives lies as its filters do.
+    assert told not in str(dcl.plan(model.to(memory_format=torch.channels_last), (32, 4, 4), batch=2))
+
+
+def test_one_position_lies_in_every_format():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
+    assert all(row.channels_last for row in dcl.plan(model, (32, 3, 3)).rows)
+
+
+def test_a_batch_is_run_and_counted():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    one, many = (dcl.plan(model, (32,), batch=batch) for batch in (1, 7))
+    assert (one.example, many.example) == ("one input of 32", "7 inputs of 32")
+    assert (many.macs, many.weights_after) == (7 * one.macs, one.weights_after)
+    with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
+        dcl.plan(model, (32,), batch=0)
+    with pytest.raises(ValueError, match="an example is a batch by itself"):
+        dcl.plan(model, example=torch.randn(3, 32), batch=3)
+
+
 # The network is left as it was; wrong input is an error that helps
 
 

@@ -72,6 +72,7 @@ def demo(
 @command(
     "dcl plan vgg16",
     "dcl plan torchvision:vgg16 --measure --only 'classifier.*'",
+    "dcl plan vgg16 --measure --device cuda --batch 64 --dtype bfloat16",
     "dcl plan timm:resnet50 --branches 3 --ratio 0.2 -o plan.json",
     "dcl plan my_package.nets:make --input-size 1,28,28",
 )
@@ -84,13 +85,16 @@ def plan(
     branches: Annotated[int, typer.Option(help="Branches of a unit.")] = 2,
     ratio: Annotated[float, typer.Option(help="Filters of a branch, as a part of the unit's.")] = 0.25,
     input_size: Annotated[str | None, typer.Option(help="Of one input: 3,224,224.", metavar="C,H,W")] = None,
+    batch: Annotated[int, typer.Option(help="Inputs to run and measure with.", min=1)] = 1,
     device: Annotated[str, typer.Option(help="Where to run and measure: cpu, cuda, auto.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
+    memory: Annotated[str, typer.Option(help="channels_last or contiguous; auto is the first on a GPU.")] = "auto",
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
 ) -> None:
     """Which layers of a network pay, which do not, and why."""
     from torch_dcl.cli.places import read_device  # noqa: PLC0415
-    from torch_dcl.cli.plans import find_model, read_size  # noqa: PLC0415
+    from torch_dcl.cli.plans import find_model, prepared, read_size  # noqa: PLC0415
     from torch_dcl.convert import plan as make_plan  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
 
@@ -99,7 +103,8 @@ def plan(
     size = size or known
     if size is None:
         raise UsageError(f"the size of {model}'s input is not known; give it, such as --input-size 3,224,224")
-    made = make_plan(network.to(read_device(device)), size, branches=branches, ratio=ratio, measure=measure)
+    network = prepared(network, read_device(device), dtype, memory)
+    made = make_plan(network, size, batch=batch, branches=branches, ratio=ratio, measure=measure)
     if only:
         try:
             made = made.only(*split(only))

@@ -12,9 +12,11 @@ from torch_dcl.cli.names import UsageError, nearest
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["find_model", "read_size"]
+__all__ = ["find_model", "prepared", "read_size"]
 
 Size = tuple[int, ...]
+_TYPES = ("float32", "bfloat16", "float16")
+_FORMATS = ("auto", "channels_last", "contiguous")
 
 
 def find_model(name: str) -> tuple["nn.Module", Size | None]:
@@ -47,6 +49,32 @@ def find_model(name: str) -> tuple["nn.Module", Size | None]:
         return _timm(name)
     raise UsageError(f"there is no network {name!r} in torchvision{' or timm' if theirs else ''}; "
                      f"{_near(name, [*ours, *theirs])}")  # fmt: skip
+
+
+def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.Module":
+    """The network where and as it is to be measured.
+
+    Args:
+        network: As it was built.
+        device: Where to.
+        dtype: The name of its type.
+        memory: How its 2-d convolutions lie there: "channels_last", "contiguous", or "auto" for the first on a GPU,
+            whose kernels take that, and as they are elsewhere.
+
+    Raises:
+        UsageError: There is no such type or format.
+    """
+    import torch  # noqa: PLC0415
+
+    for option, given, known in (("dtype", dtype, _TYPES), ("memory", memory, _FORMATS)):
+        if given not in known:
+            raise UsageError(f"--{option} is one of {', '.join(known)}, not {given!r}")
+    network = network.to(device, getattr(torch, dtype))
+    if memory == "auto":
+        if torch.device(device).type != "cuda":
+            return network
+        memory = "channels_last"
+    return network.to(memory_format=torch.channels_last if memory == "channels_last" else torch.contiguous_format)
 
 
 def _near(name: str, known: list[str]) -> str:

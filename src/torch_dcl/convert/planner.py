@@ -43,6 +43,7 @@ def plan(
     input_size: Sequence[int] | None = None,
     example: Any = None,
     *,
+    batch: int = 1,
     branches: int = 2,
     ratio: float = 0.25,
     width: int | Sequence[int] | None = None,
@@ -60,6 +61,7 @@ def plan(
         model: The network, on any device.
         input_size: The size of one input without the batch, for example ``(3, 224, 224)``; random values are used.
         example: The input itself instead: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        batch: How many inputs of ``input_size`` to run and to measure with; as many as you train with says the most.
         branches: T of every unit.
         ratio: Filters of one branch as a fraction of the unit's output channels.
         width: The exact number of filters instead: one number, or one for each branch. A unit that it does not fit
@@ -81,7 +83,7 @@ def plan(
     wish = _Wish(branches, ratio, width, round_to, strategy, eps)
     _check_wish(wish, budget)
     _check_model(model)
-    args, kwargs, description = _example(model, input_size, example)
+    args, kwargs, description = _example(model, input_size, example, batch)
     seen = _run(model, args, kwargs, description)
     rows, modules = _rows(model, seen, wish)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
@@ -126,11 +128,15 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _example(
-    model: nn.Module, input_size: Sequence[int] | None, example: Any
+    model: nn.Module, input_size: Sequence[int] | None, example: Any, batch: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], str]:
     if (input_size is None) == (example is None):
         raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch must be a whole number of at least 1, got {batch!r}")
     if example is not None:
+        if batch != 1:
+            raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
         if isinstance(example, Mapping):
             return (), dict(example), "the example given"
         args = tuple(example) if isinstance(example, tuple) else (example,)
@@ -142,8 +148,8 @@ def _example(
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     where = torch.device("cpu") if first is None else first.device
     generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
-    tensor = torch.randn(1, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
-    return (tensor,), {}, f"one input of {'×'.join(map(str, size))}"
+    tensor = torch.randn(batch, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
+    return (tensor,), {}, f"{'one input' if batch == 1 else f'{batch} inputs'} of {'×'.join(map(str, size))}"
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str) -> Trace:
@@ -273,6 +279,7 @@ def _row(
         parameters_after=sum(n for _, n in after),
         macs=macs,
         macs_after=macs_after,
+        channels_last=all(call.gives_channels_last for call in calls),
     )
 
 

@@ -62,6 +62,8 @@ class Row:
     macs_after: int
     timings: Mapping[str, Timing] | None = None
     """Measured "plain", "dcl" and "low_rank"."""
+    channels_last: bool = True
+    """Whether the channels of its output are last in memory, as the kernels of a GPU take them."""
     relu: str | None = None
     """The ReLU that serves this layer alone, and that z, being positive, does not need."""
 

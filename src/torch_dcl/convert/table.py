@@ -33,6 +33,12 @@ def render(plan: "Plan") -> str:
             "From a random start the gradient grows with every converted layer in a row, 1.3 times at T = 2 and\n"
             "2.3 times at T = 3: clip it, use eps=1.0, or convert fewer (docs/numerics.md)."
         )
+    others = [row for row in chosen if len(row.kernel) == 2 and not row.channels_last]
+    if others:
+        parts.append(
+            "For a GPU call model.to(memory_format=torch.channels_last) first: its kernels for 2-d convolutions\n"
+            f"take that format, and {len(others)} of these {'is' if len(others) == 1 else 'are'} in another."
+        )
     grown = [row.name for row in chosen if row.weights_after > row.weights]
     if grown:
         parts.append(_wrapped("Larger than before: ", grown))

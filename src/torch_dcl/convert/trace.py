@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_dcl.convert.units import is_channels_last, is_frozen_norm, is_plain_norm
+from torch_dcl.convert.units import is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
 
 __all__ = ["Call", "Trace", "trace"]
 
@@ -64,6 +64,9 @@ class Call:
     output_shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool
+    """Whether its input is."""
+    gives_channels_last: bool = True
+    """Whether the channels of its output are last in memory."""
     norm: nn.Module | None = None
     """The batch norm between the layer and its ReLU."""
     relu: nn.Module | None = None
@@ -165,7 +168,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(event)
         if op == "layer":
             shapes = tuple(given.shape), tuple(output.shape)
-            self.calls.append((event, Call(*shapes, given.dtype, is_channels_last(given))))
+            channels = 1 - layer_weight(module).dim()  # from the end: a filter has as many dimensions as an image
+            last = output.stride(channels) == 1
+            self.calls.append((event, Call(*shapes, given.dtype, is_channels_last(given), last)))
 
     def _hidden(self) -> bool:
         return any(isinstance(m, LAYERS) or is_plain_norm(m) for m in self.inside)
