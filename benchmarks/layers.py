@@ -2,12 +2,12 @@
 
     python benchmarks/layers.py --out results/layers.csv
 
-bf16 weights and activations (or float32 with TF32), channels_last, cudnn.benchmark on. Forward, and forward with
-backward, are captured as CUDA graphs, so that the time is the GPU's; medians of rounds in which the contenders take
-turns. The ratio is always to the fastest plain variant of the case, eager or compiled. `dcl` is the layer as a user
-gets it, and the run fails if its kernels did not run; `dcl-reference` is the same without them. `plan` is what
-``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain layer.
-`tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
+bf16 weights and activations (or float32 with TF32), cudnn.benchmark on, channels_last but for `-contiguous`, which is
+torch's default. Forward, and forward with backward, are captured as CUDA graphs, so that the time is the GPU's; medians
+of rounds in which the contenders take turns. The ratio is always to the fastest plain variant of the case, eager or
+compiled. `dcl` is the layer as a user gets it, and the run fails if its kernels did not run; `dcl-reference` is the
+same without them. `plan` is what ``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain
+layer. `tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
 
 AlexNet's cases are whole training steps with SGD, momentum and weight decay: as networks are trained, compiled (`plain`
 and `dcl`; eager ones are `plain-eager`, `dcl-eager`), with float32 weights under bf16 autocast, and in `-pure` with
@@ -98,6 +98,7 @@ CASES: dict[str, Callable] = {
     "conv512-1x1": conv(512, 28, 64, kernel=1),
     "conv512-b1": conv(512, 28, 1),
     "conv512-b8": conv(512, 28, 8),
+    "conv512-contiguous": conv(512, 28, 64),
     "fc-b1": linear(9216, 4096, 1),
     "fc-b32": linear(9216, 4096, 32),
     "alexnet-b256": whole_alexnet(256),
@@ -134,7 +135,8 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
     torch.manual_seed(0)
     torch.compiler.reset()
     made, x, settings = CASES[case]()
-    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    last = x.dim() == 4 and not case.endswith("-contiguous")
+    layout = torch.channels_last if last else torch.contiguous_format
     training = settings is None
     mixed = training and precision == "bfloat16" and not case.endswith("-pure")
     dtype = torch.float32 if mixed else PRECISIONS[precision]
