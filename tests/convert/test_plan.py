@@ -401,6 +401,7 @@ def test_convolutions_that_a_gpu_would_take_in_another_format_are_counted():
     assert "1 of these is in another" in str(plan.without("1"))
     assert told not in str(plan.only("4"))
     assert dcl.Plan.from_json(plan.to_json()) == plan
+    assert told in str(dcl.plan(model, (32, 4, 4), budget=0.9).only("0.conv1"))
     # The images need not be: what a convolution gives lies as its filters do.
     assert told not in str(dcl.plan(model.to(memory_format=torch.channels_last), (32, 4, 4), batch=2))
 

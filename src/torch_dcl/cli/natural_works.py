@@ -1,7 +1,6 @@
 """``dcl run table2`` and ``dcl run chart``: with a bar, and with what came out printed at the end."""
 
 import json
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -88,6 +87,7 @@ def run_natural_chart(task: "Natural") -> bool:
 
 def _print_chart(chart: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     from torch_dcl.paper.natural import points  # noqa: PLC0415
@@ -101,10 +101,12 @@ def _print_chart(chart: dict[str, Any]) -> None:
     for name in names:
         table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
     for point in points.lowest_first(chart):
-        found = [points.shown_difference(points.against_dcl(chart, point))] if wide else []
+        found = points.against_dcl(chart, point)
+        told = "" if found is None else escape(f"{found}{found.sign}")
+        budget = "–" if point["unit"] == "plain" else f"{point['share']:g}"
+        step = f"{point['step_ms']:.{2 if point['step_ms'] < 10 else 0}f}"
         table.add_row(
-            point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", points.shown_error(point),
-            *found, f"{point['weights']:,}", f"{point['step_ms']:.{2 if math.log10(point['step_ms']) < 1 else 0}f}",
+            point["unit"], budget, points.shown_error(point), *([told] if wide else []), f"{point['weights']:,}", step,
             f"{point['lr']:g}",
         )  # fmt: skip
     screen.print(table)

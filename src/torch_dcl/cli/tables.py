@@ -26,7 +26,6 @@ def long_table(
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table as RichTable  # noqa: PLC0415
 
-    from torch_dcl.paper.statistics import signed  # noqa: PLC0415
     from torch_dcl.paper.text import mark  # noqa: PLC0415
 
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
@@ -38,7 +37,7 @@ def long_table(
         for i, cell in enumerate(cells):
             spread = "" if cell.std is None else f" ± {cell.std:.2f}"
             gap = table.to_baseline(cell)
-            told = "" if gap is None else f"{signed(gap.mean)} [{signed(gap.low)}, {signed(gap.high)}]"
+            told = "" if gap is None else str(gap)
             made.add_row(
                 "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
                 f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),

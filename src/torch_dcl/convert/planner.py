@@ -299,8 +299,8 @@ def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> P
             new = _row(row.name, row.aliases, module, (), norm, names, tried)
             positions = row.macs // (math.prod(row.kernel) * row.in_channels * row.out_channels)
             macs = positions * sum(new.widths) * (math.prod(row.kernel) * row.in_channels + row.out_channels)
-            new = replace(new, calls=row.calls, macs=row.macs, relu=row.relu)
-            new = replace(new, macs_after=macs, status="pays", selected=True)
+            changed = {name: getattr(new, name) for name in ("widths", "weights_after", "parameters_after")}
+            new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True)
             if new.saved > 0:
                 resized[row.name] = new
         after = given.weights - sum(row.saved for row in resized.values())

@@ -8,7 +8,7 @@ from torch_dcl.paper.again import command_for
 from torch_dcl.paper.claims import Finding
 from torch_dcl.paper.document import box, column, document, listed, prose, table
 from torch_dcl.paper.reported import SETS, TABLE1
-from torch_dcl.paper.statistics import interval, notation, signed
+from torch_dcl.paper.statistics import interval, notation
 from torch_dcl.paper.strip import strip
 from torch_dcl.paper.table import CONTROLS, Cell, Table
 from torch_dcl.paper.table1 import DEVIATIONS
@@ -170,8 +170,7 @@ def _row(made: Table, cell: Cell, *, bold: bool) -> list[str]:
     found = made.to_baseline(cell)
     gap = ""
     if found is not None:
-        sign = ("▾", "", "▴")[found.clear + 1]
-        gap = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]<i>{sign}</i>"
+        gap = f"{found}<i>{found.sign}</i>"
     signs = (FITTED if cell.fitted else "") + ("†" if cell.stopped else "")
     minutes = "–" if cell.minutes is None else f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
     return [f"{column(cell.column)}{signs}", cell.theirs, f"{ours} ({len(cell.errors)})", within, gap,

@@ -27,6 +27,15 @@ class Difference(NamedTuple):
         """-1 where the interval lies below 0, 1 where it lies above, 0 where it holds 0."""
         return (self.low > 0) - (self.high < 0)
 
+    @property
+    def sign(self) -> str:
+        """▾ where the interval lies below 0, ▴ where it lies above, nothing where it holds 0."""
+        return ("▾", "", "▴")[self.clear + 1]
+
+    def __str__(self) -> str:
+        """The mean with its interval, as tables have it."""
+        return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
+
 
 def mean(values: Sequence[float]) -> float:
     """The mean.

@@ -28,7 +28,7 @@ STOPPED = "† At least one run diverged."
 def mark(table: Table, cell: Cell) -> str:
     """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
     found = table.to_baseline(cell)
-    clear = "" if found is None else ("▾", "", "▴")[found.clear + 1]
+    clear = "" if found is None else found.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 

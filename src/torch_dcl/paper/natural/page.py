@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from torch_dcl.paper.document import document, prose, table
-from torch_dcl.paper.natural.points import against_dcl, edges_said, lowest_first, shown_difference, shown_error
+from torch_dcl.paper.natural.points import against_dcl, edges_said, lowest_first, shown_error
 from torch_dcl.paper.natural.recipes import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.paper.natural.table import DEVIATIONS, NaturalTable, said
 from torch_dcl.paper.page import how
@@ -97,8 +97,7 @@ def _row(made: NaturalTable, cell: Cell, bold: bool) -> list[str]:
     found = made.to_baseline(cell)
     gap = ""
     if found is not None:
-        sign = ("▾", "", "▴")[found.clear + 1]
-        gap = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]<i>{sign}</i>"
+        gap = f"{found}<i>{found.sign}</i>"
     elif cell.column != network_of(cell.column) and (plain := made.cell(cell.set, network_of(cell.column))) is not None:
         gap = f"{signed(cell.mean - plain.mean)}<i></i>"
     minutes = "–" if cell.minutes is None else f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
@@ -155,8 +154,8 @@ def chart_table(chart: Mapping[str, Any]) -> str:
     rows = [
         [
             f"{escape(point['unit'])}<small>{escape(point['what'])}</small>", _budget(point), shown_error(point),
-            shown_difference(against_dcl(chart, point)), f"{point['weights']:,}", f"{point['step_ms']:.2f}",
-            f"{point['lr']:g}",
+            "" if (found := against_dcl(chart, point)) is None else f"{found}<i>{found.sign}</i>",
+            f"{point['weights']:,}", f"{point['step_ms']:.2f}", f"{point['lr']:g}",
         ]
         for point in lowest_first(chart)
     ]  # fmt: skip

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_dcl.paper.comparing import difference
-from torch_dcl.paper.statistics import Difference, mean, signed, std
+from torch_dcl.paper.statistics import Difference, mean, std
 
-__all__ = ["against_dcl", "chart_said", "edges_said", "lowest_first", "shown_difference", "shown_error"]
+__all__ = ["against_dcl", "chart_said", "edges_said", "lowest_first", "shown_error"]
 
 Point = Mapping[str, Any]
 """A unit at a budget: its errors by seed, weights, time of a step, and the learning rates that were tried."""
@@ -25,13 +25,6 @@ def shown_error(point: Point) -> str:
     errors = point["errors"]
     spread = f" ± {std(errors):.2f}" if len(errors) > 1 else ""
     return f"{mean(errors):.2f}{spread} ({len(errors)})"
-
-
-def shown_difference(found: Difference | None) -> str:
-    """Mean and 95 % interval, and a sign where that is without 0."""
-    if found is None:
-        return ""
-    return f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]{('▾', '', '▴')[found.clear + 1]}"
 
 
 def against_dcl(chart: Mapping[str, Any], point: Point) -> Difference | None:
@@ -57,7 +50,7 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     told = [f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."]
     plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
     if plain is not None and (found := against_dcl(chart, plain)) is not None:
-        told.append(f"The plain layer's error less DCL's is {shown_difference(found).rstrip('▾▴')}.")
+        told.append(f"The plain layer's error less DCL's is {found}.")
     alike = [against_dcl(chart, point) for point in chart["points"] if point["unit"] != "plain"]
     clear = [each.clear for each in alike if each is not None]
     if clear:
