@@ -217,6 +217,9 @@ def test_the_speed_of_table_2():
         *(float(row["ratio_to_plain"]) for row in (*ratios, rows["bignet+dcl", "fleet", True])),
     )  # fmt: skip
     assert float(rows["lenet+dcl", "fleet", False]["ratio_to_plain"]) == pytest.approx(1.02, abs=0.005)
+    (shown,) = re.findall(r"One BigNet keeps the GPU(.*?): these networks", text)
+    shown = shown.replace("(989 TFLOP/s of dense products in bfloat16)", "")
+    agree(shown, *(100 * float(r["share_of_peak"]) for r in (big, three, wide)))
     (shown,) = re.findall(r"three BigNets (.*?) minutes, a pair of WRNs abreast (\d\.\d)\.", text)
     minutes = {(c["set"], c["column"]): c["minutes"] for c in results("table2.json")["cells"]}
     big = [value for (_, column), value in minutes.items() if column.startswith("bignet")]
