@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torch_dcl import kernels
 from torch_dcl.functional import draw_pair
-from torch_dcl.training import operations
+from torch_dcl.training import Inputs, operations
+from torch_dcl.training.resident import Resident
 from torch_dcl.training.sgd import sgd_
 
 Errors = dict[str, float]
@@ -276,6 +277,72 @@ def _gather_case(shape: tuple[int, ...]) -> Case:
 
 
 CASES |= {f"images, {name}": _gather_case(s) for name, s in {"grey": (1, 5, 7), "large": (3, 41, 37)}.items()}
+
+
+# Inputs: size of the images, whether for training, and what is done with them
+
+GREY, COLOUR = ((0.4,), (0.3,)), ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
+INPUTS = {
+    "cut and mirrored": ((3, 32, 32), True, Inputs(COLOUR, crop=24, flip=True)),
+    "cut": ((3, 32, 32), True, Inputs(COLOUR, crop=24)),
+    "padded and mirrored": ((3, 32, 32), True, Inputs(COLOUR, pad=4, flip=True)),
+    "padded": ((3, 32, 32), True, Inputs(COLOUR, crop=32, pad=4)),
+    "grey, padded and mirrored": ((1, 28, 28), True, Inputs(GREY, pad=4, flip=True)),
+    "grey, cut": ((1, 7, 9), True, Inputs(None, crop=5)),
+    "odd sides, padded as far as it goes": ((3, 9, 11), True, Inputs(COLOUR, crop=7, pad=8, flip=True)),
+    "odd sides, padded, not square": ((2, 9, 13), True, Inputs(None, pad=5, flip=True)),
+    "mirrored": ((3, 5, 7), True, Inputs(COLOUR, flip=True)),
+    "one pixel": ((3, 4, 3), True, Inputs(COLOUR, crop=1, flip=True)),
+    "normalised": ((3, 9, 11), True, Inputs(COLOUR)),
+    "from the middle": ((3, 32, 29), False, Inputs(COLOUR, crop=24, pad=4, flip=True)),
+    "for evaluation": ((1, 9, 11), False, Inputs(None, pad=4, flip=True)),
+}
+
+
+def _inputs_case(size: tuple[int, ...], train: bool, inputs: Inputs) -> Case:
+    """Networks of which two share their images and two their seed, against plain torch on the same device."""
+
+    def run(device: str, dtype: torch.dtype) -> Errors:
+        images = torch.randint(0, 256, (2, 9, *size), dtype=torch.uint8)
+        data = {name: (images[d], torch.randint(0, 10, (9,))) for name, d in {"a": 0, "b": 1, "c": 1}.items()}
+        resident = Resident(data, ["b", "a", "c", "b"], torch.device(device), inputs, train=train)
+        resident.begin([5, 2**40, 5, 7], 3)
+        # Evaluation shows the same images to all networks.
+        index = (torch.randint(0, 9, (4, 6)) if train else torch.tensor([2, 3, 0]).expand(4, -1)).to(device)
+        found, labels = resident.gather(index, dtype)
+        cutter, given = resident._cutter, resident.images[resident.image_of[:, None], index]
+        plain = cutter.training(given, index, dtype) if train else cutter.evaluation(given, dtype)
+        close = torch.isclose(found.float(), plain.float(), rtol=1e-6, atol=1e-6)
+        return {
+            "kernels that are not used": float(not cutter.fits(resident.images, dtype)),
+            "another form": float((found.shape, found.stride()) != (plain.shape, plain.stride())),
+            "another type": float((found.dtype, labels.dtype) != (dtype, torch.int64)),
+            "pixels": (~close).sum().item(),
+            "labels": (labels != resident.labels[resident.label_of, index]).sum().item(),
+        }
+
+    return run
+
+
+CASES |= {f"inputs, {name}": _inputs_case(*how) for name, how in INPUTS.items()}
+
+
+def _inputs_left_to_torch(device: str, dtype: torch.dtype) -> Errors:
+    """Whole images are subtracted before anything is cut, and no kernel computes in float64."""
+    data = {"one": (torch.randint(0, 256, (9, 3, 8, 8), dtype=torch.uint8), torch.randint(0, 10, (9,)))}
+    errors = {}
+    for name, how, kind in (("mean", torch.rand(3, 8, 8), dtype), ("wide", COLOUR, torch.float64)):
+        inputs = Inputs(how, crop=5, flip=True)
+        residents = [Resident(data, ["one"], torch.device(place), inputs, train=True) for place in ("cpu", device)]
+        for resident in residents:
+            resident.begin([3], 0)
+        plain, found = (r.gather(torch.arange(9, device=r.images.device)[None], kind)[0] for r in residents)
+        errors[f"{name}, taken"] = float(residents[1]._cutter.fits(residents[1].images, kind))
+        errors[name] = relative(found, plain)
+    return errors
+
+
+CASES["inputs, left to torch"] = _inputs_left_to_torch
 
 
 def errors_of(name: str, device: str, dtype: torch.dtype) -> Errors:

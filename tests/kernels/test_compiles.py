@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int16: "*i16",
+    torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
@@ -206,3 +207,21 @@ def test_what_stands_between_products(compiled, E):
             momentum=0.9, nesterov=hold is None, active=hold, branches=3,
         )  # fmt: skip
     assert len(compiled) == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize(("E", "size", "crop"), [(3, (3, 32, 32), (24, 24)), (1, (1, 9, 7), (9, 7))], ids=str)
+def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):
+    from torch_dcl.kernels import inputs
+
+    images, labels = torch.zeros(2, 5, *size, dtype=torch.uint8), torch.zeros(2, 5, dtype=torch.int64)
+    which, index = torch.zeros(E, dtype=torch.int64), torch.zeros(E, 4, dtype=torch.int64)
+    first = torch.zeros(2, E, 5, dtype=torch.int16) if drawn else None
+    mirrored = torch.zeros(E, 5, dtype=torch.bool) if drawn else None
+    scale, shift = torch.ones(2, size[0])
+    found, theirs = inputs.cut_images(images, which, labels, which, index, first, mirrored, scale, shift, crop, dtype)
+    assert (found.shape, found.dtype) == ((E, 4, size[0], *crop), dtype)
+    assert (theirs.shape, theirs.dtype) == ((E, 4), torch.int64)
+    assert compiled == ["_cut"]
+    assert "fma.rn.f32" in made[0].asm["ptx"]

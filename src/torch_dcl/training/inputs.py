@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_dcl import kernels
 from torch_dcl.data.batches import _affine
 from torch_dcl.data.draws import below, draw
 
@@ -100,7 +101,7 @@ class Cutter:
         self.pad, self.flip = inputs.pad, inputs.flip
         self.whole = tuple(shape) == self.size
         self._function: Callable[[Tensor], Tensor] | None = None
-        scale, shift = torch.full((1,), 1 / 255), torch.zeros(1)
+        scale, shift = torch.full(shape[:1], 1 / 255), torch.zeros(shape[:1])
         how = inputs.normalise
         if isinstance(how, Tensor):
             self._function = _subtract(how, shape, device)
@@ -133,6 +134,23 @@ class Cutter:
                 self._first[side, row] = (below(random, length + 2 * self.pad - size + 1) - self.pad).to(torch.int16)
             if self.flip:
                 self._mirrored[row] = draw(seed, "flip", epoch, self._index) < 0
+
+    def fits(self, images: Tensor, dtype: torch.dtype) -> bool:
+        """Whether a kernel can make inputs of this type where the images lie."""
+        known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return known and self._function is None and kernels.reachable(images)
+
+    def gather(
+        self, images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of the places ``[E, B]`` by a kernel, from all images and labels and whose is which."""
+        from torch_dcl.kernels.inputs import cut_images  # noqa: PLC0415
+
+        first, mirrored = (self._first, self._mirrored) if self.draws else (None, None)
+        return cut_images(
+            images, image_of, labels, label_of, index.contiguous(), first, mirrored, self._scale, self._shift,
+            self.size[1:], dtype,
+        )  # fmt: skip
 
     def training(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 ``[E, B, C, H, W]``, which are the images ``[E, B]`` of the set, as inputs ``[E, B, C, h, w]``."""

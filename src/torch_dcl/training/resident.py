@@ -62,6 +62,8 @@ class Resident:
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
         """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``."""
+        if self._cutter is not None and self._cutter.fits(self.images, dtype):
+            return self._cutter.gather(self.images, self.image_of, self.labels, self.label_of, index, dtype)
         labels = self.labels[self.label_of, index]
         if self._cutter is None:
             return operations.gather_images(self.images, self.image_of, index, dtype), labels

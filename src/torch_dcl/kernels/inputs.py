@@ -1,0 +1,87 @@
+"""Images of stacked networks as their inputs: looked up, cut, mirrored, scaled and shifted in one go, with the labels.
+
+What is computed is what `torch_dcl.training.inputs.Cutter` does in plain torch.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dcl.kernels.arithmetic import OPTIONS
+from torch_dcl.kernels.sizes import cdiv
+
+__all__ = ["cut_images"]
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _reflected(at, LENGTH: tl.constexpr):
+    """Places along a side; beyond its ends they turn back."""
+    return (LENGTH - 1) - tl.abs((LENGTH - 1) - tl.abs(at))
+
+
+@triton.jit
+def _cut(
+    images, image_of, labels, label_of, index, first, mirrored, scale, shift, out, out_labels, count, batch,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.program_id(1).to(tl.int64)
+    to = e * batch + tl.program_id(0)
+    place = tl.load(index + to)
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < C * ROWS * COLUMNS
+    c = i // (ROWS * COLUMNS)
+    row = i // COLUMNS % ROWS
+    column = i % COLUMNS
+    if DRAWN:
+        own = e * count + place
+        top = tl.load(first + own).to(tl.int32)
+        left = tl.load(first + tl.num_programs(1).to(tl.int64) * count + own).to(tl.int32)
+        column = tl.where(tl.load(mirrored + own), COLUMNS - 1 - column, column)
+    else:
+        top = (H - ROWS) // 2
+        left = (W - COLUMNS) // 2
+    start = (tl.load(image_of + e) * count + place) * (C * H * W)
+    at = (c * H + _reflected(top + row, H)) * W + _reflected(left + column, W)
+    x = tl.load(images + start + at, mask=inside, other=0).to(tl.float32)
+    # Rounded once, as torch.addcmul does.
+    y = tl.fma(x, tl.load(scale + c, mask=inside, other=0.0), tl.load(shift + c, mask=inside, other=0.0))
+    tl.store(out + to * (C * ROWS * COLUMNS) + i, y.to(out.dtype.element_ty), mask=inside)
+    if tl.program_id(2) == 0:
+        tl.store(out_labels + to, tl.load(labels + tl.load(label_of + e) * count + place))
+
+
+def cut_images(
+    images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, first: Tensor | None,
+    mirrored: Tensor | None, scale: Tensor, shift: Tensor, size: Sequence[int], dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``.
+
+    Args:
+        images: Of all datasets, uint8 ``[D, N, C, H, W]``.
+        image_of: Which of them, ``[E]``.
+        labels: Of all datasets, ``[L, N]``.
+        label_of: Which of them, ``[E]``.
+        index: The places.
+        first: First row and first column of the crop of every image, int16 ``[2, E, N]``, from beyond the border where
+            there is padding; None for crops from the middle.
+        mirrored: Whether an image is mirrored, bool ``[E, N]``; None where ``first`` is.
+        scale: What pixels are multiplied by, float32 ``[C]``.
+        shift: What is added then.
+        size: Height and width of the inputs, ``[h, w]``.
+        dtype: Of the inputs; they are computed in float32.
+    """
+    E, B = index.shape
+    N, C, H, W = images.shape[1:]
+    out = torch.empty(E, B, C, *size, dtype=dtype, device=images.device)
+    out_labels = torch.empty(E, B, dtype=labels.dtype, device=images.device)
+    _cut[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
+        images, image_of, labels, label_of, index, first, mirrored, scale, shift, out, out_labels, N, B,
+        C=C, H=H, W=W, ROWS=size[0], COLUMNS=size[1], DRAWN=first is not None, BLOCK=_BLOCK, **OPTIONS,
+    )  # fmt: skip
+    return out, out_labels
