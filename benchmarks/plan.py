@@ -47,9 +47,9 @@ def main() -> None:
                 cells = [f"{n:.4g}" if n else "" for n in numbers]
                 where = [plan.device, torch.__version__]
                 lines.append([name, unit, layer, contender, arguments.batch, arguments.dtype, *cells, *where])
-    if arguments.out:
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
+        if arguments.out:  # after every network, so that a run that is cut off leaves what it has
+            with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
 
 
 if __name__ == "__main__":
