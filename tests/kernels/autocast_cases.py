@@ -74,6 +74,10 @@ for _leading in ((), (0,), (1,), (700,), (2, 3), (2, 0)):
     CASES[f"linear {_leading}"] = functools.partial(linear_case, _leading)
 
 
+IN_KERNELS = []
+"""Cases whose products are formed in kernels, which the interpreter gets wrong in bfloat16."""
+
+
 def kept_case(T, P, bias, device, dtype):
     """Stage 2 with its responses kept: the same of the gradients of the responses, as they are rounded.
 
@@ -92,7 +96,11 @@ def kept_case(T, P, bias, device, dtype):
     exact = torch.cat([y_t.double().t() @ d for y_t, d in zip(y.split(24, 1), dpre, strict=True)]), dpre.sum(1)
     rounding = 1.0 if dtype == torch.bfloat16 else half(dtype)
     errors = {name: relative(g, e) * rounding for name, g, e in zip(("weight", "bias"), found, exact, strict=False)}
-    return errors | {"types": float({g.dtype for g in found} != {torch.float32})}
+    dy, *wide_gradients = kept.kept_backward(grad, y, *low, pre, T, 0.01, False, torch.float32)
+    errors |= {f"{n}, wide": relative(g, e) for n, g, e in zip(errors, wide_gradients, exact, strict=False)}
+    outputs = torch.cat([d @ w.double().t() for d, w in zip(dpre, low[0].split(24), strict=True)], 1)
+    kinds = {g.dtype for g in (*found, *wide_gradients) if g is not None}
+    return errors | {"output": relative(dy, outputs) * half(dtype), "types": float(kinds != {torch.float32})}
 
 
 for _T in (2, 3):
@@ -100,6 +108,8 @@ for _T in (2, 3):
         for _bias in (True, False):
             name = f"kept T={_T} P={_P}{' bias' if _bias else ''}"
             CASES[name] = functools.partial(kept_case, _T, _P, _bias)
+            if 0 < _P <= 512:
+                IN_KERNELS.append(name)
 
 
 def projected_case(T, M, device, dtype):
@@ -317,6 +327,7 @@ def overflow_case(device, dtype):
 
 
 CASES["not finite"] = overflow_case
+IN_KERNELS.append("not finite")
 
 
 def errors_of(name, device, dtype):

@@ -139,8 +139,10 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     from torch_dcl.kernels import kept
 
     y, weight, bias = (torch.randn(shape).bfloat16() for shape in ((P, T * 256), (T * 256, 512), (T, 512)))
-    kept.kept_forward(y, weight, bias, torch.empty(P, 512).bfloat16(), T, 0.01, False)
-    assert compiled == ["_kept_forward"]
+    z = torch.empty(P, 512).bfloat16()
+    pre = kept.kept_forward(y, weight, bias, z, T, 0.01, False)
+    kept.kept_backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
+    assert compiled == ["_kept_forward", "_kept_backward"]
 
 
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
