@@ -154,8 +154,8 @@ def _kept_backward(
         biases = _weight_gradient(
             grad, y, pre, dw, n, k, t, P, eps, floor, N, M, T, PAIRS, QUICK, LARGEST, WM, WN, BK, PRECISION
         )
-        if BIAS and filters == 0:
-            tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=n < N)
+        if BIAS:
+            tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=(n < N) & (filters == 0))
 
 
 def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> Tensor:
