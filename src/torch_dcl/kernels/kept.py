@@ -155,7 +155,7 @@ def _kept_backward(
             grad, y, pre, dw, n, k, t, P, eps, floor, N, M, T, PAIRS, QUICK, LARGEST, WM, WN, BK, PRECISION
         )
         if BIAS:
-            tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=(n < N) & (filters == 0))
+            tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=n < tl.where(filters == 0, N, 0))
 
 
 def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> Tensor:
