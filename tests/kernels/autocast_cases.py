@@ -104,11 +104,11 @@ def kept_case(T, P, bias, device, dtype):
 
 
 for _T in (2, 3):
-    for _P in (0, 1, 150, 600):
+    for _P in (0, 1, 100, 150, 600):
         for _bias in (True, False):
             name = f"kept T={_T} P={_P}{' bias' if _bias else ''}"
             CASES[name] = functools.partial(kept_case, _T, _P, _bias)
-            if 0 < _P <= 512:
+            if 0 < _P <= 128:
                 IN_KERNELS.append(name)
 
 

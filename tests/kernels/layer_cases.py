@@ -117,7 +117,8 @@ HALF = {
         (2, 150, 20, 65, 1e-25, True, False), (2, 70, 100, 40, 1e-2, True, False),
         (2, 70, 100, 40, 1e-25, False, False), (2, 70, 150, 40, 1e-2, True, False), (3, 70, 20, 40, 1e-3, True, False),
         (2, 3, 300, 40, 1e-2, True, True), (2, 150, 20, 65, 1e-2, False, True), (3, 150, 20, 65, 1e-3, True, True),
-        (2, 300, 20, 65, 1e-2, True, True),
+        (2, 300, 20, 65, 1e-2, True, True), (2, 100, 70, 130, 1e-2, True, True), (2, 1, 7, 1, 1e-2, False, True),
+        (2, 100, 20, 65, 1e-25, True, True),
     ]
 }  # fmt: skip
 

@@ -143,7 +143,8 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     pre = kept.kept_forward(y, weight, bias, z, T, 0.01, False)
     kept.kept_backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
     kept.kept_backward(z, y, weight, None, pre, T, 0.01, False, torch.bfloat16)
-    assert compiled == ["_kept_forward", "_kept_backward", "_kept_backward"]
+    gradients = ["_kept_backward"] if T == 2 and P <= 128 else ["_fuse_backward"]
+    assert compiled == ["_kept_forward", *gradients, *gradients]
 
 
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
