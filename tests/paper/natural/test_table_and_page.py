@@ -184,6 +184,14 @@ def test_the_chart_says_what_dcl_wins_and_loses(chart):
     )
 
 
+def test_who_did_not_learn_is_said(chart):
+    assert "learn" not in chart_said(chart)
+    chart["points"] += [point("bilinear", [90.0, 90.0, 89.9]), point("glu", [88.0, 88.0, 88.0])]
+    assert chart_said(chart).endswith("Did not learn, and err as often as guessing does (90 %): bilinear.")
+    chart["set"] = "cifar100"
+    assert "learn" not in chart_said(chart)
+
+
 def test_one_seed_is_compared_with_nothing(chart):
     for each in chart["points"]:
         each.update(errors=each["errors"][:1], seeds=[0])
@@ -259,6 +267,19 @@ def test_names_never_overlap_and_stay_inside(means, seeds, dark):
         assert len(boxes) == 9
         assert all(a.y0 + 0.9 * a.height <= b.y0 + 1 for a, b in itertools.pairwise(boxes))
         assert all(whole.x0 <= box.x0 and box.x1 <= whole.x1 and box.y0 >= whole.y0 for box in boxes)
+
+
+def test_what_is_far_off_the_others_stands_at_the_edge_with_its_error(chart):
+    limits = chart_figure(chart).axes[0].get_ylim()
+    chart["points"] += [point("bilinear", [99.0, 99.0, 98.6])]
+    figure = chart_figure(chart)
+    for axes in figure.axes:
+        assert axes.get_ylim() == limits
+        assert "bilinear 99 ↑" in {text.get_text() for text in axes.texts}
+        (mark,) = (line for line in axes.lines if str(line.get_gid()).endswith("-bilinear"))
+        assert list(mark.get_ydata()) == [limits[1]]
+        assert not mark.get_clip_on()
+    assert "at the upper edge, with its error. Shortened." in figure.get_label()
 
 
 def test_several_budgets_are_joined_and_named_once(chart):

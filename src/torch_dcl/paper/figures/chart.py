@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.paper.figures.canvas import (
@@ -35,7 +35,7 @@ _NAMES = {
     "glu": "gated (GLU)", "narrow": "narrowed",
 }  # fmt: skip
 _HEIGHT, _TOP, _BOTTOM = 78.0, 7.0, 10.0  # mm
-_LEFT, _NAMED, _BETWEEN = 13.0, 20.5, 10.0
+_LEFT, _NAMED, _BETWEEN = 13.0, 21.5, 10.0
 
 
 class _Point(NamedTuple):
@@ -75,7 +75,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         figure = Figure(figsize=(_PAGE, _HEIGHT / _INCH), facecolor="none")
         figure.set_gid("chart")
         high = (_HEIGHT - _TOP - _BOTTOM) / _HEIGHT
-        seen = [bound for point in points for bound in (*point.bounds, *point.errors)]
+        seen = [bound for point in _on_scale(points) for bound in (*point.bounds, *point.errors)]
         room = 0.06 * (min(100.0, max(seen)) - max(0.0, min(seen)) or 1)
         limits = (max(0.0, min(seen) - room), min(100.0 + room, max(seen) + room))
         budgets = _budgets(points)
@@ -96,6 +96,8 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             _marks(axes, points, places_of, theme, name)
             _names(figure, axes, points, places_of, theme)
     told = " ".join(map(str, data.get("told", ())))
+    if len(_on_scale(points)) < len(points):
+        told = f"What errs more than twice as often as the median is at the upper edge, with its error. {told}"
     images = str(_get(data, "set", "chart_figure"))
     network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
@@ -117,6 +119,12 @@ def _read(point: Mapping[str, Any]) -> _Point:
     if weights <= 0 or step <= 0:
         raise ValueError(f"{where}: weights are {weights:g} and step_ms {step:g}; both must be above 0")
     return _Point(str(point["unit"]), weights / 1e6, step, errors)
+
+
+def _on_scale(points: Sequence[_Point]) -> list[_Point]:
+    """Those that the axis is for: without what errs more than twice as often as the median, if it learned at all."""
+    most = 2 * median(point.mean for point in points)
+    return [point for point in points if point.mean <= most]
 
 
 def _budgets(points: Sequence[_Point]) -> list[list[int]]:
@@ -168,7 +176,7 @@ def _look(unit: str, theme: _Theme) -> tuple[str, str]:
 def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: _Theme, panel: str) -> None:
     for unit in dict.fromkeys(point.unit for point in points):
         colour, mark = _look(unit, theme)
-        mine = sorted((x, point.mean) for x, point in zip(places, points, strict=True) if point.unit == unit)
+        mine = sorted((x, _height(axes, point)) for x, point in zip(places, points, strict=True) if point.unit == unit)
         if len(mine) > 1:
             axes.plot(*zip(*mine, strict=True), color=colour, lw=0.9, alpha=0.6, zorder=2)
         size = {"*": 6.6, "P": 5.2, "X": 5.2}.get(mark, 4.6)
@@ -176,22 +184,31 @@ def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], them
             if point.unit != unit:
                 continue
             low, high = point.bounds
-            if low < high:
+            if low < high and _height(axes, point) == point.mean:
                 axes.errorbar(
                     x, point.mean, [[point.mean - low], [high - point.mean]], color=colour, lw=1.0, capsize=1.8,
                     capthick=1.0, zorder=3,
                 )  # fmt: skip
                 axes.plot([x] * len(point.errors), point.errors, "o", ms=1.9, mfc=colour, mec="none", alpha=0.55)
-            axes.plot(x, point.mean, mark, ms=size, mfc=colour, mec=theme.page, mew=0.6, zorder=4,
-                      gid=_id(panel, unit))  # fmt: skip
+            axes.plot(x, _height(axes, point), mark, ms=size, mfc=colour, mec=theme.page, mew=0.6, zorder=4,
+                      clip_on=False, gid=_id(panel, unit))  # fmt: skip
+
+
+def _height(axes: "Axes", point: _Point) -> float:
+    """Where a mark stands: at its mean, or at the upper edge if that is beyond it."""
+    return min(point.mean, axes.get_ylim()[1])
 
 
 def _names(figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: _Theme) -> None:
     """Name the units beside the panel, moved apart where names would overlap, each with a thin line from its mark."""
     ends: dict[str, tuple[float, float]] = {}
+    named: dict[str, str] = {}
     for x, point in zip(places, points, strict=True):
         if point.unit not in ends or x > ends[point.unit][0]:
-            ends[point.unit] = (x, point.mean)
+            ends[point.unit] = (x, _height(axes, point))
+            name = _NAMES.get(point.unit, point.unit)
+            beyond = point.mean > ends[point.unit][1]
+            named[point.unit] = f"{name.split(' (')[0]} {point.mean:.0f} ↑" if beyond else name
     box, high = axes.get_window_extent(), axes.transData
     order = sorted(ends, key=lambda unit: ends[unit][1])
     heights = [(high.transform(ends[unit])[1] - box.y0) / box.height for unit in order]
@@ -212,6 +229,6 @@ def _names(figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Seq
             ls=(0, (1, 1.6)), clip_on=False, zorder=1,
         )  # fmt: skip
         axes.text(
-            1.06, end, _NAMES.get(unit, unit), transform=axes.transAxes, color=colour, size=_SMALL,
+            1.06, end, named[unit], transform=axes.transAxes, color=colour, size=_SMALL,
             va="center_baseline", ha="left", weight="bold" if unit.startswith("dcl") else "normal",
         )  # fmt: skip

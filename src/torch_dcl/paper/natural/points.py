@@ -15,6 +15,10 @@ Point = Mapping[str, Any]
 """A unit at a budget: its errors by seed, weights, time of a step, and the learning rates that were tried."""
 
 
+_GUESSING = {"cifar10": 90.0, "cifar100": 99.0}
+"""Error in percent of who answers without looking."""
+
+
 def lowest_first(chart: Mapping[str, Any]) -> list[Point]:
     """The points by rising mean error."""
     return sorted(chart["points"], key=lambda point: mean(point["errors"]))
@@ -58,6 +62,10 @@ def chart_said(chart: Mapping[str, Any]) -> str:
             f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
             f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
         )
+    guessing = _GUESSING.get(chart["set"], 100.0)
+    lost = [point["unit"] for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
+    if lost:
+        told.append(f"Did not learn, and err as often as guessing does ({guessing:g} %): {', '.join(lost)}.")
     return " ".join(told)
 
 
