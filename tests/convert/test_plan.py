@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import torch_dcl as dcl
 from torch_dcl import models
 from torch_dcl.convert import measure
+from torch_dcl.convert.rows import Timing
 
 
 def rows(plan):
@@ -358,6 +360,33 @@ def test_nothing_to_convert_is_an_answer():
 
 
 # Measuring
+
+
+@pytest.mark.parametrize(
+    ("device", "unit", "whole", "told"),
+    [
+        ("NVIDIA H200", (0.5, 1.5), (1.8, 5.0), "0.9 ms of forward, 1.5 ms of forward + backward."),
+        ("NVIDIA H200", (0.5, 1.5), (0.51, 5.0), "on the GPU: 1.5 ms of forward + backward."),
+        ("NVIDIA H200", (0.5, None), (1.8, None), "on the GPU: 0.9 ms of forward."),
+        ("NVIDIA H200", (1.2, 4.0), (1.21, 4.1), None),  # the units explain it
+        ("NVIDIA H200", (0.5, 1.5), (0.9, 2.0), None),  # it is not slower
+        ("cpu, 2 threads", (0.5, 1.5), (1.8, 5.0), None),
+    ],
+)
+def test_a_network_that_is_slower_for_other_reasons_than_its_units_is_told_from_one_that_is_not(
+    device, unit, whole, told
+):
+    plan = dcl.plan(nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4)), (512,))
+    plain = Timing(0.6, None if unit[1] is None else 2.0)
+    rows = [
+        replace(row, timings={"plain": plain, "dcl": Timing(*unit), "low_rank": plain})
+        for row in plan.rows
+        if row.selected
+    ]
+    network = {"plain": Timing(1.0, plain.full and 4.0), "dcl": Timing(*whole)}
+    text = str(replace(plan, rows=tuple(rows), device=device, timings=network))
+    assert ("Beyond the units' own time" in text) == (told is not None)
+    assert (told or "") in text
 
 
 @pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])

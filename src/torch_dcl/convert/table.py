@@ -111,7 +111,26 @@ def _network_latency(plan: "Plan") -> str:
         parts.append(f"forward + backward {_ms(plain.full)} → {_ms(dcl.full)} ms ({_change(dcl.full, plain.full)})")
         worst = max(worst, dcl.full / plain.full)
     verdict = " The converted network is slower." if worst > 1 else ""
-    return f"Whole network on {plan.device}: {', '.join(parts)}.{verdict}"
+    return f"Whole network on {plan.device}: {', '.join(parts)}.{verdict}" + (_launches(plan) if worst > 1 else "")
+
+
+def _launches(plan: "Plan") -> str:
+    """What of a network's change on a GPU is not its units': they are timed without launches, it is timed with them."""
+    timed = [row.timings for row in plan.selected if row.timings]
+    if plan.timings is None or not timed or str(plan.device).startswith("cpu"):
+        return ""
+    beyond = []
+    for i, what in enumerate(("forward", "forward + backward")):
+        pairs = [(t["plain"][i], t["dcl"][i]) for t in (plan.timings, *timed)]
+        whole, *units = [after - before for before, after in pairs if before and after] or [0.0]
+        if len(units) == len(timed) and whole - sum(units) > 0.05 * (pairs[0][0] or 0):
+            beyond.append(f"{_ms(whole - sum(units))} ms of {what}")
+    if not beyond:
+        return ""
+    return (
+        f"\nBeyond the units' own time on the GPU: {', '.join(beyond)}. As a rule that is the CPU, which has more to\n"
+        "launch; torch.compile or a CUDA graph takes it away."
+    )
 
 
 def _slower(timings: "Mapping[str, Timing] | None") -> bool:
