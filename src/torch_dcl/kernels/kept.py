@@ -207,6 +207,7 @@ _VERY_FEW, _SMALL = 128, 2**19
 
 On an H200, for 100 positions: 6.2 µs against 11.3 for branches of 128 filters and 512 outputs, 11.1 against 13.2 for
 256 and 1024, but 36 against 16 for 512 and 2048. For 256 positions, and for three branches, the products are faster.
+``benchmarks/small.py`` measures it.
 """
 _TILES = {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64, "num_warps": 8, "num_stages": 3}
 """Of that kernel: positions, outputs and filters of a tile, for the branch outputs and for the weights."""
