@@ -128,8 +128,8 @@ def _launches(plan: "Plan") -> str:
     if not beyond:
         return ""
     return (
-        f"\nBeyond the units' own time on the GPU: {', '.join(beyond)}. As a rule that is the CPU, which has more to\n"
-        "launch; torch.compile or a CUDA graph takes it away."
+        f"\nBeyond the units' own time on the GPU: {', '.join(beyond)}.\n"
+        "As a rule that is the CPU, which has more to launch; torch.compile or a CUDA graph takes it away."
     )
 
 
