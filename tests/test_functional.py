@@ -567,3 +567,30 @@ def test_the_draw_does_not_change_from_release_to_release():
         3: [[0, 1], [1, 2], [0, 1], [0, 2], [0, 2], [0, 1]],
         8: [[0, 5], [3, 7], [5, 6], [0, 4], [0, 3], [0, 5]],
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_one_branch_without_eps_costs_what_a_relu_does(dtype):
+    """It is the rival that others are compared with, so it must not be held back by casts that a ReLU does not have."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.written = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and func is not torch.ops.aten.detach.default:
+                self.written.append((func.overloadpacket.__name__, out.dtype))
+            return out
+
+    pre, grad = torch.randn(50).to(dtype).requires_grad_(), torch.randn(50).to(dtype)
+    with Watch() as watch:
+        z = fuse_branches([pre], 0)
+        (found,) = torch.autograd.grad(z, pre, grad)
+    assert watch.written == [("clamp", dtype), ("threshold_backward", dtype)]
+    other = pre.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.relu(other), other, grad)
+    assert torch.equal(z, torch.relu(pre))
+    assert torch.equal(found, expected)

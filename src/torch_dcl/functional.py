@@ -155,6 +155,8 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def forward(groups: Groups, eps: float, *pre: Tensor) -> Tensor:
+        if len(pre) == 1:
+            return _rectified(pre[0], eps)
         v = [_respond(p) for p in pre]
         if len(groups) == 1:
             return _saturate(_rooted_product(v, eps), pre[0].dtype)
@@ -182,6 +184,8 @@ def fuse_gradients(grad: Tensor, pre: Sequence[Tensor], eps: float, *, pairs: bo
 
 
 def _gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) -> list[Tensor | None]:
+    if len(pre) == 1:
+        return [_where_alive(_cast(grad, pre[0].dtype), pre[0])]
     v = [_respond(p) for p in pre]
     grad_z = _cast(grad, v[0].dtype)
     grads: list[Tensor | None] = [None] * len(v)
@@ -193,6 +197,13 @@ def _gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) 
     return [None if g is None else _saturate(g, pre[0].dtype) for g in grads]
 
 
+def _rectified(pre: Tensor, eps: float) -> Tensor:
+    """z of a single branch, without product and root: without ε as quick as the ReLU that it is."""
+    if eps == 0:
+        return pre.clamp(0.0, torch.finfo(pre.dtype).max)
+    return _saturate(_respond(pre) + eps, pre.dtype)
+
+
 def _respond(pre: Tensor) -> Tensor:
     """v = relu(pre) in the type to compute in; an infinite response counts as the largest number."""
     wide = _compute_dtype(pre.dtype)
@@ -202,8 +213,6 @@ def _respond(pre: Tensor) -> Tensor:
 def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
     """(Π v_t + ε)^(1/T), through the geometric mean, which never leaves the range of the v_t."""
     T = len(v)
-    if T == 1:
-        return v[0] if eps == 0 else v[0] + eps
     floor, largest = _floor(T, eps, v[0].dtype), torch.finfo(v[0].dtype).max
     mean = reduce(mul, (_root(v_t, T) for v_t in v))
     if T == 2 and not exporting():  # √(mean² + floor²) at once; other runtimes may not have it
@@ -216,8 +225,6 @@ def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
 def _group_gradients(grad_z: Tensor, v: Sequence[Tensor], eps: float, share: float) -> list[Tensor]:
     """∂z/∂v_i · grad_z · share for every branch i of a group, zero where the branch is dead."""
     T, largest = len(v), torch.finfo(grad_z.dtype).max
-    if T == 1:
-        return [_where_alive(grad_z * share, v[0])]
     z = _rooted_product_again(v, eps) if torch.is_grad_enabled() else _rooted_product(v, eps)
     if T == 2:
         zero = torch.zeros((), dtype=z.dtype, device=z.device)
@@ -227,7 +234,7 @@ def _group_gradients(grad_z: Tensor, v: Sequence[Tensor], eps: float, share: flo
 
 
 def _where_alive(grad: Tensor, v: Tensor) -> Tensor:
-    """The gradient of a ReLU with the response v."""
+    """The gradient of a ReLU with the response v, before or behind it."""
     passed: Tensor = torch.ops.aten.threshold_backward(grad, v, 0)
     return passed
 

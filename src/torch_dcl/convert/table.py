@@ -129,7 +129,8 @@ def _launches(plan: "Plan") -> str:
         return ""
     return (
         f"\nBeyond the units' own time on the GPU: {', '.join(beyond)}.\n"
-        "As a rule that is the CPU, which has more to launch; torch.compile or a CUDA graph takes it away."
+        "That is launches, which the units are timed without, and what else happens between them. A network that is\n"
+        "compiled or captured does not wait for launches."
     )
 
 

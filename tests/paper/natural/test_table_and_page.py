@@ -187,9 +187,14 @@ def test_the_chart_says_what_dcl_wins_and_loses(chart):
 def test_who_did_not_learn_is_said(chart):
     assert "learn" not in chart_said(chart)
     chart["points"] += [point("bilinear", [90.0, 90.0, 89.9]), point("glu", [88.0, 88.0, 88.0])]
-    assert chart_said(chart).endswith("Did not learn, and err as often as guessing does (90 %): bilinear.")
+    told = chart_said(chart)
+    assert told.endswith("Did not learn, err as often as guessing does (90 %), and are not counted: bilinear.")
+    assert "Of 3 comparisons" in told  # no win over a layer that did not learn
+    assert "clearly lower in 2 and" in told
     chart["set"] = "cifar100"
-    assert "learn" not in chart_said(chart)
+    told = chart_said(chart)
+    assert "learn" not in told
+    assert "Of 4 comparisons" in told
 
 
 def test_one_seed_is_compared_with_nothing(chart):

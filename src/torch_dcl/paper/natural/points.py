@@ -55,17 +55,19 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
     if plain is not None and (found := against_dcl(chart, plain)) is not None:
         told.append(f"The plain layer's error less DCL's is {found}.")
-    alike = [against_dcl(chart, point) for point in chart["points"] if point["unit"] != "plain"]
+    guessing = _GUESSING.get(chart["set"], 100.0)
+    lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
+    rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
+    alike = [against_dcl(chart, point) for point in rivals]
     clear = [each.clear for each in alike if each is not None]
     if clear:
         told.append(
             f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
             f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
         )
-    guessing = _GUESSING.get(chart["set"], 100.0)
-    lost = [point["unit"] for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
     if lost:
-        told.append(f"Did not learn, and err as often as guessing does ({guessing:g} %): {', '.join(lost)}.")
+        names = ", ".join(point["unit"] for point in lost)
+        told.append(f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}.")
     return " ".join(told)
 
 
