@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.functional import check_eps, draw_pair
-from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs, project_and_fuse
+from torch_dcl.kernels.dispatch import fold_norms, fuse_branches, fuse_pairs, project_and_fuse, projects
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -184,6 +186,9 @@ class ConceptFusion(nn.Module):
             return fuse_branches([_pick(pre, index) for index in self.active.unbind(0)], self.eps)
         if self.norm is None:
             return self._project_and_fuse(y, self.weight, self.bias, self.widths, pairs=stochastic)
+        if self._folds(y, pairs=stochastic):
+            weight, bias = fold_norms(self.weight, self.bias, list(self.norm), y.dtype)  # type: ignore[arg-type]
+            return self._project_and_fuse(y, weight, bias, self.widths, pairs=stochastic)
         pre = self.respond(y)
         return fuse_pairs(pre, self.eps) if stochastic else fuse_branches(pre, self.eps)
 
@@ -192,7 +197,7 @@ class ConceptFusion(nn.Module):
     ) -> Tensor:
         """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
         channels = y.dim() - 1 - self.spatial
-        if self.spatial == 0 or (y.stride(channels) == 1 and sum(widths) > 1):
+        if self._in_rows(y, widths):
             keep = self.spatial == 0
             return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
         biases = (None,) * len(widths) if bias is None else bias.unbind(0)
@@ -200,6 +205,23 @@ class ConceptFusion(nn.Module):
         parts = zip(of_y, of_weight, biases, widths, strict=True)
         pre = [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
+
+    def _in_rows(self, y: Tensor, widths: Sequence[int]) -> bool:
+        """Whether the positions of y, which has branches of these widths, are the rows of a matrix where it lies."""
+        return self.spatial == 0 or (y.stride(y.dim() - 1 - self.spatial) == 1 and sum(widths) > 1)
+
+    def _folds(self, y: Tensor, *, pairs: bool) -> bool:
+        """Whether the norms can be a part of the weights of a kernel: batch norms that do no more than scale and shift.
+
+        Elsewhere they stay by themselves, as they were trained.
+        """
+        assert self.norm is not None
+        fixed = all(
+            isinstance(norm, _BatchNorm) and not norm.training and norm.running_var is not None
+            and type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and called_plainly(norm)
+            for norm in self.norm
+        )  # fmt: skip
+        return fixed and self._in_rows(y, self.widths) and projects(y, self.weight, self.widths, pairs=pairs)
 
     @property
     def gathers(self) -> bool:
@@ -246,6 +268,13 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
     for t, response in enumerate(responses[1:], 1):
         picked = torch.where(index == t, response, picked)
     return picked
+
+
+def called_plainly(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
+    return not replaced and not any(hooks) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def check_factory(name: str, factory: object, example: str) -> None:

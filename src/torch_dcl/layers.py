@@ -26,9 +26,8 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 
-from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
+from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, called_plainly, check_factory, reset
 from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs, linear
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
@@ -109,7 +108,7 @@ class _DCL(nn.Module):
     def _construct(self, x: Tensor) -> Tensor:
         """Stage 1: a call of ``branch``, unless that does no more than a product which can be had with more."""
         branch = self.branch
-        if type(branch) is nn.Linear and _called_plainly(branch):
+        if type(branch) is nn.Linear and called_plainly(branch):
             return linear(x, branch.weight, branch.bias, otherwise=branch)
         y: Tensor = branch(x)
         return y
@@ -298,13 +297,6 @@ class DCLConv3d(_DCLConv):
     """A 3-d convolution with its ReLU, as T branches fused at each position; see :class:`DCLConv2d`."""
 
     _plain, _spatial = nn.Conv3d, 3
-
-
-def _called_plainly(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return not replaced and not any(hooks) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def _check_channels(**channels: int) -> None:

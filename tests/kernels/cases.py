@@ -13,7 +13,7 @@ from torch_dcl import kernels
 from torch_dcl.functional import draw_pair
 from torch_dcl.training import Inputs, operations
 from torch_dcl.training.resident import Resident
-from torch_dcl.training.sgd import sgd_
+from torch_dcl.training.sgd import Learning, sgd_
 
 Errors = dict[str, float]
 Case = Callable[[str, torch.dtype], Errors]
@@ -205,10 +205,11 @@ def _sgd_case(
             mine = p.to(**there, copy=True)
             moment = m.to(**there, copy=True)
             operations.keep_low_copy(mine, dtype if low else None)
+            active = torch.tensor([[0, 2], [1, 2], [0, 1]], device=place) if hold else None
             sgd_(
-                mine, moment, g.to(place, wide if place == "cpu" else dtype), torch.tensor(rates, **there),
-                torch.tensor([0.01, 0.02, 0.0], **there), torch.tensor([0.5, 1.0, 0.1], **there) if clip else None,
-                0.9, nesterov, factors, torch.tensor([[0, 2], [1, 2], [0, 1]], device=place) if hold else None, T,
+                [Learning(mine, moment, g.to(place, wide if place == "cpu" else dtype), factors, active, T)],
+                torch.tensor(rates, **there), torch.tensor([0.01, 0.02, 0.0], **there),
+                torch.tensor([0.5, 1.0, 0.1], **there) if clip else None, 0.9, nesterov,
             )  # fmt: skip
             results.append((mine, moment))
         (exact, exact_moment), (mine, moment) = results
@@ -243,6 +244,34 @@ SGD = {
     },
 }  # fmt: skip
 CASES |= {f"sgd, {name}": _sgd_case(**{**PLAIN_SGD, **changes}) for name, changes in SGD.items()}
+
+
+def _sgd_of_many(device: str, dtype: torch.dtype) -> Errors:
+    """More parameters than one launch takes, large and small ones of every kind among each other."""
+    sizes = [(6, 700), (1,), (3,), (1024,), (1025,), (2, 3, 5), (2048,)] * 5
+    start = [torch.randn(3, 2, *size).unbind(0) for size in sizes]
+    found = []
+    for place, wide in (("cpu", torch.float64), (device, torch.float32)):
+        learning = []
+        for i, values in enumerate(start):
+            p, m, g = (value.to(place, wide, copy=True) for value in values)
+            operations.keep_low_copy(p, dtype if i % 3 else None)
+            held = torch.tensor([[0, 2], [1, 0]], device=place) if i % 7 == 0 else None
+            learning.append(Learning(p, m, g, (1 + i, i % 2), held, 3 if i % 7 == 0 else 1))
+        rate, decay = torch.tensor([[0.1, 0.01], [0.01, 0.1]], device=place, dtype=wide)
+        sgd_(learning, rate, decay, None, 0.9, True)
+        found.append(learning)
+    errors = {}
+    for i, (exact, mine) in enumerate(zip(*found, strict=True)):
+        errors[f"{i}, {sizes[i]}, weights"] = relative(mine.parameter, exact.parameter)
+        errors[f"{i}, {sizes[i]}, moments"] = relative(mine.moment, exact.moment)
+        copy = operations.low_copy(mine.parameter)
+        if copy is not None:
+            errors[f"{i}, {sizes[i]}, copies that differ"] = (copy != mine.parameter.to(dtype)).sum().item()
+    return errors
+
+
+CASES["sgd, many parameters"] = _sgd_of_many
 
 
 # Cross-entropy and images

@@ -307,6 +307,96 @@ CASES |= {
 }
 
 
+def _as_trained(layer):
+    """Statistics and scales as they are after training: none of them 0 or 1."""
+    for norm in layer.fusion.norm:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.1, 2)
+        if norm.affine:
+            nn.init.uniform_(norm.weight, 0.2, 2)
+            nn.init.normal_(norm.bias)
+
+
+def folded_case(kind, settings, device, dtype):
+    """Norms that are fixed to their statistics are a part of the kernel's weights, in inference and when they learn."""
+    torch.manual_seed(0)
+    make, shape, memory = KINDS[kind]
+    layer, x = make(**settings).to(memory_format=memory).eval(), torch.randn(shape).to(memory_format=memory)
+    _as_trained(layer)
+    if layer.fusion.bias is not None:
+        nn.init.normal_(layer.fusion.bias)
+    layer = layer.to(dtype)
+    wide, layer = deepcopy(layer).double(), layer.to(device)
+    given, exact = x.to(device, dtype).requires_grad_(), x.to(dtype).double().requires_grad_()
+    with dispatch.watch() as ran, torch.no_grad():
+        z = layer(given)
+    assert dict(ran) == {"project_and_fuse: kernel": 1}
+    with dispatch.watch() as ran:
+        learning = layer(given)
+    assert dict(ran) == {"project_and_fuse: kernel": 1}
+    with dispatch.disabled():
+        expected, plain = wide(exact), layer(given)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    found = torch.autograd.grad(learning, [given, *layer.parameters()], grad.to(device))
+    without = torch.autograd.grad(plain, [given, *layer.parameters()], grad.to(device))
+    wanted = torch.autograd.grad(expected, [exact, *wide.parameters()], grad.double())
+    errors = {"z": relative(z, expected), "z, learning": relative(learning, expected)}
+    errors |= {what + WITHOUT: relative(plain, expected) for what in list(errors)}
+    for name, a, b, exactly in zip(names, found, without, wanted, strict=True):
+        errors |= {name: relative(a, exactly), name + WITHOUT: relative(b, exactly)}
+    return errors
+
+
+def _norm(make, **settings):
+    return {"branches": 2, "width": 8, "norm_layer": functools.partial(make, **settings), "bias": False}
+
+
+FOLDED = {
+    "T=2": ("conv", _norm(nn.BatchNorm2d)),
+    "T=2 bias": ("conv", _norm(nn.BatchNorm2d) | {"bias": True}),
+    "T=2 no scales": ("conv", _norm(nn.BatchNorm2d, affine=False, eps=0.1)),
+    "T=3": ("conv", _norm(nn.BatchNorm2d) | {"branches": 3}),
+    "T=3 stochastic": ("conv", _norm(nn.BatchNorm2d) | {"branches": 3, "strategy": "stochastic"}),
+    "many weights": ("conv", _norm(nn.BatchNorm2d) | {"width": 20}),
+    "synchronised": ("conv", _norm(nn.SyncBatchNorm)),
+    "linear": ("linear", _norm(nn.BatchNorm1d)),
+    "linear T=3 bias": ("linear", _norm(nn.BatchNorm1d) | {"branches": 3, "bias": True}),
+    "conv3d": ("conv3d", _norm(nn.BatchNorm3d)),
+}
+CASES |= {f"folded norm, {name}": functools.partial(folded_case, *what) for name, what in FOLDED.items()}
+
+
+def unfolded_case(change, device, dtype):
+    """A norm that does more than scale and shift is called, as it is without kernels."""
+    torch.manual_seed(0)
+    make = {
+        "instances": lambda n: nn.InstanceNorm2d(n, track_running_stats=True, affine=True),
+        "groups": lambda n: nn.GroupNorm(4, n),
+        "no statistics": lambda n: nn.BatchNorm2d(n, track_running_stats=False),
+    }.get(change, nn.BatchNorm2d)
+    layer = DCLConv2d(6, 20, 3, width=8, norm_layer=make).to(device, dtype, memory_format=torch.channels_last).eval()
+    x = torch.randn(2, 6, 5, 7).to(device, dtype, memory_format=torch.channels_last)
+    norm, calls = layer.fusion.norm[1], []
+    if change == "in training":
+        norm.train()
+    if change == "hooked":
+        norm.register_forward_hook(lambda *_: calls.append(1))
+    if change == "replaced":
+        norm.forward = lambda v: 2 * v
+    wide = deepcopy(layer).double().cpu()
+    with dispatch.watch() as ran, torch.no_grad():
+        z = layer(x)
+    assert dict(ran) == {"fuse_branches: kernel": 1}
+    assert len(calls) == (change == "hooked")
+    with dispatch.disabled(), torch.no_grad():
+        return {"z": relative(z, wide(x.double().cpu())), "z" + WITHOUT: relative(layer(x), wide(x.double().cpu()))}
+
+
+for _change in ("instances", "groups", "no statistics", "in training", "hooked", "replaced"):
+    CASES[f"norm that stays by itself, {_change}"] = functools.partial(unfolded_case, _change)
+
+
 def second_derivative(device, dtype):
     """A gradient of a gradient goes through the reference."""
     torch.manual_seed(0)

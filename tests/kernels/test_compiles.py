@@ -48,23 +48,29 @@ def compiled(monkeypatch, made):
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         constant = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
         fixed = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-        signature, constants, hints = {}, {}, {}
-        for place, name in enumerate(kernel.arg_names):
-            value = given[name]
-            one = isinstance(value, int) and value == 1 and name not in fixed
-            if name in constant or value is None or one:
-                signature[name], constants[(place,)] = "constexpr", value
-                continue
+        constants, hints = {}, {}
+
+        def typed(value, path, *, constant=False, fixed=False):
+            if isinstance(value, tuple) and not constant:
+                return tuple(typed(one, (*path, i)) for i, one in enumerate(value))
+            whole = isinstance(value, int) and not fixed
+            if constant or value is None or (whole and value == 1):
+                constants[path] = value
+                return "constexpr"
             if isinstance(value, TensorDescriptor):
-                signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = TYPES[value.dtype]
-                hints[(place,)] = [["tt.divisibility", 16]]
-            else:
-                whole = "i32" if isinstance(value, int) and -(2**31) <= value < 2**31 else "i64"
-                signature[name] = "fp32" if isinstance(value, float) else whole
-                if isinstance(value, int) and value % 16 == 0 and name not in fixed:
-                    hints[(place,)] = [["tt.divisibility", 16]]
+                return f"tensordesc<{TYPES[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+            if isinstance(value, torch.Tensor) or (whole and value % 16 == 0):
+                hints[path] = [["tt.divisibility", 16]]
+            if isinstance(value, torch.Tensor):
+                return TYPES[value.dtype]
+            if isinstance(value, float):
+                return "fp32"
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+        signature = {
+            name: typed(given[name], (place,), constant=name in constant, fixed=name in fixed)
+            for place, name in enumerate(kernel.arg_names)
+        }
         source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
             kernel, signature, constants, hints
         )
@@ -204,13 +210,37 @@ def test_what_stands_between_products(compiled, E):
     logits, labels = torch.randn(4, 11).bfloat16(), torch.zeros(4, dtype=torch.int64)
     losses, lse = pointwise.entropy_forward(logits, labels)
     pointwise.entropy_backward(losses, logits, labels, lse)
-    p = torch.randn(E, 6, 5)
-    for hold in (None, active):
-        pointwise.sgd_(
-            p, p, p.bfloat16(), p.bfloat16(), lr=torch.ones(E), weight_decay=torch.ones(E), clip=torch.ones(E),
-            momentum=0.9, nesterov=hold is None, active=hold, branches=3,
-        )  # fmt: skip
-    assert len(compiled) == 12
+    assert len(compiled) == 10
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("T", "M", "N"), [(2, 1, 1), (2, 64, 256), (3, 20, 65)])
+def test_norms_as_part_of_the_weights(compiled, T, M, N, affine, bias):
+    from torch_dcl.kernels import fold
+
+    norms = [torch.nn.BatchNorm2d(N, affine=affine) for _ in range(T)]
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, biases = fold.fold(torch.randn(T * M, N), torch.randn(T, N) if bias else None, norms, dtype)
+        assert (weight.shape, weight.dtype) == ((T * M, N), dtype)
+        assert (biases.shape, biases.dtype) == ((T, N), dtype)
+    assert compiled == ["_fold", "_fold"]
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+@pytest.mark.parametrize("E", [1, 3])
+def test_the_optimiser(compiled, E, clipped):
+    from torch_dcl.kernels import sgd
+
+    active, rates = torch.zeros(E, 2, dtype=torch.int64), torch.ones(E)
+    parameters = [torch.randn(E, 6, 5), torch.randn(E, 1), *torch.randn(20, E, 3)]
+    sgd.sgd_(
+        parameters, parameters, [p.bfloat16() for p in parameters],
+        [p.bfloat16() if i % 2 else None for i, p in enumerate(parameters)],
+        [1.0, 2.0] * 11, [0.0, 1.0] * 11, [active, *[None] * 21], [3, *[1] * 21],
+        lr=rates, weight_decay=rates, clip=rates if clipped else None, momentum=0.9, nesterov=clipped,
+    )  # fmt: skip
+    assert compiled == ["_sgd", "_sgd"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

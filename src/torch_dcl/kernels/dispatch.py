@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch, ops
 
-__all__ = ["disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "note", "project_and_fuse", "watch"]
+__all__ = [
+    "disabled", "fits", "fold_norms", "fuse_branches", "fuse_pairs", "linear", "note", "project_and_fuse", "projects",
+    "watch",
+]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
 _WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
@@ -104,7 +108,7 @@ def project_and_fuse(
         z ``[..., K2, ...]``, with the channels last in memory; no view, so that what comes next may write into it.
     """
     T = len(widths)
-    if len(set(widths)) == 1 and T in ((3,) if pairs else (2, 3)) and fits((y, weight), matched=False):
+    if projects(y, weight, widths, pairs=pairs):
         note("project_and_fuse", "kernel")
         low, low_bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
         # Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
@@ -116,6 +120,50 @@ def project_and_fuse(
     note("project_and_fuse", "reference")
     pre = launch.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
+
+
+def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
+    """Whether `project_and_fuse` of these is a kernel's, here and now."""
+    there = (3,) if pairs else (2, 3)
+    return len(set(widths)) == 1 and len(widths) in there and fits((y, weight), matched=False)
+
+
+def fold_norms(
+    weight: Tensor, bias: Tensor | None, norms: Sequence[_BatchNorm], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Stage 2 with its norms as part of its weights and biases, for norms that are fixed to their statistics.
+
+    Where nothing learns it is one kernel, which writes the type that is computed in; otherwise plain torch, in the type
+    of the weights.
+
+    Args:
+        weight: ``[ΣM, K2]``, of branches of one width.
+        bias: ``[T, K2]`` or None.
+        norms: Batch norms with statistics, one for each branch.
+        dtype: What stage 2 is computed in.
+
+    Returns:
+        Weights ``[ΣM, K2]`` and biases ``[T, K2]``.
+    """
+    parameters = [weight, bias, *(t for norm in norms for t in (norm.weight, norm.bias))]
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parameters)
+    if not learns and not torch.compiler.is_compiling():
+        from torch_dcl.kernels import fold  # noqa: PLC0415
+
+        with kernels.on_device_of(weight):
+            return fold.fold(weight, bias, norms, dtype)
+    scales, shifts = [], []
+    for t, norm in enumerate(norms):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        scale = (norm.running_var.float() + norm.eps).rsqrt()
+        shift = -norm.running_mean.float() if bias is None else bias[t].float() - norm.running_mean.float()
+        scale = scale if norm.weight is None else norm.weight.float() * scale
+        scales.append(scale)
+        shifts.append(shift * scale if norm.bias is None else torch.addcmul(norm.bias.float(), shift, scale))
+    by_branch = weight.view(len(norms), -1, weight.shape[1])
+    scaled = (by_branch * torch.stack(scales)[:, None]).view_as(weight)
+    return scaled.to(weight.dtype), torch.stack(shifts).to(weight.dtype)
 
 
 def _widest(dtype: torch.dtype) -> int:

@@ -154,7 +154,7 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
     P, N = len(y), weight.shape[1]
     if 0 < P <= _FEW and y.dtype != torch.float32:
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
-        tiles = _tiles(P, T)
+        tiles = _tiles(P, N, T)
         _kept_forward[(cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"]))](
             y, weight, bias, pre, z, P, N=N, M=y.shape[1] // T, T=T, PAIRS=pairs, BIAS=bias is not None,
             PRECISION="tf32", **constants(eps, 2 if pairs else T, y.dtype), **tiles,
@@ -175,9 +175,11 @@ _FEW = 512
 """Positions up to which the kernel is faster than one product of cuBLAS after the other, as measured on an H200."""
 
 
-def _tiles(P: int, T: int) -> dict[str, Any]:
+def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
     small = {64: (64, 32, 128, 4, 4), 128: (64, 64, 64, 4, 4), 256: (128, 64, 64, 4, 4)}
     BM, BN, BK, warps, stages = next((tiles for most, tiles in small.items() if most >= P), (128, 128, 64, 8, 3))
+    if P <= 128 and N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
+        BM, BN, BK, warps, stages = 64, 32, 64, 4, 3
     return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
 
 
@@ -205,10 +207,7 @@ def kept_backward(
 _VERY_FEW, _SMALL = 128, 2**19
 """Positions, and weights of two branches, up to which one kernel for all gradients is faster than cuBLAS's products.
 
-On an H200, for 100 positions: 6.2 µs against 11.3 for branches of 128 filters and 512 outputs, 11.1 against 13.2 for
-256 and 1024, but 36 against 16 for 512 and 2048; for 32 positions of 256 filters 10.5 against 12.7, and for 256 of
-them, with these tiles, 18.2 against 15.3. For three branches the products are faster. Between 100 and 256 positions
-nothing is measured; ``benchmarks/small.py`` does.
+Measured on an H200, see ``results/small.csv``. For three branches the products are faster.
 """
-_TILES = {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64, "num_warps": 8, "num_stages": 3}
+_TILES = {"YM": 16, "YN": 512, "WM": 128, "WN": 64, "BK": 64, "num_warps": 8, "num_stages": 1}
 """Of that kernel: positions, outputs and filters of a tile, for the branch outputs and for the weights."""

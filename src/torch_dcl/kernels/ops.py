@@ -23,6 +23,8 @@ def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
     if torch.compiler.is_compiling():
         compiled: Tensor = torch.ops.torch_dcl.fuse(list(pre), eps, pairs)
         return compiled
+    if not torch.is_grad_enabled():
+        return launch.fuse(list(pre), eps, pairs)
     z: Tensor = _Fuse.apply(eps, pairs, *pre)
     return z
 
@@ -36,8 +38,18 @@ def project(
     if torch.compiler.is_compiling():
         rows = launch.by_position(y, channels).contiguous()
         return launch.at_positions(y, channels, torch.ops.torch_dcl.project(rows, *parameters, *settings)[0])
+    if not torch.is_grad_enabled():
+        return _projected(y, weight, bias, channels, *settings)[0]
     z: Tensor = _Project.apply(y, *parameters, channels, *settings)
     return z
+
+
+def _projected(
+    y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """z, and the responses if they are kept."""
+    z, rows = _room(y, channels, weight.shape[1]), launch.by_position(y, channels).contiguous()
+    return z, launch.project(rows, weight, bias, launch.by_position(z, channels), T, eps, pairs, keep)
 
 
 def _room(y: Tensor, channels: int, N: int) -> Tensor:
@@ -85,8 +97,7 @@ class _Project(torch.autograd.Function):
         ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
         channels: int, T: int, eps: float, pairs: bool, keep: bool,
     ) -> Tensor:  # fmt: skip
-        z, rows = _room(y, channels, weight.shape[1]), launch.by_position(y, channels).contiguous()
-        pre = launch.project(rows, weight, bias, launch.by_position(z, channels), T, eps, pairs, keep)
+        z, pre = _projected(y, weight, bias, channels, T, eps, pairs, keep)
         ctx.save_for_backward(y, weight, bias, pre)
         ctx.channels, ctx.settings, ctx.wide = channels, (T, eps, pairs), wide is not None
         return z

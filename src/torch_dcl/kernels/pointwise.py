@@ -1,7 +1,7 @@
-"""What stands between the matrix products of stacked networks: the fusion, dropout, and the step of the optimiser.
+"""What stands between the matrix products of stacked networks: the fusion, dropout, the loss.
 
 One read of every value, one write. The first dimension is always the network, and what is a network's own (its key, its
-active branches, its learning rate) is looked up by it.
+active branches) is looked up by it.
 """
 
 import torch
@@ -14,7 +14,6 @@ from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "fuse_backward", "fuse_forward", "gather_images",
-    "sgd_",
 ]  # fmt: skip
 
 _BLOCK = 1024
@@ -125,43 +124,6 @@ def _dropout(x, seed, step, out, layer, size, threshold, scale, BLOCK: tl.conste
     # Half of the bits, so that the comparison is one of positive numbers wherever it is computed.
     keep = (drawn >> 1).to(tl.int32) >= threshold
     tl.store(out + e * size + i, tl.where(keep, value * scale, 0.0).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sgd(
-    p_all, m_all, g_all, low_all, lr_all, wd_all, clip_all, active_all, size, branch_size, lr_factor, wd_factor,
-    momentum,
-    NESTEROV: tl.constexpr, CLIP: tl.constexpr, LOW: tl.constexpr, HOLD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    e = tl.program_id(1).to(tl.int64)
-    lr = tl.load(lr_all + e)
-    if lr == 0:  # at rest: finished, or stopped
-        return
-    lr *= lr_factor
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    if HOLD:
-        branch = i // branch_size
-        first = tl.load(active_all + e * 2).to(tl.int32)
-        second = tl.load(active_all + e * 2 + 1).to(tl.int32)
-        inside = inside & ((branch == first) | (branch == second))
-    at = e * size + i
-    p = tl.load(p_all + at, mask=inside)
-    g = tl.load(g_all + at, mask=inside).to(tl.float32)
-    m = tl.load(m_all + at, mask=inside)
-    if CLIP:
-        g *= tl.load(clip_all + e)
-    g += tl.load(wd_all + e) * wd_factor * p
-    m = momentum * m + g
-    if NESTEROV:
-        g += momentum * m
-    else:
-        g = m
-    p -= lr * g
-    tl.store(p_all + at, p, mask=inside)
-    tl.store(m_all + at, m, mask=inside)
-    if LOW:
-        tl.store(low_all + at, p.to(low_all.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -278,21 +240,3 @@ def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tens
         x, seed, step, out, layer, size, int(p * 2**31), 1 / (1 - p), BLOCK=_BLOCK, **OPTIONS
     )
     return out
-
-
-def sgd_(
-    p: Tensor, m: Tensor, g: Tensor, low: Tensor | None, *, lr: Tensor, weight_decay: Tensor, clip: Tensor | None,
-    momentum: float, nesterov: bool, lr_factor: float = 1.0, wd_factor: float = 1.0,
-    active: Tensor | None = None, branches: int = 1,
-) -> None:  # fmt: skip
-    """One step of SGD on a stacked parameter ``[E, ...]`` in place, with its copy in a lower type written on the way.
-
-    A network whose learning rate is 0 is left as it is, momentum included. With ``active`` only the rows of the two
-    active branches move.
-    """
-    size = p[0].numel()
-    _sgd[(cdiv(size, _BLOCK), len(p))](
-        p, m, g, low, lr, weight_decay, clip, active, size, size // branches, lr_factor, wd_factor, momentum,
-        NESTEROV=nesterov, CLIP=clip is not None, LOW=low is not None, HOLD=active is not None, BLOCK=_BLOCK,
-        **OPTIONS,
-    )  # fmt: skip

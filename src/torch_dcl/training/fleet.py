@@ -23,7 +23,7 @@ from torch_dcl.training.inputs import Inputs
 from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
-from torch_dcl.training.sgd import sgd_
+from torch_dcl.training.sgd import Learning, sgd_
 from torch_dcl.training.stack import Stack
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
@@ -325,15 +325,16 @@ class Fleet:
             squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients if g is not None]
             norm = torch.stack(squares).sum(0).sqrt()
             scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
+        learning = []
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
-            if gradient is None:
-                continue
-            fusion, branches = self._held.get(name, (None, 1))
-            sgd_(
-                parameter, self._moments[name], gradient.contiguous(), rate, self._decay, scale,
-                self.momentum, self.nesterov, self._factors[name],
-                None if fusion is None else fusion.active, branches,
-            )  # fmt: skip
+            if gradient is not None:
+                fusion, branches = self._held.get(name, (None, 1))
+                active = None if fusion is None else fusion.active
+                learning.append(
+                    Learning(parameter, self._moments[name], gradient, self._factors[name], active, branches)
+                )
+        if learning:
+            sgd_(learning, rate, self._decay, scale, self.momentum, self.nesterov)
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph, after trying it with learning rates of 0, and leave no trace of the trial."""

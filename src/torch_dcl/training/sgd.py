@@ -1,28 +1,63 @@
 """One step of SGD on stacked parameters."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from torch_dcl import kernels
 from torch_dcl.training.operations import low_copy
 
-__all__ = ["sgd_"]
+__all__ = ["Learning", "sgd_"]
+
+
+class Learning(NamedTuple):
+    """A stacked parameter ``[E, ...]`` in a step."""
+
+    parameter: Tensor
+    moment: Tensor
+    gradient: Tensor
+    factors: tuple[float, float] = (1.0, 1.0)
+    """On the networks' learning rates and weight decays."""
+    active: Tensor | None = None
+    """The two branches of each network that move, ``[E, 2]``; None for all."""
+    branches: int = 1
 
 
 def sgd_(
-    p: Tensor, m: Tensor, g: Tensor, rate: Tensor, decay: Tensor, scale: Tensor | None,
-    momentum: float, nesterov: bool, factors: tuple[float, float], active: Tensor | None, branches: int,
-) -> None:  # fmt: skip
-    """One step of SGD in place, as torch.optim.SGD does it; a network at rate 0 and an idle branch stay as they are."""
-    lr_factor, wd_factor = factors
-    if kernels.usable(p):
-        from torch_dcl.kernels import pointwise  # noqa: PLC0415
+    parameters: Sequence[Learning], rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool
+) -> None:
+    """One step of SGD in place, as torch.optim.SGD does it; a network at rate 0 and an idle branch stay as they are.
 
-        pointwise.sgd_(
-            p.detach(), m, g, low_copy(p), lr=rate, weight_decay=decay, clip=scale, momentum=momentum,
-            nesterov=nesterov, lr_factor=lr_factor, wd_factor=wd_factor, active=active, branches=branches,
+    Args:
+        parameters: At least one.
+        rate: Learning rates, ``[E]``.
+        decay: Weight decays.
+        scale: What gradients are multiplied by; None for 1.
+        momentum: Of all.
+        nesterov: Whether momentum looks ahead.
+    """
+    if kernels.usable(parameters[0].parameter):
+        from torch_dcl.kernels import sgd  # noqa: PLC0415
+
+        sgd.sgd_(
+            [one.parameter.detach() for one in parameters], [one.moment for one in parameters],
+            [one.gradient.contiguous() for one in parameters], [low_copy(one.parameter) for one in parameters],
+            [one.factors[0] for one in parameters], [one.factors[1] for one in parameters],
+            [one.active for one in parameters], [one.branches for one in parameters],
+            lr=rate, weight_decay=decay, clip=scale, momentum=momentum, nesterov=nesterov,
         )  # fmt: skip
         return
+    for learning in parameters:
+        _move(learning, rate, decay, scale, momentum, nesterov)
+
+
+def _move(
+    learning: Learning, rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool
+) -> None:
+    parameter, m, g, (lr_factor, wd_factor), active, branches = learning
+    p = parameter.detach()
 
     def across(values: Tensor) -> Tensor:
         return values.view(-1, *(1,) * (p.dim() - 1))
@@ -34,11 +69,11 @@ def sgd_(
         moves = moves & drawn.view(*drawn.shape, *(1,) * (p.dim() - 2))
     if scale is not None:
         g = g * across(scale)
-    g = g + across(decay) * wd_factor * p.detach()
+    g = g + across(decay) * wd_factor * p
     fresh = momentum * m + g
     step = g + momentum * fresh if nesterov else fresh
     m.copy_(torch.where(moves, fresh, m))
-    p.detach().copy_(torch.where(moves, p.detach() - across(rate) * lr_factor * step, p.detach()))
-    copy = low_copy(p)
+    p.copy_(torch.where(moves, p - across(rate) * lr_factor * step, p))
+    copy = low_copy(parameter)
     if copy is not None:
-        copy.detach().copy_(p.detach())
+        copy.detach().copy_(p)
