@@ -363,29 +363,25 @@ def test_nothing_to_convert_is_an_answer():
 
 
 @pytest.mark.parametrize(
-    ("device", "unit", "whole", "told"),
+    ("whole", "captured", "told", "waits"),
     [
-        ("NVIDIA H200", (0.5, 1.5), (1.8, 5.0), "0.9 ms of forward, 1.5 ms of forward + backward."),
-        ("NVIDIA H200", (0.5, 1.5), (0.51, 5.0), "on the GPU: 1.5 ms of forward + backward."),
-        ("NVIDIA H200", (0.5, None), (1.8, None), "on the GPU: 0.9 ms of forward."),
-        ("NVIDIA H200", (1.2, 4.0), (1.21, 4.1), None),  # the units explain it
-        ("NVIDIA H200", (0.5, 1.5), (0.9, 2.0), None),  # it is not slower
-        ("cpu, 2 threads", (0.5, 1.5), (1.8, 5.0), None),
+        ((1.8, 5.0), (0.9, 3.0), "forward 0.9 → 0.9 ms (+0.0 %), forward + backward 3.5 → 3 ms (-14.3 %).", True),
+        ((0.9, 5.0), (0.8, 3.5), "forward 0.9 → 0.8 ms (-11.1 %), forward + backward 3.5 → 3.5 ms (+0.0 %).", True),
+        ((1.8, None), (0.45, None), "forward 0.9 → 0.45 ms (-50.0 %).", True),
+        ((1.8, 5.0), (1.8, 3.0), "forward 0.9 → 1.8 ms (+100.0 %), forward + backward 3.5 → 3 ms (-14.3 %).", False),
+        ((0.9, 2.0), (0.45, 1.75), "forward 0.9 → 0.45 ms (-50.0 %), forward + backward 3.5 → 1.75 ms", False),
+        ((1.8, 5.0), None, None, False),  # on a CPU, or where it cannot be captured
     ],
 )
-def test_a_network_that_is_slower_for_other_reasons_than_its_units_is_told_from_one_that_is_not(
-    device, unit, whole, told
-):
+def test_a_network_that_waits_for_launches_is_told_from_one_that_is_slower_by_itself(whole, captured, told, waits):
     plan = dcl.plan(nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4)), (512,))
-    plain = Timing(0.6, None if unit[1] is None else 2.0)
-    rows = [
-        replace(row, timings={"plain": plain, "dcl": Timing(*unit), "low_rank": plain})
-        for row in plan.rows
-        if row.selected
-    ]
-    network = {"plain": Timing(1.0, plain.full and 4.0), "dcl": Timing(*whole)}
-    text = str(replace(plan, rows=tuple(rows), device=device, timings=network))
-    assert ("Beyond the units' own time" in text) == (told is not None)
+    has_full = whole[1] is not None
+    network = {"plain": Timing(1.0, 4.0 if has_full else None), "dcl": Timing(*whole)}
+    if captured:
+        network |= {"plain, captured": Timing(0.9, 3.5 if has_full else None), "dcl, captured": Timing(*captured)}
+    text = str(replace(plan, device="NVIDIA H200", timings=network))
+    assert ("The same as CUDA graphs" in text) == (captured is not None)
+    assert ("compile the network, or capture it" in text) == waits
     assert (told or "") in text
 
 
@@ -417,6 +413,24 @@ def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
     asking = {**runs, "asks": lambda: x.sum().item()}
     assert measure._on_device(asking, x) is asking
     assert measure._on_device(runs, x)["alone"] is not runs["alone"], "a failed capture should leave no trace"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_on_a_gpu_a_network_is_timed_with_launches_and_without_unless_it_asks_the_cpu():
+    network = nn.Sequential(nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
+    plan = dcl.plan(network, (512,), batch=2, measure=True)
+    assert set(plan.timings) == {"plain", "dcl", "plain, captured", "dcl, captured"}
+    assert all(timing.forward > 0 and timing.full > timing.forward for timing in plan.timings.values())
+    assert "The same as CUDA graphs" in str(plan)
+
+    class Asks(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if y.sum().item() > 0 else -y
+
+    plan = dcl.plan(Asks(*network), (512,), batch=2, measure=True)
+    assert set(plan.timings) == {"plain", "dcl"}
 
 
 def test_convolutions_that_a_gpu_would_take_in_another_format_are_counted():

@@ -254,8 +254,11 @@ def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):
     first = torch.zeros(2, E, 5, dtype=torch.int16) if drawn else None
     mirrored = torch.zeros(E, 5, dtype=torch.bool) if drawn else None
     scale, shift = torch.ones(2, size[0])
-    found, theirs = inputs.cut_images(images, which, labels, which, index, first, mirrored, scale, shift, crop, dtype)
-    assert (found.shape, found.dtype) == ((E, 4, size[0], *crop), dtype)
-    assert (theirs.shape, theirs.dtype) == ((E, 4), torch.int64)
-    assert compiled == ["_cut"]
+    for mean in (None, torch.zeros(size)):
+        found, theirs = inputs.cut_images(
+            images, which, labels, which, index, first, mirrored, scale, shift, mean, crop, dtype
+        )
+        assert (found.shape, found.dtype) == ((E, 4, size[0], *crop), dtype)
+        assert (theirs.shape, theirs.dtype) == ((E, 4), torch.int64)
+    assert compiled == ["_cut", "_cut"]
     assert "fma.rn.f32" in made[0].asm["ptx"]

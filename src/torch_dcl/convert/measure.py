@@ -1,11 +1,12 @@
 """How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device.
 
 On a GPU a unit is timed as a CUDA graph, so that it is the GPU's time: in a network launches run ahead, or are captured
-or compiled away. The network itself is timed as it runs, launches included.
+or compiled away. The network itself is timed as it runs, launches included, and as a CUDA graph.
 """
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -68,7 +69,7 @@ def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call
 
 
 def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Timing]:
-    """Time the whole network, plain and converted, on the example, in eval mode."""
+    """Time the whole network, plain and converted, on the example, in eval mode; on a GPU also as CUDA graphs."""
     from torch_dcl.convert.apply import convert_  # noqa: PLC0415  (it imports the plan, which measures)
 
     converted = copy.deepcopy(model)
@@ -88,22 +89,32 @@ def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
         torch.autograd.grad(total, trainable[id(network)], allow_unused=True)
 
     trainable = {id(n): [p for p in n.parameters() if p.requires_grad] for n in networks.values()}
-    with evaluating(model), evaluating(converted):
-        forwards = race({name: lambda n=n: forward(n) for name, n in networks.items()})  # type: ignore[misc]
-        with torch.enable_grad():
-            differentiable = all(trainable.values()) and any(t.requires_grad for t in outputs(model))
-            fulls: Mapping[str, float] = {}
-            if differentiable:
-                fulls = race({name: lambda n=n: full(n) for name, n in networks.items()})  # type: ignore[misc]
-    return {name: Timing(forwards[name], fulls.get(name)) for name in networks}
+    runs: list[Mapping[str, Callable[[], None]]] = [{name: partial(forward, n) for name, n in networks.items()}]
+    with evaluating(model), evaluating(converted), torch.enable_grad():
+        if all(trainable.values()) and any(t.requires_grad for t in outputs(model)):
+            runs.append({name: partial(full, n) for name, n in networks.items()})
+        times = [race(run) for run in runs]
+        captured = [_captured(run, next(model.parameters()).device) for run in runs]
+        if all(captured):
+            for measured, graphs in zip(times, captured, strict=True):
+                measured |= {f"{name}, captured": ms for name, ms in race(graphs or {}).items()}
+    forwards, fulls = times if len(times) > 1 else (times[0], {})
+    return {name: Timing(ms, fulls.get(name)) for name, ms in forwards.items()}
 
 
 def _on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> Mapping[str, Callable[[], None]]:
     """The contenders as CUDA graphs on a GPU; as they are elsewhere, or where one of them cannot be captured."""
-    if not x.is_cuda:
-        return contenders
+    return _captured(contenders, x.device) or contenders
+
+
+def _captured(
+    contenders: Mapping[str, Callable[[], None]], device: torch.device
+) -> Mapping[str, Callable[[], None]] | None:
+    """The contenders as CUDA graphs; None where there are none, or where one of them cannot be captured."""
+    if device.type != "cuda":
+        return None
     graphs: dict[str, Callable[[], None]] = {}
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(device):
         for name, run in contenders.items():
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
@@ -114,9 +125,9 @@ def _on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> Mappi
             try:
                 with torch.cuda.graph(graph):
                     run()
-            except RuntimeError:  # something in it asks the CPU
+            except RuntimeError:  # something in it asks the CPU, or there is no memory for it
                 torch.cuda.synchronize()
-                return contenders
+                return None
             graphs[name] = graph.replay
     return graphs
 

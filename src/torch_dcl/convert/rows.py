@@ -111,7 +111,8 @@ class Plan:
     device: str | None = None
     """Where it was measured."""
     timings: Mapping[str, Timing] | None = None
-    """Of the whole network, "plain" and "dcl"; None after the selection has changed."""
+    """Of the whole network as it runs, "plain" and "dcl", and on a GPU "plain, captured" and "dcl, captured", as CUDA
+    graphs. None after the selection has changed."""
     modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
     """The layers that the rows speak of, for predicates; not part of the JSON."""
 

@@ -104,34 +104,24 @@ def _totals(plan: "Plan") -> str:
 def _network_latency(plan: "Plan") -> str:
     if plan.timings is None:
         return ""
-    plain, dcl = plan.timings["plain"], plan.timings["dcl"]
+    told, worst = _against(plan.timings["plain"], plan.timings["dcl"])
+    lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if worst > 1 else "")]
+    if "dcl, captured" in plan.timings:
+        told, captured = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
+        lines.append(f"The same as CUDA graphs, without launches: {told}.")
+        if worst > 1 >= captured:
+            lines.append("So it waits for launches, of which DCL has more: compile the network, or capture it.")
+    return "\n".join(lines)
+
+
+def _against(plain: "Timing", dcl: "Timing") -> tuple[str, float]:
+    """Both times before and after, and the larger ratio."""
     parts = [f"forward {_ms(plain.forward)} → {_ms(dcl.forward)} ms ({_change(dcl.forward, plain.forward)})"]
     worst = dcl.forward / plain.forward
     if plain.full is not None and dcl.full is not None:
         parts.append(f"forward + backward {_ms(plain.full)} → {_ms(dcl.full)} ms ({_change(dcl.full, plain.full)})")
         worst = max(worst, dcl.full / plain.full)
-    verdict = " The converted network is slower." if worst > 1 else ""
-    return f"Whole network on {plan.device}: {', '.join(parts)}.{verdict}" + (_launches(plan) if worst > 1 else "")
-
-
-def _launches(plan: "Plan") -> str:
-    """What of a network's change on a GPU is not its units': they are timed without launches, it is timed with them."""
-    timed = [row.timings for row in plan.selected if row.timings]
-    if plan.timings is None or not timed or str(plan.device).startswith("cpu"):
-        return ""
-    beyond = []
-    for i, what in enumerate(("forward", "forward + backward")):
-        pairs = [(t["plain"][i], t["dcl"][i]) for t in (plan.timings, *timed)]
-        whole, *units = [after - before for before, after in pairs if before and after] or [0.0]
-        if len(units) == len(timed) and whole - sum(units) > 0.05 * (pairs[0][0] or 0):
-            beyond.append(f"{_ms(whole - sum(units))} ms of {what}")
-    if not beyond:
-        return ""
-    return (
-        f"\nBeyond the units' own time on the GPU: {', '.join(beyond)}.\n"
-        "That is launches, which the units are timed without, and what else happens between them. A network that is\n"
-        "compiled or captured does not wait for launches."
-    )
+    return ", ".join(parts), worst
 
 
 def _slower(timings: "Mapping[str, Timing] | None") -> bool:

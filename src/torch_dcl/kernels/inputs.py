@@ -1,4 +1,4 @@
-"""Images of stacked networks as their inputs: looked up, cut, mirrored, scaled and shifted in one go, with the labels.
+"""Images of stacked networks as their inputs: looked up, cut, mirrored and normalised in one go, with the labels.
 
 What is computed is what `torch_dcl.training.inputs.Cutter` does in plain torch.
 """
@@ -26,7 +26,7 @@ def _reflected(at, LENGTH: tl.constexpr):
 
 @triton.jit
 def _cut(
-    images, image_of, labels, label_of, index, first, mirrored, scale, shift, out, out_labels, count, batch,
+    images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, count, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,8 +49,10 @@ def _cut(
     start = (tl.load(image_of + e) * count + place) * (C * H * W)
     at = (c * H + _reflected(top + row, H)) * W + _reflected(left + column, W)
     x = tl.load(images + start + at, mask=inside, other=0).to(tl.float32)
-    # Rounded once, as torch.addcmul does.
-    y = tl.fma(x, tl.load(scale + c, mask=inside, other=0.0), tl.load(shift + c, mask=inside, other=0.0))
+    if mean is not None:
+        y = x - tl.load(mean + at, mask=inside, other=0.0)
+    else:  # rounded once, as torch.addcmul does
+        y = tl.fma(x, tl.load(scale + c, mask=inside, other=0.0), tl.load(shift + c, mask=inside, other=0.0))
     tl.store(out + to * (C * ROWS * COLUMNS) + i, y.to(out.dtype.element_ty), mask=inside)
     if tl.program_id(2) == 0:
         tl.store(out_labels + to, tl.load(labels + tl.load(label_of + e) * count + place))
@@ -58,7 +60,7 @@ def _cut(
 
 def cut_images(
     images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, first: Tensor | None,
-    mirrored: Tensor | None, scale: Tensor, shift: Tensor, size: Sequence[int], dtype: torch.dtype,
+    mirrored: Tensor | None, scale: Tensor, shift: Tensor, mean: Tensor | None, size: Sequence[int], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``.
 
@@ -73,6 +75,7 @@ def cut_images(
         mirrored: Whether an image is mirrored, bool ``[E, N]``; None where ``first`` is.
         scale: What pixels are multiplied by, float32 ``[C]``.
         shift: What is added then.
+        mean: What is subtracted instead, float32 ``[C, H, W]``, or None.
         size: Height and width of the inputs, ``[h, w]``.
         dtype: Of the inputs; they are computed in float32.
     """
@@ -81,7 +84,7 @@ def cut_images(
     out = torch.empty(E, B, C, *size, dtype=dtype, device=images.device)
     out_labels = torch.empty(E, B, dtype=labels.dtype, device=images.device)
     _cut[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
-        images, image_of, labels, label_of, index, first, mirrored, scale, shift, out, out_labels, N, B,
+        images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, N, B,
         C=C, H=H, W=W, ROWS=size[0], COLUMNS=size[1], DRAWN=first is not None, BLOCK=_BLOCK, **OPTIONS,
     )  # fmt: skip
     return out, out_labels

@@ -101,10 +101,11 @@ class Cutter:
         self.pad, self.flip = inputs.pad, inputs.flip
         self.whole = tuple(shape) == self.size
         self._function: Callable[[Tensor], Tensor] | None = None
+        self._mean: Tensor | None = None
         scale, shift = torch.full(shape[:1], 1 / 255), torch.zeros(shape[:1])
         how = inputs.normalise
         if isinstance(how, Tensor):
-            self._function = _subtract(how, shape, device)
+            self._mean = _mean_image(how, shape, device)
         elif callable(how):
             self._function = how
         elif how is not None:
@@ -149,7 +150,7 @@ class Cutter:
         first, mirrored = (self._first, self._mirrored) if self.draws else (None, None)
         return cut_images(
             images, image_of, labels, label_of, index.contiguous(), first, mirrored, self._scale, self._shift,
-            self.size[1:], dtype,
+            self._mean, self.size[1:], dtype,
         )  # fmt: skip
 
     def training(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,11 +169,13 @@ class Cutter:
 
     def _whole_images(self, images: Tensor) -> Tensor:
         flat = images.flatten(0, 1)
+        if self._mean is not None:
+            return flat.float() - self._mean
         return flat if self._function is None else self._function(flat)
 
     def _finished(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Scale, then shift, in float32 whatever the type asked for."""
-        if self._function is None:
+        if self._function is None and self._mean is None:
             images = torch.addcmul(self._shift, images.float(), self._scale)
         return images.to(dtype).contiguous()
 
@@ -197,8 +200,7 @@ def _reflected(at: Tensor, length: int) -> Tensor:
     return (length - 1) - ((length - 1) - at.abs()).abs()
 
 
-def _subtract(mean: Tensor, shape: Sequence[int], device: torch.device) -> Callable[[Tensor], Tensor]:
+def _mean_image(mean: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     if tuple(mean.shape) != tuple(shape):
         raise ValueError(f"the mean image must have the shape of an image, {list(shape)}, got {list(mean.shape)}")
-    here = mean.to(device, torch.float32)
-    return lambda images: images.float() - here
+    return mean.to(device, torch.float32).contiguous()
