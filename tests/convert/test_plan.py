@@ -1,5 +1,6 @@
 """What a person expects of ``plan``: the right units, the right reasons, the right numbers."""
 
+import contextlib
 import copy
 import json
 from dataclasses import replace
@@ -412,7 +413,18 @@ def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
     assert measure._on_device(runs, x)["alone"] is not runs["alone"]
     asking = {**runs, "asks": lambda: x.sum().item()}
     assert measure._on_device(asking, x) is asking
+    assert torch.cuda.get_sync_debug_mode() == 0
     assert measure._on_device(runs, x)["alone"] is not runs["alone"], "a failed capture should leave no trace"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_random_numbers_outlive_a_capture_that_fails(monkeypatch):
+    x = torch.ones(3, device="cuda")
+    monkeypatch.setattr(measure, "_never_waiting", contextlib.nullcontext)
+    asking = {"asks": lambda: torch.rand_like(x).sum().item()}
+    assert measure._on_device(asking, x) is asking
+    assert 0 < torch.rand(1000, device="cuda").mean().item() < 1
 
 
 @pytest.mark.gpu

@@ -158,7 +158,10 @@ def test_lenets_on_digits_end_with_the_same_weights_alone_and_among_others():
     for i in range(3):
         alone = Fleet([networks[i]], [members[i]], data, **settings)
         alone.train()
-        assert worst_difference(fleet.network(i), alone.network(0)) < 1e-12
+        # How a product of one network is added up, and how one of three, differs on some CPUs in the last bits, which
+        # grow in fifty steps.
+        assert worst_difference(fleet.network(i), alone.network(0)) < 1e-10
+        assert worst_difference(networks[i].double(), alone.network(0)) > 1e-3
 
 
 @settings(max_examples=12)

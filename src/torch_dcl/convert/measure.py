@@ -4,8 +4,9 @@ On a GPU a unit is timed as a CUDA graph, so that it is the GPU's time: in a net
 or compiled away. The network itself is timed as it runs, launches included, and as a CUDA graph.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -118,18 +119,38 @@ def _captured(
         for name, run in contenders.items():
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(3):  # allocations, autotuning, compilation
-                    run()
-            torch.cuda.current_stream().wait_stream(stream)
             try:
+                with torch.cuda.stream(stream):
+                    for _ in range(3):  # allocations, autotuning, compilation
+                        run()
+                    with _never_waiting():
+                        run()
+                torch.cuda.current_stream().wait_stream(stream)
                 with torch.cuda.graph(graph):
                     run()
             except RuntimeError:  # something in it asks the CPU, or there is no memory for it
                 torch.cuda.synchronize()
+                _capture_nothing()
                 return None
             graphs[name] = graph.replay
     return graphs
+
+
+@contextlib.contextmanager
+def _never_waiting() -> Iterator[None]:
+    """Let torch raise what would make the CPU wait for the GPU: cheaper to find out so than by a capture that fails."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _capture_nothing() -> None:
+    """Put torch's random numbers right: after a capture that failed they think that it still goes on."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device="cuda")
 
 
 def _take_charge(network: nn.Module) -> None:

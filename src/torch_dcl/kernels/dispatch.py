@@ -133,8 +133,7 @@ def fold_norms(
 ) -> tuple[Tensor, Tensor]:
     """Stage 2 with its norms as part of its weights and biases, for norms that are fixed to their statistics.
 
-    Where nothing learns it is one kernel, which writes the type that is computed in; otherwise plain torch, in the type
-    of the weights.
+    One kernel, which writes the type that is computed in; plain torch, in the type of the weights, for a compiler.
 
     Args:
         weight: ``[ΣM, K2]``, of branches of one width.
@@ -145,9 +144,7 @@ def fold_norms(
     Returns:
         Weights ``[ΣM, K2]`` and biases ``[T, K2]``.
     """
-    parameters = [weight, bias, *(t for norm in norms for t in (norm.weight, norm.bias))]
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parameters)
-    if not learns and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         from torch_dcl.kernels import fold  # noqa: PLC0415
 
         with kernels.on_device_of(weight):
