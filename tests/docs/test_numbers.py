@@ -59,9 +59,18 @@ LAYERS = {
     "3×3 conv 512 → 512, 28×28, batch 64": ("conv512", "batch 8", "conv512-b8"),
     "3×3 conv 256 → 256, 56×56, batch 64": ("conv256",),
     "linear 9216 → 4096, batch 1024": ("fc-b1024", "batch 256", "fc-b256", "batch 32", "fc-b32", "batch 1", "fc-b1"),
-    "AlexNet with DCL in fc6, batch 256, a training step": ("alexnet-b256", "batch 32", "alexnet-b32"),
+    "AlexNet with DCL in fc6, batch 256, a training step": (
+        "alexnet-b256",
+        "batch 32",
+        "alexnet-b32",
+        "batch 256, all in bfloat16",
+        "alexnet-b256-pure",
+        "batch 32, all in bfloat16",
+        "alexnet-b32-pure",
+    ),
     "3×3 conv 512, three branches of 80, stochastic": ("conv512-t3s",),
     "3×3 conv 512, three branches of 80, deterministic": ("conv512-t3",),
+    "3×3 conv 512, batch 64, not in channels_last": ("conv512-contiguous",),
     "3×3 conv 512, batch 1": ("conv512-b1",),
     "1×1 conv 512 → 512, batch 64": ("conv512-1x1",),
 }
@@ -91,7 +100,7 @@ def test_the_speed_of_layers():
 
 
 def test_what_plan_measures_is_what_the_benchmark_does():
-    """The README says within 0.04 of the ratio of the two eager layers."""
+    """The README says within 0.05 of the ratio of the two eager layers."""
     times = {
         (row["case"], row["contender"]): row for row in results("layers.csv") if row["precision"] == "bfloat16"
     }  # fmt: skip
@@ -99,23 +108,46 @@ def test_what_plan_measures_is_what_the_benchmark_does():
     assert len(planned) >= 10
     for case in planned:
         eager = float(times[case, "dcl"]["full_ms"]) / float(times[case, "plain"]["full_ms"])
-        assert abs(float(times[case, "plan"]["full_ratio"]) - eager) <= 0.04, case
+        assert abs(float(times[case, "plan"]["full_ratio"]) - eager) <= 0.05, case
 
 
 def test_the_units_of_torchvisions_networks():
-    rows = [row for row in results("plan.csv") if row["contender"] == "dcl"]
-    units = {n: [float(r["full_ratio"]) for r in rows if r["network"] == n and r["unit"]] for n in ("vgg16", "alexnet")}
-    (text,) = re.findall(r"In torchvision's networks at batch 64.*?ResNet-50's \d+", " ".join(README))
-    of_resnet = [float(row["full_ratio"]) for row in rows if row["network"] == "resnet50" and row["unit"]]
-    vgg, alexnet = units["vgg16"], units["alexnet"]
-    assert max(vgg) < 1 < min(of_resnet)
-    text = text.replace("batch 64", "").replace("VGG16", "").replace("ResNet-50", "")
-    agree(text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), len(of_resnet))
-    whole = {row["network"]: row for row in rows if not row["unit"]}
-    (text,) = re.findall(r"neither compiled nor captured: (.*?)\. The latter", " ".join(README))
-    names = ("vgg16", "alexnet", "resnet50")
-    full, forward = ([float(whole[name][what]) for name in names] for what in ("full_ratio", "forward_ratio"))
-    agree(re.sub("VGG16|ResNet-50", "", text), full[0], forward[0], *full[1:])
+    rows = {(row["network"], row["unit"], row["contender"]): row for row in results("plan.csv")}
+
+    def units(network, contender, what):
+        return [float(r[what]) for (n, unit, c), r in rows.items() if (n, c) == (network, contender) and unit]
+
+    vgg, alexnet, resnet = (units(name, "dcl", "full_ratio") for name in ("vgg16", "alexnet", "resnet50"))
+    forward = units("resnet50", "dcl", "forward_ratio")
+    assert max(vgg) < 1 < min(resnet)
+    low_rank = units("resnet50", "low_rank", "full_ratio")
+    assert all(rival < own for rival, own in zip(low_rank, resnet, strict=True))
+    (text,) = re.findall(r"In torchvision's networks at batch 64.*?Whole networks", " ".join(README))
+    for name in ("batch 64", "VGG16", "ResNet-50"):
+        text = text.replace(name, "")
+    agree(
+        text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), len(resnet), len(resnet),
+        min(forward), max(forward),
+    )  # fmt: skip
+    page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
+    (text,) = re.findall(r"while they are trained, (.*?) in ResNet-50's units", page)
+    agree(text, min(resnet), max(resnet))
+
+
+def test_whole_networks():
+    rows = {(row["network"], row["contender"]): row for row in results("plan.csv") if not row["unit"]}
+    ways = {
+        "as it runs, neither compiled nor captured": ("dcl", "full_ratio"),
+        "as a CUDA graph": ("dcl, captured", "full_ratio"),
+        "forward, as it runs": ("dcl", "forward_ratio"),
+        "forward, as a CUDA graph": ("dcl, captured", "forward_ratio"),
+    }
+    shown = table_under("| | VGG16 | AlexNet | ResNet-50 |")
+    assert [row[0] for row in shown] == list(ways)
+    for name, *cells in shown:
+        contender, what = ways[name]
+        for network, cell in zip(("vgg16", "alexnet", "resnet50"), cells, strict=True):
+            agree(cell, float(rows[network, contender][what]))
 
 
 def test_the_start_from_trained_weights():

@@ -28,7 +28,8 @@ _ARCHITECTURES = 64
 
 
 _COMPILE: dict[str, Any] = {"shape_padding": False}
-"""A batch of a hundred is no multiple of eight. To pad it, as torch does by itself, takes longer than it saves here."""
+"""A batch of a hundred is no multiple of eight, and torch would pad it by kernels of their own. On an H200 the LeNet
+variant's three columns were 1 to 5 % faster without, BigNet's within 1 % of what they were, both against eager runs."""
 
 
 class SideBySide(nn.Module):
