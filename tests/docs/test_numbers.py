@@ -122,11 +122,13 @@ def test_the_units_of_torchvisions_networks():
     assert max(vgg) < 1 < min(resnet)
     low_rank = units("resnet50", "low_rank", "full_ratio")
     assert all(rival < own for rival, own in zip(low_rank, resnet, strict=True))
+    rivals = units("resnet50", "low_rank", "forward_ratio")
+    assert all(own < min(1, rival) for own, rival in zip(forward, rivals, strict=True))
     (text,) = re.findall(r"In torchvision's networks at batch 64.*?Whole networks", " ".join(README))
     for name in ("batch 64", "VGG16", "ResNet-50"):
         text = text.replace(name, "")
     agree(
-        text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), len(resnet), len(resnet),
+        text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), *[len(resnet)] * 3,
         min(forward), max(forward),
     )  # fmt: skip
     page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
