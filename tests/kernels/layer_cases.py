@@ -366,6 +366,28 @@ FOLDED = {
 CASES |= {f"folded norm, {name}": functools.partial(folded_case, *what) for name, what in FOLDED.items()}
 
 
+def folded_and_compiled_case(device, dtype):
+    """A compiled network folds by itself: plain torch in front of the kernel's operation, all in one graph."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    make, shape, memory = KINDS["conv"]
+    layer, x = make(**FOLDED["T=2 bias"][1]).eval(), torch.randn(shape)
+    _as_trained(layer)
+    layer = layer.to(dtype=dtype, memory_format=memory)
+    wide, layer = deepcopy(layer).double(), layer.to(device)
+    given = x.to(device, dtype, memory_format=memory)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with dispatch.watch() as ran, torch.no_grad():
+        z = compiled(given)
+    assert dict(ran) == {"project_and_fuse: kernel": 1}
+    with torch.no_grad(), dispatch.disabled():
+        expected, plain = wide(x.to(dtype).double()), layer(given)
+    return {"z": relative(z, expected), "z" + WITHOUT: relative(plain, expected)}
+
+
+CASES["folded norm, compiled"] = folded_and_compiled_case
+
+
 def unfolded_case(change, device, dtype):
     """A norm that does more than scale and shift is called, as it is without kernels."""
     torch.manual_seed(0)

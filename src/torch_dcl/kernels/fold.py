@@ -1,6 +1,6 @@
 """Batch norms that are fixed to their statistics, as part of the weights and biases in front of them: in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import triton
@@ -57,9 +57,13 @@ def fold(weight: Tensor, bias: Tensor | None, norms: Sequence[_BatchNorm], dtype
     out = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     out_bias = torch.empty(T, N, dtype=dtype, device=weight.device)
     _fold[(cdiv(N, _COLUMNS), T, cdiv(M, _ROWS))](
-        weight.contiguous(), None if bias is None else bias.contiguous(), tuple(norm.weight for norm in norms),
-        tuple(norm.bias for norm in norms), tuple(norm.running_mean for norm in norms),
-        tuple(norm.running_var for norm in norms), tuple(norm.eps for norm in norms), out, out_bias, N, M,
-        BM=_ROWS, BN=_COLUMNS, **OPTIONS,
+        weight.contiguous(), None if bias is None else bias.contiguous(),
+        _dense(norm.weight for norm in norms), _dense(norm.bias for norm in norms),
+        _dense(norm.running_mean for norm in norms), _dense(norm.running_var for norm in norms),
+        tuple(norm.eps for norm in norms), out, out_bias, N, M, BM=_ROWS, BN=_COLUMNS, **OPTIONS,
     )  # fmt: skip
     return out, out_bias
+
+
+def _dense(values: Iterable[Tensor | None]) -> tuple[Tensor | None, ...]:
+    return tuple(None if value is None else value.contiguous() for value in values)
