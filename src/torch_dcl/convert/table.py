@@ -104,24 +104,25 @@ def _totals(plan: "Plan") -> str:
 def _network_latency(plan: "Plan") -> str:
     if plan.timings is None:
         return ""
-    told, worst = _against(plan.timings["plain"], plan.timings["dcl"])
-    lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if worst > 1 else "")]
+    told, slower = _against(plan.timings["plain"], plan.timings["dcl"])
+    lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if slower else "")]
     if "dcl, captured" in plan.timings:
-        told, captured = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
+        told, by_itself = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
         lines.append(f"The same as CUDA graphs, without launches: {told}.")
-        if worst > 1 >= captured:
-            lines.append("So it waits for launches, of which DCL has more: compile the network, or capture it.")
+        waits = [what for what in slower if what not in by_itself]
+        if waits:
+            lines.append(f"It is launches that {' and '.join(waits)} waited for: compile the network, or capture it.")
     return "\n".join(lines)
 
 
-def _against(plain: "Timing", dcl: "Timing") -> tuple[str, float]:
-    """Both times before and after, and the larger ratio."""
-    parts = [f"forward {_ms(plain.forward)} → {_ms(dcl.forward)} ms ({_change(dcl.forward, plain.forward)})"]
-    worst = dcl.forward / plain.forward
-    if plain.full is not None and dcl.full is not None:
-        parts.append(f"forward + backward {_ms(plain.full)} → {_ms(dcl.full)} ms ({_change(dcl.full, plain.full)})")
-        worst = max(worst, dcl.full / plain.full)
-    return ", ".join(parts), worst
+def _against(plain: "Timing", dcl: "Timing") -> tuple[str, list[str]]:
+    """Both times before and after, and which of them got longer."""
+    parts, slower = [], []
+    for what, before, after in zip(("forward", "forward + backward"), plain, dcl, strict=True):
+        if before is not None and after is not None:
+            parts.append(f"{what} {_ms(before)} → {_ms(after)} ms ({_change(after, before)})")
+            slower += [what] if after > before else []
+    return ", ".join(parts), slower
 
 
 def _slower(timings: "Mapping[str, Timing] | None") -> bool:
