@@ -410,6 +410,14 @@ def test_measured_latencies_stand_beside_each_unit_and_the_network(strategy):
     assert dcl.Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_unit_is_timed_with_a_gradient_that_lies_in_memory_as_its_output_does():
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).to(memory_format=torch.channels_last)
+    x, seen = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last), []
+    network[1].register_full_backward_pre_hook(lambda _, grads: seen.append(grads[0]))
+    measure._full(network, x)()
+    assert [(g.shape, g.stride()) for g in seen] == [(network(x).shape, network(x).stride())]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
 def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():

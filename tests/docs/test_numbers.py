@@ -99,16 +99,17 @@ def test_the_speed_of_layers():
     assert len(marked) == sum(ratios[case, "dcl"][0] > 1 for case in shown)
 
 
-def test_what_plan_measures_is_what_the_benchmark_does():
-    """The README says within 0.05 of the ratio of the two eager layers."""
-    times = {
-        (row["case"], row["contender"]): row for row in results("layers.csv") if row["precision"] == "bfloat16"
-    }  # fmt: skip
-    planned = [case for case, contender in times if contender == "plan"]
-    assert len(planned) >= 10
-    for case in planned:
-        eager = float(times[case, "dcl"]["full_ms"]) / float(times[case, "plain"]["full_ms"])
-        assert abs(float(times[case, "plan"]["full_ratio"]) - eager) <= 0.05, case
+def test_what_plan_measures_beside_what_the_benchmark_does():
+    times = {(row["precision"], row["case"], row["contender"]): row for row in results("layers.csv")}
+    apart = []
+    for (*case, contender), row in times.items():
+        if contender == "plan":
+            dcl, plain = (float(times[*case, name]["full_ms"]) for name in ("dcl", "plain"))
+            apart.append(float(row["full_ratio"]) - dcl / plain)
+    assert len(apart) >= 15
+    assert min(apart) > 0
+    (text,) = re.findall(r"\(rows `plan`\) were (.*?) above those of the eager layers", " ".join(README))
+    agree(text, min(apart), max(apart))
 
 
 def test_the_units_of_torchvisions_networks():

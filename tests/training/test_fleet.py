@@ -152,15 +152,15 @@ def test_lenets_on_digits_end_with_the_same_weights_alone_and_among_others():
         for i, name in enumerate(("MNIST-II-01", "MNIST-II-03", "MNIST-II-01"))
     ]
     networks = [columns.build("A3S", 100, seed) for seed in range(3)]
-    settings = {"batch": 4, "precision": "float64"}
+    # In fifty steps of four images a difference of one part in four million grows to a few percent, and what two ways
+    # to add up a product leave in the last bits grows with it. In 25 of eight it grows a hundredfold.
+    settings = {"batch": 8, "precision": "float64"}
     fleet = Fleet(networks, members, data, **settings)
     fleet.train()
     for i in range(3):
         alone = Fleet([networks[i]], [members[i]], data, **settings)
         alone.train()
-        # How a product of one network is added up, and how one of three, differs on some CPUs in the last bits, which
-        # grow in fifty steps.
-        assert worst_difference(fleet.network(i), alone.network(0)) < 1e-10
+        assert worst_difference(fleet.network(i), alone.network(0)) < 1e-12
         assert worst_difference(networks[i].double(), alone.network(0)) > 1e-3
 
 

@@ -62,9 +62,9 @@ def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call
         x = x.contiguous(memory_format=torch.channels_last)
     forwards = {name: _forward(network.eval(), x) for name, network in networks.items()}
     forward = race(_on_device(forwards, x))
-    fulls = {name: _full(network.train(), x) for name, network in networks.items()}
     for network in networks.values():
         _take_charge(network)
+    fulls = {name: _full(network.train(), x) for name, network in networks.items()}
     full = race(_on_device(fulls, x))
     return {name: Timing(forward[name], full[name]) for name in networks}
 
@@ -169,10 +169,16 @@ def _forward(network: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def _full(network: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Forward and backward with a gradient that lies in memory as the output does, as it comes in a network.
+
+    That of a sum is one number seen from everywhere, which some layers read as it is and others copy first.
+    """
     x = x.clone().requires_grad_()
     inputs = [x, *(p for p in network.parameters() if p.requires_grad)]
+    with torch.no_grad():
+        grad = torch.randn_like(network(x))
 
     def run() -> None:
-        torch.autograd.grad(network(x).sum(), inputs)
+        torch.autograd.grad(network(x), inputs, grad)
 
     return run
