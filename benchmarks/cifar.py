@@ -15,8 +15,11 @@ and mirrorings drawn on the device, forward, loss, backward, SGD.
 
 All columns of a network, and its loader, are measured in turns in one process; the median of the rounds is kept.
 ``ratio_to_plain`` is the time of an image over that of the plain network's, both compiled or both not, so below 1 DCL
-is faster. ``minutes_full_recipe`` is for all networks of the row and 50,000 images an epoch. Floating-point operations
-are those of products and convolutions, forward and backward, counted by `torch.utils.flop_counter`.
+is faster; ``ratio_low`` and ``ratio_high`` are the least and the greatest of a round. ``minutes_full_recipe`` is for
+all networks of the row and 50,000 images an epoch. Floating-point operations are those of products and convolutions,
+forward and backward, counted by `torch.utils.flop_counter`.
+
+While it compiles, torch tries kernels on the GPU and keeps the fastest: let nothing else run there.
 """
 
 import argparse
@@ -43,9 +46,8 @@ from torch_dcl.training import Fleet, train_abreast
 
 FIELDS = [
     "column", "method", "networks", "batch", "precision", "stacked", "compile", "streams",
-    "epochs_per_s", "images_per_s",
-    "ratio_to_plain", "ratio_to_loader", "minutes_full_recipe", "tflops", "share_of_peak", "peak_gib", "images",
-    "rounds", "device", "torch",
+    "epochs_per_s", "images_per_s", "ratio_to_plain", "ratio_low", "ratio_high", "ratio_to_loader",
+    "minutes_full_recipe", "tflops", "share_of_peak", "peak_gib", "images", "rounds", "device", "torch",
 ]  # fmt: skip
 # Dense bfloat16 products, operations a second, from the makers' sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -137,7 +139,8 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     rows = []
     for who, seconds in median.items():
         speed = 1 / seconds  # images a second; `timed` gives seconds an image
-        plain = median.get(Contender("fleet", (network,), seeds, who.compiled))
+        plain = Contender("fleet", (network,), seeds, who.compiled)
+        ratios = [own / other for own, other in zip(times[who], times.get(plain, []), strict=False)]
         per_image = statistics.mean(operations(column, arguments.classes) for column in who.columns)
         together = who.seeds * len(who.columns)
         peak = arguments.peak or next(
@@ -149,7 +152,9 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
                 "precision": precision, "stacked": arguments.stacked and who != by_loader, "compile": who.compiled,
                 "streams": 1 if who == by_loader or arguments.stacked else min(seeds, arguments.streams),
                 "epochs_per_s": float(f"{speed / arguments.images:.4g}"), "images_per_s": round(speed),
-                "ratio_to_plain": round(seconds / plain, 3) if plain else "",
+                "ratio_to_plain": round(seconds / median[plain], 3) if ratios else "",
+                "ratio_low": round(min(ratios), 3) if ratios else "",
+                "ratio_high": round(max(ratios), 3) if ratios else "",
                 "ratio_to_loader": round(median[by_loader] / seconds, 2) if by_loader in median else "",
                 "minutes_full_recipe": round(recipe.schedule.epochs * 50_000 * together / speed / 60, 2),
                 "tflops": float(f"{speed * per_image / 1e12:.4g}"),

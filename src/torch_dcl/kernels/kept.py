@@ -75,7 +75,7 @@ def _response_gradient(grad, pre, p, n, t, P, eps, floor, N: tl.constexpr, QUICK
     """The rounded gradient of responses of branch t, of two, before their ReLU; zero beyond the last ones."""
     mask = (p < P)[:, None] & (n < N)[None, :]
     at = p[:, None] * N + n[None, :]
-    size = (tl.zeros((), tl.int64) + P) * N
+    size = P * N
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
     a = respond(tl.load(pre + at, mask=mask, other=0.0).to(tl.float32))
     b = respond(tl.load(pre + size + at, mask=mask, other=0.0).to(tl.float32))
@@ -93,9 +93,9 @@ def _output_gradient(
     total = tl.zeros((BM, BK), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
-        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
         inside = (k < M)[None, :] & (n < N)[:, None]
         weights = tl.load(w + (t * M + k)[None, :] * N + n[:, None], mask=inside, other=0.0)
+        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
         total = tl.dot(dpre, weights, total, input_precision=PRECISION)
     to = dy + p[:, None] * (2 * M) + t * M + k[None, :]
     tl.store(to, total.to(dy.dtype.element_ty), mask=(p < P)[:, None] & (k < M)[None, :])
@@ -111,10 +111,10 @@ def _weight_gradient(
     total = tl.zeros((BK, BN), tl.float32)
     biases = tl.zeros((BN,), tl.float32)
     for first in range(0, P, BM):
-        p = first + tl.arange(0, BM).to(tl.int64)
-        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
+        p = first + tl.arange(0, BM)
         inside = (k < M)[:, None] & (p < P)[None, :]
         rows = tl.load(y + p[None, :] * (2 * M) + t * M + k[:, None], mask=inside, other=0.0)
+        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
         total = tl.dot(rows, dpre, total, input_precision=PRECISION)
         biases += tl.sum(dpre.to(tl.float32), 0)
     to = dw + (t * M + k)[:, None] * N + n[None, :]
@@ -129,9 +129,13 @@ def _kept_backward(
     LARGEST: tl.constexpr, YM: tl.constexpr, YN: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A few filters of one of two branches: their outputs at a few positions, or (from program ``of_y``) weights."""
+    """A few filters of one of two branches: their outputs at a few positions, or (from program ``of_y``) weights.
+
+    What a product takes from memory is asked for before the gradients are formed, so that it comes meanwhile. Addresses
+    have 32 bits: `kept_backward` takes small layers alone here.
+    """
     FILTERS: tl.constexpr = (M + BK - 1) // BK
-    part = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(0)
     outputs = part < of_y
     part = tl.where(outputs, part, part - of_y)
     t, filters, tile = part % 2, part // 2 % FILTERS, part // 2 // FILTERS
@@ -179,7 +183,7 @@ def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
     small = {64: (64, 32, 128, 4, 4), 128: (64, 64, 64, 4, 4), 256: (128, 64, 64, 4, 4)}
     BM, BN, BK, warps, stages = next((tiles for most, tiles in small.items() if most >= P), (128, 128, 64, 8, 3))
     if P <= 128 and N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
-        BM, BN, BK, warps, stages = 64, 32, 64, 4, 3
+        BM, BN, BK, warps, stages = 64, 16, 64, 4, 4
     return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
 
 
