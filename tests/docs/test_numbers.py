@@ -1,4 +1,4 @@
-"""The figures of the README's tables are those of the files in results/, as far as they are rounded."""
+"""The figures of the README and of the page on speed are those of the files in results/, as far as they are rounded."""
 
 import csv
 import json
@@ -9,15 +9,16 @@ import pytest
 from tests.docs.pages import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+SPEED = (ROOT / "docs/speed.md").read_text(encoding="utf-8").splitlines()
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+)?")
 T_95 = {3: 4.3027, 5: 2.7764}  # of Student's distribution, by the number of seeds
 
 
-def table_under(header):
+def table_under(header, page=README):
     """The rows of the table with this first line, as cells without emphasis; an empty first cell is that above."""
-    (start,) = [number for number, line in enumerate(README) if line.startswith(header)]
+    (start,) = [number for number, line in enumerate(page) if line.startswith(header)]
     rows, first = [], ""
-    for line in README[start + 2 :]:
+    for line in [*page[start + 2 :], ""]:
         if not line.startswith("|"):
             return rows
         cells = [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
@@ -76,14 +77,15 @@ LAYERS = {
 }
 
 
-def test_the_speed_of_layers():
+@pytest.mark.parametrize("page", [README, SPEED], ids=["README", "speed"])
+def test_the_speed_of_layers(page):
     ratios = {
         (row["case"], row["contender"]): (float(row["full_ratio"]), float(row["forward_ratio"]))
         for row in results("layers.csv")
         if row["precision"] == "bfloat16"
     }
     shown, above = [], ""
-    for name, full, forward, low_rank, reference in table_under("| layer | DCL, forward + backward"):
+    for name, full, forward, low_rank, reference in table_under("| layer | DCL, forward + backward", page):
         if name.startswith("the same, "):
             case = dict(zip(LAYERS[above][1::2], LAYERS[above][2::2], strict=True))[name.removeprefix("the same, ")]
         else:
@@ -93,10 +95,31 @@ def test_the_speed_of_layers():
         agree(forward, ratios[case, "dcl"][1])
         for text, contender in ((low_rank, "low-rank"), (reference, "dcl-reference")):
             agree(text, *([ratios[case, contender][0]] if text != "–" else []))
-    assert sorted(shown) == sorted({case for case, _ in ratios})
+    does_not_pay = {case for case, contender in ratios if contender == "dcl" and ratios[case, contender][0] > 1}
+    assert does_not_pay <= set(shown)
+    if page is SPEED:
+        assert sorted(shown) == sorted({case for case, _ in ratios})
     # What does not pay is marked.
-    marked = [line for line in README if re.match(r"\| .*\| \*\*1\.\d\d\*\* \|", line)]
-    assert len(marked) == sum(ratios[case, "dcl"][0] > 1 for case in shown)
+    marked = [line for line in page if re.match(r"\| .*\| \*\*1\.\d\d\*\* \|", line)]
+    assert len(marked) == len(does_not_pay)
+
+
+def test_the_speed_of_layers_in_float32():
+    rows = {
+        (row["case"], row["contender"]): float(row["full_ratio"])
+        for row in results("layers.csv")
+        if row["precision"] == "float32"
+    }
+    (text,) = re.findall(r"In float32 with TF32: (.*?)\. - The arithmetic", " ".join(" ".join(SPEED).split()))
+    text = text.replace("at batch 1024 and 256", "")
+    agree(text, *(rows[c, who] for who in ("dcl", "low-rank") for c in ("conv512", "conv256", "fc-b1024", "fc-b256")))
+
+
+def test_the_bandwidth_of_the_fusion():
+    rows = [row for row in results("kernels.csv") if (row["precision"], row["mib"]) == ("bfloat16", "64")]
+    shares = [100 * float(row[key]) for row in rows for key in ("forward_share", "full_share")]
+    (text,) = re.findall(r"The fusion by itself moves (.*?) of the bytes a second", " ".join(SPEED))
+    agree(text, min(shares), max(shares))
 
 
 def test_what_plan_measures_beside_what_the_benchmark_does():
@@ -113,10 +136,10 @@ def test_what_plan_measures_beside_what_the_benchmark_does():
         return found
 
     both, forward = apart("full"), apart("forward")
-    text = " ".join(README)
-    (shown,) = re.findall(r"Its ratios \(rows `plan`\) are (.*?) of those of the eager layers", text)
+    text = " ".join(SPEED)
+    (shown,) = re.findall(r"its ratios \(rows `plan` of the file\) are (.*?) of those of the eager layers", text)
     agree(shown, max(abs(value) for value in both.values()))
-    (shown,) = re.findall(r"of the eager layers in this file, forward alone (.*?), but for", text)
+    (shown,) = re.findall(r"of the eager layers, forward alone (.*?), but for", text)
     batch_256 = [forward.pop((precision, "fc-b256")) for precision in ("bfloat16", "float32")]
     agree(shown, max(abs(value) for value in forward.values()))
     (shown,) = re.findall(r"the linear layer at batch 256, where it reads (.*?) more", text)
@@ -136,7 +159,7 @@ def test_the_units_of_torchvisions_networks():
     assert all(rival < own for rival, own in zip(low_rank, resnet, strict=True))
     rivals = units("resnet50", "low_rank", "forward_ratio")
     assert all(own < min(1, rival) for own, rival in zip(forward, rivals, strict=True))
-    (text,) = re.findall(r"In torchvision's networks at batch 64.*?Whole networks", " ".join(README))
+    (text,) = re.findall(r"In torchvision's networks at batch 64.*?Whole networks", " ".join(SPEED))
     for name in ("batch 64", "VGG16", "ResNet-50"):
         text = text.replace(name, "")
     agree(
@@ -156,12 +179,18 @@ def test_whole_networks():
         "forward, as it runs": ("dcl", "forward_ratio"),
         "forward, as a CUDA graph": ("dcl, captured", "forward_ratio"),
     }
-    shown = table_under("| | VGG16 | AlexNet | ResNet-50 |")
+    shown = table_under("| | VGG16 | AlexNet | ResNet-50 |", SPEED)
     assert [row[0] for row in shown] == list(ways)
     for name, *cells in shown:
         contender, what = ways[name]
         for network, cell in zip(("vgg16", "alexnet", "resnet50"), cells, strict=True):
             agree(cell, float(rows[network, contender][what]))
+    (text,) = re.findall(r"At batch 64, forward with backward as a CUDA graph(.*?)`plan\(measure", " ".join(README))
+    text = text.replace("VGG16", "").replace("ResNet-50", "")
+    whose = [
+        (network, contender) for contender in ("dcl, captured", "dcl") for network in ("vgg16", "alexnet", "resnet50")
+    ]
+    agree(text, *(float(rows[key]["full_ratio"]) for key in whose))
 
 
 def test_the_start_from_trained_weights():
@@ -264,15 +293,35 @@ def test_the_speed_of_table_2():
         *(float(row["ratio_to_loader"]) for row in (big, wide)),
         *(float(row["ratio_to_plain"]) for row in ratios),
     )  # fmt: skip
-    (shown,) = re.findall(r"One BigNet keeps the GPU(.*?): these networks", text)
-    shown = shown.replace("(989 TFLOP/s of dense products in bfloat16)", "")
-    agree(shown, *(100 * float(r["share_of_peak"]) for r in (big, three, wide)))
     (shown,) = re.findall(r"three BigNets (.*?) minutes, a pair of WRNs abreast (\d\.\d)\.", text)
     minutes = {(c["set"], c["column"]): c["minutes"] for c in results("table2.json")["cells"]}
-    big = [value for (_, column), value in minutes.items() if column.startswith("bignet")]
-    agree(shown[0], min(big), max(big))
+    of_bignet = [value for (_, column), value in minutes.items() if column.startswith("bignet")]
+    agree(shown[0], min(of_bignet), max(of_bignet))
     for data in ("cifar10", "cifar100"):
         agree(shown[1], minutes[data, "wrn"] + minutes[data, "wrn+dcl"])
+    (shown,) = re.findall(r"One BigNet keeps the GPU(.*?): these networks", " ".join(SPEED))
+    shown = shown.replace("(989 TFLOP/s of dense products in bfloat16)", "")
+    agree(shown, *(100 * float(r["share_of_peak"]) for r in (big, three, wide)))
+
+
+def test_the_training_of_table_2s_networks():
+    rows = {(row["column"], row["method"], row["compile"] == "True"): row for row in results("cifar.csv")}
+    shown = []
+    for name, *cells in table_under("| | images a second | compiled |", SPEED):
+        network, *variant = re.split(r", | by ", name)
+        ending = {"DCL": "+dcl", "three stochastic branches": "+dcl3s"}.get("".join(variant), "")
+        column, method = network.lower() + ending, "loader" if "by" in name.split() else "fleet"
+        if name.startswith("these"):
+            above = dict.fromkeys(column for column, method, _ in shown if method == "fleet")
+            column, method = " ".join(c for c in above if c.startswith(list(above)[-1].partition("+")[0])), "abreast"
+        for compiled, speed, ratio in zip((False, True), cells[:2], cells[2:], strict=True):
+            if speed:
+                row = rows[column, method, compiled]
+                shown.append((column, method, compiled))
+                assert abs(int(speed.replace(",", "")) / float(row["images_per_s"]) - 1) < 5e-3
+            if ratio:
+                agree(ratio, *(float(row[key]) for key in ("ratio_to_plain", "ratio_low", "ratio_high")))
+    assert sorted(shown) == sorted(rows)
 
 
 @pytest.mark.parametrize(
