@@ -19,7 +19,9 @@ is faster; ``ratio_low`` and ``ratio_high`` are the least and the greatest of a 
 all networks of the row and 50,000 images an epoch. Floating-point operations are those of products and convolutions,
 forward and backward, counted by `torch.utils.flop_counter`.
 
-While it compiles, torch tries kernels on the GPU and keeps the fastest: let nothing else run there.
+While it compiles, torch tries kernels on the GPU and keeps the fastest, not the same ones every time, and a step may
+differ by a hundredth for it. ``--compilations`` compiles each network so often, with trials of its own. All take turns;
+times are medians over all, and a ratio is between networks of the same compilation. Let nothing else run meanwhile.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch._inductor.utils
 from rows import write_rows
 from torch import nn
 from torch.nn import functional as F
@@ -47,7 +50,7 @@ from torch_dcl.training import Fleet, train_abreast
 FIELDS = [
     "column", "method", "networks", "batch", "precision", "stacked", "compile", "streams",
     "epochs_per_s", "images_per_s", "ratio_to_plain", "ratio_low", "ratio_high", "ratio_to_loader",
-    "minutes_full_recipe", "tflops", "share_of_peak", "peak_gib", "images", "rounds", "device", "torch",
+    "minutes_full_recipe", "tflops", "share_of_peak", "peak_gib", "images", "rounds", "compilations", "device", "torch",
 ]  # fmt: skip
 # Dense bfloat16 products, operations a second, from the makers' sheets.
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
@@ -65,6 +68,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bfloat16", "float32"])
     parser.add_argument("--stacked", action="store_true", help="networks of a fleet as one stack")
     parser.add_argument("--compile", nargs="+", default=["no", "yes"], choices=["no", "yes"])
+    parser.add_argument("--compilations", type=int, default=1, help="of each network, with trials of their own")
     parser.add_argument("--streams", type=int, default=8, help="networks of a fleet that run at a time")
     parser.add_argument("--loader", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1))
@@ -74,6 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
+    torch._inductor.config.autotune_local_cache = False  # no trials of an earlier process, which had other company
     data = random_images(arguments.images, arguments.classes)
     rows = []
     for network in arguments.networks:
@@ -92,6 +97,8 @@ class Contender(NamedTuple):
     columns: tuple[str, ...]
     seeds: int
     compiled: bool
+    turn: int = 0
+    """Which compilation of several."""
 
 
 def random_images(count: int, classes: int) -> Dataset:
@@ -111,17 +118,21 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     wanted = [column for column in wanted if column.removeprefix(network) in arguments.variants]
     ready: dict[Contender, Callable[[], int]] = {}
     peaks: dict[Contender, float | None] = {}
-    for compiled in [word == "yes" for word in arguments.compile]:
+    turns = [(word == "yes", turn) for word in arguments.compile for turn in range(_turns(word == "yes", arguments))]
+    for compiled, turn in turns:
+        if turn:
+            torch.compiler.reset()
+            torch._inductor.utils.clear_caches()
         how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
         fleets: list[Fleet] = []
         for column in wanted:
-            who = Contender("fleet", (column,), seeds, compiled)
+            who = Contender("fleet", (column,), seeds, compiled, turn)
             peaks[who] = _prepare(
                 ready, who, device,
                 lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into),
             )  # fmt: skip
         if len(fleets) > 1 and device.type == "cuda":
-            both = Contender("abreast", tuple(wanted), seeds, compiled)
+            both = Contender("abreast", tuple(wanted), seeds, compiled, turn)
             _prepare(ready, both, device, lambda fleets=fleets: abreast(fleets))
             peaks[both] = None  # its memory was taken before, by each fleet
     by_loader = Contender("loader", (network,), 1, compiled=False)
@@ -135,12 +146,13 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     for _ in range(arguments.rounds):
         for who, run in ready.items():
             times[who].append(timed(run, device))
-    median = {who: statistics.median(values) for who, values in times.items()}
+    by_a_loader = statistics.median(times[by_loader]) if by_loader in times else None
     rows = []
-    for who, seconds in median.items():
+    for who in [who for who in ready if who.turn == 0]:
+        seconds = statistics.median(_of_all_turns(times, who))
         speed = 1 / seconds  # images a second; `timed` gives seconds an image
-        plain = Contender("fleet", (network,), seeds, who.compiled)
-        ratios = [own / other for own, other in zip(times[who], times.get(plain, []), strict=False)]
+        plain = _of_all_turns(times, Contender("fleet", (network,), seeds, who.compiled))
+        ratios = [own / other for own, other in zip(_of_all_turns(times, who), plain, strict=False)]
         per_image = statistics.mean(operations(column, arguments.classes) for column in who.columns)
         together = who.seeds * len(who.columns)
         peak = arguments.peak or next(
@@ -152,19 +164,28 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
                 "precision": precision, "stacked": arguments.stacked and who != by_loader, "compile": who.compiled,
                 "streams": 1 if who == by_loader or arguments.stacked else min(seeds, arguments.streams),
                 "epochs_per_s": float(f"{speed / arguments.images:.4g}"), "images_per_s": round(speed),
-                "ratio_to_plain": round(seconds / median[plain], 3) if ratios else "",
+                "ratio_to_plain": round(statistics.median(ratios), 3) if ratios else "",
                 "ratio_low": round(min(ratios), 3) if ratios else "",
                 "ratio_high": round(max(ratios), 3) if ratios else "",
-                "ratio_to_loader": round(median[by_loader] / seconds, 2) if by_loader in median else "",
+                "ratio_to_loader": round(by_a_loader / seconds, 2) if by_a_loader else "",
                 "minutes_full_recipe": round(recipe.schedule.epochs * 50_000 * together / speed / 60, 2),
                 "tflops": float(f"{speed * per_image / 1e12:.4g}"),
                 "share_of_peak": round(speed * per_image / peak, 4) if peak else "",
                 "peak_gib": "" if peaks[who] is None else round(peaks[who], 2), "images": arguments.images,
-                "rounds": arguments.rounds,
+                "rounds": arguments.rounds, "compilations": _turns(who.compiled, arguments) if who.compiled else "",
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
             }
         )  # fmt: skip
     return rows
+
+
+def _turns(compiled: bool, arguments: argparse.Namespace) -> int:
+    return arguments.compilations if compiled else 1
+
+
+def _of_all_turns(times: dict[Contender, list[float]], who: Contender) -> list[float]:
+    """The times of a contender, whichever time it was compiled, one compilation's after the other's."""
+    return [value for other, values in times.items() if other._replace(turn=0) == who for value in values]
 
 
 def _prepare(ready: dict, who: Contender, device: torch.device, make) -> float | None:
