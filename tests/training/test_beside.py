@@ -357,6 +357,21 @@ def test_cudnn_may_choose_unless_the_same_bits_are_asked_for(asked, by_torch, mo
     assert (cudnn.benchmark, cudnn.deterministic) == (False, by_torch)
 
 
+@pytest.mark.parametrize("asked", ["not", "of the fleet", "of cuDNN", "of torch"])
+def test_who_asks_for_the_same_bits_gets_them_of_what_is_compiled_too(asked, monkeypatch):
+    """Torch tries on a GPU how a sum is formed fastest, and its bits are not the same then."""
+    found = []
+    monkeypatch.setattr(torch, "compile", lambda network, options: found.append(options) or network)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", asked == "of cuDNN")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: asked == "of torch")
+    Fleet(
+        [tiny()], [Member("one", "one", 0, 0.1, Schedule(1))], three_sets(), batch=4, stacked=False, compile=True,
+        deterministic=asked == "of the fleet",
+    )  # fmt: skip
+    assert [options["deterministic"] for options in found] == [asked != "not"]
+    assert set(found[0]) <= set(torch._inductor.config.get_config_copy())
+
+
 def test_every_architecture_of_a_process_is_compiled(monkeypatch):
     """Torch runs a forward pass uncompiled, with a warning, when it has compiled the same code eight times."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+import torch._inductor.utils
 from tests.training.test_beside import SMALL, learnt_otherwise, three_sets
 from tests.training.test_fleet import same_bits
 from torch import nn
@@ -136,3 +137,23 @@ def test_compiled_networks_are_captured_and_train_to_much_the_same():
     for i, network in enumerate(start):
         ends = [fleet.network(i).double() for fleet in (compiled, plain)]
         assert learnt_otherwise(*ends, network.double()) < 1e-3
+
+
+def test_a_checkpoint_of_compiled_networks_goes_on_bit_for_bit_though_they_are_compiled_anew(tmp_path):
+    def made():
+        torch.compiler.reset()
+        torch._inductor.utils.clear_caches()
+        with torch._inductor.config.patch(autotune_local_cache=False):
+            fleet = some("wide residual", epochs=4, compile=True)[0]
+            fleet.train(2)
+        return fleet
+
+    whole, before = made(), made()
+    whole.train()
+    before.save(tmp_path / "fleet")
+    torch.compiler.reset()
+    torch._inductor.utils.clear_caches()
+    after = some("wide residual", epochs=4, compile=True)[0]
+    after.load(tmp_path / "fleet")
+    after.train()
+    assert all(same_bits(whole.network(i), after.network(i)) for i in range(3))

@@ -47,6 +47,8 @@ class SideBySide(nn.Module):
         compile: Whether `torch.compile` makes each forward pass.
         streams: On a GPU, how many networks run at a time, each on a stream of its own. It does not change what is
             computed, and takes the memory of so many.
+        deterministic: Whether what is compiled must give the same bits every time. Otherwise torch tries on a GPU how
+            sums are formed fastest.
 
     Raises:
         ValueError: No network, or networks that differ in more than their weights.
@@ -57,12 +59,15 @@ class SideBySide(nn.Module):
     _networks: list[nn.Module]
     _run: list[Any]
 
-    def __init__(self, networks: Sequence[nn.Module], *, compile: bool = False, streams: int = 1) -> None:
+    def __init__(
+        self, networks: Sequence[nn.Module], *, compile: bool = False, streams: int = 1, deterministic: bool = False
+    ) -> None:
         super().__init__()
         _check_alike(networks)
         if streams < 1:
             raise ValueError(f"streams must be at least 1, got {streams}")
         self.size, self.compiles, self.streams = len(networks), compile, min(streams, len(networks))
+        self.deterministic = deterministic
         self._side: list[torch.cuda.Stream] = []
         self._flat: list[Tensor] = []
         self.body = deepcopy(networks[0])
@@ -134,8 +139,9 @@ class SideBySide(nn.Module):
                 keep_low_copy(parameter, dtype if lowers else None)
         self._flat[:] = _side_by_side_in_memory(self.body)
         self._networks[:] = [self._views(i) for i in range(self.size)]
+        options = _COMPILE | {"deterministic": self.deterministic}
         self._run[:] = [
-            torch.compile(network, options=_COMPILE) if self.compiles else network for network in self._networks
+            torch.compile(network, options=options) if self.compiles else network for network in self._networks
         ]
 
     def statistics(self) -> list[Tensor]:

@@ -59,9 +59,9 @@ class Fleet:
             device. Otherwise each network runs as the plain module that it is, of any layers, channels last.
         compile: Whether `torch.compile` makes the forward passes of networks that are not stacked.
         streams: How many networks that are not stacked run at a time on a GPU.
-        deterministic: Whether convolutions by cuDNN must give the same bits every time, as a checkpoint that goes on to
-            the same weights needs on a GPU. Otherwise it tries its algorithms and takes the fastest. Asking torch for
-            it (``torch.backends.cudnn.deterministic``) does as well.
+        deterministic: Whether convolutions by cuDNN, and what is compiled, must give the same bits every time, as a
+            checkpoint that goes on to the same weights needs on a GPU. Otherwise they try algorithms and take the
+            fastest. Asking torch for it (``torch.backends.cudnn.deterministic``) does as well.
 
     Raises:
         ValueError: Members, networks and data do not fit together.
@@ -93,14 +93,18 @@ class Fleet:
         if stacked and (compile or streams != 1):
             raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
-        self.deterministic = deterministic
+        self.deterministic = deterministic or _deterministic_by_torch()
         self.device = torch.device(device)
         if precision is None:
             precision = "bfloat16" if self.device.type == "cuda" else "float32"
         self.precision: Precision = precision
         self.compute = getattr(torch, precision)
         wide = torch.float64 if precision == "float64" else torch.float32
-        made = Stack(networks) if stacked else SideBySide(networks, compile=compile, streams=streams)
+        made = (
+            Stack(networks)
+            if stacked
+            else SideBySide(networks, compile=compile, streams=streams, deterministic=self.deterministic)
+        )
         self.stack: Stack | SideBySide = made.to(self.device, wide).train()
         self.stack.compute_in(self.compute)
         self.inputs, self.stacked = inputs, stacked
@@ -363,12 +367,16 @@ class Fleet:
         self._graph = graph
 
 
+def _deterministic_by_torch() -> bool:
+    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 @contextlib.contextmanager
 def convolutions(*, deterministic: bool) -> Iterator[None]:
     """Have cuDNN give the same bits every time, here or by torch's own settings; or take its fastest algorithms."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    same = deterministic or cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    same = deterministic or _deterministic_by_torch()
     cudnn.benchmark, cudnn.deterministic = not same, same
     try:
         yield
