@@ -19,9 +19,8 @@ is faster; ``ratio_low`` and ``ratio_high`` are the least and the greatest of a 
 all networks of the row and 50,000 images an epoch. Floating-point operations are those of products and convolutions,
 forward and backward, counted by `torch.utils.flop_counter`.
 
-While it compiles, torch tries kernels on the GPU and keeps the fastest, not the same ones every time, and a step may
-differ by a hundredth for it. ``--compilations`` compiles each network so often, with trials of its own. All take turns;
-times are medians over all, and a ratio is between networks of the same compilation. Let nothing else run meanwhile.
+``--compilations`` compiles each network so often (see ``trials.py``). All take turns; times are medians over all, and a
+ratio is between networks of the same compilation.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._inductor.utils
+import trials
 from rows import write_rows
 from torch import nn
 from torch.nn import functional as F
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    torch._inductor.config.autotune_local_cache = False  # no trials of an earlier process, which had other company
+    trials.inherit_none()
     data = random_images(arguments.images, arguments.classes)
     rows = []
     for network in arguments.networks:
@@ -121,8 +120,7 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     turns = [(word == "yes", turn) for word in arguments.compile for turn in range(_turns(word == "yes", arguments))]
     for compiled, turn in turns:
         if turn:
-            torch.compiler.reset()
-            torch._inductor.utils.clear_caches()
+            trials.forget()
         how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
         fleets: list[Fleet] = []
         for column in wanted:

@@ -13,6 +13,8 @@ AlexNet's cases are whole training steps with SGD, momentum and weight decay: as
 and `dcl`; eager ones are `plain-eager`, `dcl-eager`), with float32 weights under bf16 autocast, and in `-pure` with
 weights and momenta in bf16. The norms and the first convolution are the library's own in the plain network too, so
 that what the two have in common is as fast as we can make it.
+
+``--compilations`` compiles each contender that is compiled so often (see ``trials.py``); the median is over all.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+import trials
 from rows import write_rows
 from torch import nn
 
@@ -115,9 +118,11 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(CASES), help="all; in float32 the main ones")
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=list(PRECISIONS))
+    parser.add_argument("--compilations", type=int, default=1, help="of each contender, with trials of their own")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    trials.inherit_none()
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # of float32
     rows = []
@@ -133,7 +138,7 @@ def main() -> None:
 
 def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     torch.manual_seed(0)
-    torch.compiler.reset()
+    trials.forget()
     made, x, settings = CASES[case]()
     last = x.dim() == 4 and not case.endswith("-contiguous")
     layout = torch.channels_last if last else torch.contiguous_format
@@ -142,6 +147,7 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
     dtype = torch.float32 if mixed else PRECISIONS[precision]
     x = x.to("cuda", dtype).contiguous(memory_format=layout)
     ready: dict[str, nn.Module] = {}
+    compiled: dict[str, nn.Module] = {}
     for name, module in made.items():
         module = module.to("cuda", dtype, memory_format=layout).train()  # noqa: PLW2901
         if name == "dcl":
@@ -152,20 +158,26 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
                 raise SystemExit(f"{case}: the kernels were meant to run, but {dict(ran)}")
             if not training:
                 ready["dcl-reference"] = deepcopy(module)
-        compiled = torch.compile(deepcopy(module)) if arguments.compiled and name in ("plain", "dcl") else None
-        if training and compiled is not None:  # as whole networks are trained
-            ready |= {f"{name}-eager": module, name: compiled}
-        else:
-            ready |= {name: module} | ({f"{name}-compiled": compiled} if compiled is not None else {})
-    graphs = {name: capture(name, module, x, training=training, mixed=mixed) for name, module in ready.items()}
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in graphs}
+        both = arguments.compiled and name in ("plain", "dcl")
+        ready[f"{name}-eager" if training and both else name] = module
+        if both:  # under the plain name, as whole networks are trained
+            compiled[name if training else f"{name}-compiled"] = deepcopy(module)
+    graphs = [(name, *capture(name, module, x, training=training, mixed=mixed)) for name, module in ready.items()]
+    for turn in range(arguments.compilations):
+        if turn:
+            trials.forget()
+        for name, module in compiled.items():
+            again = torch.compile(deepcopy(module))
+            graphs.append((name, *capture(name, again, x, training=training, mixed=mixed)))
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*ready, *compiled)}
     for _ in range(arguments.rounds):
-        for name, (forward, full, _) in graphs.items():
+        for name, forward, full, _ in graphs:
             times[name][0].append(spent(forward))
             times[name][1].append(spent(full))
     median = {name: [statistics.median(values) for values in both] for name, both in times.items()}
     fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(2)]
-    found = [(name, both, fastest, f"{graphs[name][2]:.0f}") for name, both in median.items()]
+    peaks = {name: peak for name, _, _, peak in graphs}
+    found = [(name, both, fastest, f"{peaks[name]:.0f}") for name, both in median.items()]
     if settings is not None:
         timings = dcl.plan(made["plain"], example=x.detach(), measure=True, **settings).rows[0].timings
         if timings:  # a unit that is not worth converting is not timed
