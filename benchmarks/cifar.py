@@ -19,8 +19,7 @@ is faster; ``ratio_low`` and ``ratio_high`` are the least and the greatest of a 
 all networks of the row and 50,000 images an epoch. Floating-point operations are those of products and convolutions,
 forward and backward, counted by `torch.utils.flop_counter`.
 
-``--compilations`` compiles each network so often (see ``trials.py``). All take turns; times are medians over all, and a
-ratio is between networks of the same compilation.
+``--compilations`` compiles each network so often (see ``trials.py``). All take turns, and medians are over all.
 """
 
 import argparse
@@ -117,8 +116,8 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     wanted = [column for column in wanted if column.removeprefix(network) in arguments.variants]
     ready: dict[Contender, Callable[[], int]] = {}
     peaks: dict[Contender, float | None] = {}
-    turns = [(word == "yes", turn) for word in arguments.compile for turn in range(_turns(word == "yes", arguments))]
-    for compiled, turn in turns:
+    often = {"no": 1, "yes": arguments.compilations}
+    for compiled, turn in [(word == "yes", turn) for word in arguments.compile for turn in range(often[word])]:
         if turn:
             trials.forget()
         how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
@@ -162,7 +161,7 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
                 "precision": precision, "stacked": arguments.stacked and who != by_loader, "compile": who.compiled,
                 "streams": 1 if who == by_loader or arguments.stacked else min(seeds, arguments.streams),
                 "epochs_per_s": float(f"{speed / arguments.images:.4g}"), "images_per_s": round(speed),
-                "ratio_to_plain": round(statistics.median(ratios), 3) if ratios else "",
+                "ratio_to_plain": round(seconds / statistics.median(plain), 3) if ratios else "",
                 "ratio_low": round(min(ratios), 3) if ratios else "",
                 "ratio_high": round(max(ratios), 3) if ratios else "",
                 "ratio_to_loader": round(by_a_loader / seconds, 2) if by_a_loader else "",
@@ -170,15 +169,11 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
                 "tflops": float(f"{speed * per_image / 1e12:.4g}"),
                 "share_of_peak": round(speed * per_image / peak, 4) if peak else "",
                 "peak_gib": "" if peaks[who] is None else round(peaks[who], 2), "images": arguments.images,
-                "rounds": arguments.rounds, "compilations": _turns(who.compiled, arguments) if who.compiled else "",
+                "rounds": arguments.rounds, "compilations": arguments.compilations if who.compiled else "",
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__,
             }
         )  # fmt: skip
     return rows
-
-
-def _turns(compiled: bool, arguments: argparse.Namespace) -> int:
-    return arguments.compilations if compiled else 1
 
 
 def _of_all_turns(times: dict[Contender, list[float]], who: Contender) -> list[float]:

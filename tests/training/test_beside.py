@@ -23,7 +23,7 @@ from torch_dcl import DCLLinear, convert_
 from torch_dcl.models import bignet, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.models.bilinear import BilinearFusion
 from torch_dcl.training import Fleet, Inputs, Member, Schedule, SideBySide
-from torch_dcl.training.fleet import convolutions
+from torch_dcl.training.capture import convolutions
 from torch_dcl.training.operations import low_copy
 
 CLASSES = 4

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_dcl.data.draws import draw
 from torch_dcl.training import checkpoint, operations
 from torch_dcl.training.beside import SideBySide
+from torch_dcl.training.capture import convolutions, same_bits, scratch_of_its_own
 from torch_dcl.training.inputs import Inputs
 from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
@@ -93,7 +94,7 @@ class Fleet:
         if stacked and (compile or streams != 1):
             raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
-        self.deterministic = deterministic or _deterministic_by_torch()
+        self.deterministic = same_bits(deterministic)
         self.device = torch.device(device)
         if precision is None:
             precision = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -361,41 +362,10 @@ class Fleet:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._step.fill_(len(self._rates) - 1)
-        with _scratch_of_its_own(), torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
+        with scratch_of_its_own(), torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
             self._one_step()
         restore()
         self._graph = graph
-
-
-def _deterministic_by_torch() -> bool:
-    return torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
-
-
-@contextlib.contextmanager
-def convolutions(*, deterministic: bool) -> Iterator[None]:
-    """Have cuDNN give the same bits every time, here or by torch's own settings; or take its fastest algorithms."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    same = deterministic or _deterministic_by_torch()
-    cudnn.benchmark, cudnn.deterministic = not same, same
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
-
-
-@contextlib.contextmanager
-def _scratch_of_its_own() -> Iterator[None]:
-    """Have cuBLAS take scratch memory anew inside, and leave none behind.
-
-    Torch 2.11 keeps it for each stream, and all graphs are captured on the same one: products of several that run at a
-    time would write over each other's partial sums.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
