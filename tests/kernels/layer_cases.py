@@ -118,7 +118,7 @@ HALF = {
         (2, 70, 100, 40, 1e-25, False, False), (2, 70, 150, 40, 1e-2, True, False), (3, 70, 20, 40, 1e-3, True, False),
         (2, 3, 300, 40, 1e-2, True, True), (2, 150, 20, 65, 1e-2, False, True), (3, 150, 20, 65, 1e-3, True, True),
         (2, 300, 20, 65, 1e-2, True, True), (2, 100, 70, 130, 1e-2, True, True), (2, 1, 7, 1, 1e-2, False, True),
-        (2, 100, 20, 65, 1e-25, True, True),
+        (2, 100, 20, 65, 1e-25, True, True), (3, 100, 70, 130, 1e-3, True, True),
     ]
 }  # fmt: skip
 
@@ -216,7 +216,8 @@ LARGE = {
     for T, P, M, K2, keep in [
         (2, 50_177, 20, 7, False), (3, 50_177, 1, 1, False), (2, 3, 100, 1000, False), (3, 65, 100, 1023, False),
         (2, 70, 256, 48, False), (3, 70, 256, 48, False), (2, 70, 300, 48, False), (2, 50_177, 20, 7, True),
-        (3, 65, 100, 1023, True), (2, 784, 128, 512, False),
+        (3, 65, 100, 1023, True), (2, 784, 128, 512, False), (2, 128, 512, 2048, True), (2, 512, 256, 1024, True),
+        (3, 511, 100, 1000, True), (2, 200, 1024, 4096, True),
     ]
 }  # fmt: skip
 # Large enough for the kernels of Hopper GPUs, most of them with a last tile that is not full.

@@ -140,7 +140,7 @@ def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
 
 
 @pytest.mark.parametrize("T", [2, 3])
-@pytest.mark.parametrize("P", [1, 32, 256])
+@pytest.mark.parametrize("P", [1, 32, 256, 1024])
 def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P):
     from torch_dcl.kernels import kept
 
@@ -149,8 +149,10 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     pre = kept.kept_forward(y, weight, bias, z, T, 0.01, False)
     kept.kept_backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
     kept.kept_backward(z, y, weight, None, pre, T, 0.01, False, torch.bfloat16)
-    gradients = ["_kept_backward"] if T == 2 and P <= 128 else ["_fuse_backward"]
-    assert compiled == ["_kept_forward", *gradients, *gradients]
+    few = 256 if T == 2 else 128
+    forward = ["_kept_forward" if P <= few else "_fuse_forward"]
+    backward = ["_fuse_backward", *(["_kept_backward"] if P <= 512 else [])]
+    assert compiled == [*forward, *backward, *backward]
 
 
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])

@@ -2,8 +2,8 @@
 
 The products are cuBLAS's where there are enough positions to fill the GPU. For fewer one kernel forms the products of
 all branches side by side and fuses them at once, so that the work is divided further and nothing is launched twice.
-Backward is one kernel too where the layer is small: it forms the responses' gradients wherever it wants them, which
-takes less time than to launch a kernel for each of its products, as long as there are few.
+Backward too one kernel forms the products of all branches where the layer is small, behind the one that forms the
+gradients of the responses: to launch a kernel for each product would take longer.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels import pointwise
-from torch_dcl.kernels.arithmetic import constants, fused, gradients, respond
+from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond
 from torch_dcl.kernels.products import products
 from torch_dcl.kernels.project import by_branch, by_weights
 from torch_dcl.kernels.sizes import cdiv
@@ -71,40 +71,26 @@ def _kept_forward(
 
 
 @triton.jit
-def _response_gradient(grad, pre, p, n, t, P, eps, floor, N: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
-    """The rounded gradient of responses of branch t, of two, before their ReLU; zero beyond the last ones."""
-    mask = (p < P)[:, None] & (n < N)[None, :]
-    at = p[:, None] * N + n[None, :]
-    size = P * N
-    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    a = respond(tl.load(pre + at, mask=mask, other=0.0).to(tl.float32))
-    b = respond(tl.load(pre + size + at, mask=mask, other=0.0).to(tl.float32))
-    da, db, _ = gradients(g, a, b, b, eps, floor, 2, False, QUICK, LARGEST)
-    return tl.where(t == 0, da, db).to(grad.dtype.element_ty)
-
-
-@triton.jit
 def _output_gradient(
-    grad, w, pre, dy, p, k, t, P, eps, floor,
-    N: tl.constexpr, M: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
+    dpre, w, dy, p, k, t, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a few filters' outputs at a few positions."""
     total = tl.zeros((BM, BK), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        rows = tl.load(dpre + t * P * N + p[:, None] * N + n[None, :], mask=inside, other=0.0)
         inside = (k < M)[None, :] & (n < N)[:, None]
         weights = tl.load(w + (t * M + k)[None, :] * N + n[:, None], mask=inside, other=0.0)
-        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
-        total = tl.dot(dpre, weights, total, input_precision=PRECISION)
-    to = dy + p[:, None] * (2 * M) + t * M + k[None, :]
+        total = tl.dot(rows, weights, total, input_precision=PRECISION)
+    to = dy + p[:, None] * (T * M) + t * M + k[None, :]
     tl.store(to, total.to(dy.dtype.element_ty), mask=(p < P)[:, None] & (k < M)[None, :])
 
 
 @triton.jit
 def _weight_gradient(
-    grad, y, pre, dw, n, k, t, P, eps, floor,
-    N: tl.constexpr, M: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
+    dpre, y, dw, n, k, t, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a few filters' weights for a few outputs; give that of the outputs' biases."""
@@ -112,11 +98,12 @@ def _weight_gradient(
     biases = tl.zeros((BN,), tl.float32)
     for first in range(0, P, BM):
         p = first + tl.arange(0, BM)
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        responses = tl.load(dpre + t * P * N + p[:, None] * N + n[None, :], mask=inside, other=0.0)
         inside = (k < M)[:, None] & (p < P)[None, :]
-        rows = tl.load(y + p[None, :] * (2 * M) + t * M + k[:, None], mask=inside, other=0.0)
-        dpre = _response_gradient(grad, pre, p, n, t, P, eps, floor, N, QUICK, LARGEST)
-        total = tl.dot(rows, dpre, total, input_precision=PRECISION)
-        biases += tl.sum(dpre.to(tl.float32), 0)
+        rows = tl.load(y + p[None, :] * (T * M) + t * M + k[:, None], mask=inside, other=0.0)
+        total = tl.dot(rows, responses, total, input_precision=PRECISION)
+        biases += tl.sum(responses.to(tl.float32), 0)
     to = dw + (t * M + k)[:, None] * N + n[None, :]
     tl.store(to, total.to(dw.dtype.element_ty), mask=(k < M)[:, None] & (n < N)[None, :])
     return biases
@@ -124,28 +111,25 @@ def _weight_gradient(
 
 @triton.jit
 def _kept_backward(
-    grad, y, w, pre, dy, dw, dbias, P, of_y, eps, floor,
-    N: tl.constexpr, M: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, YM: tl.constexpr, YN: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dpre, y, w, dy, dw, dbias, P, of_y, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr,
+    YM: tl.constexpr, YN: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A few filters of one of two branches: their outputs at a few positions, or (from program ``of_y``) weights.
+    """A few filters of one branch: their outputs at a few positions, or (from program ``of_y``) their weights.
 
-    What a product takes from memory is asked for before the gradients are formed, so that it comes meanwhile. Addresses
-    have 32 bits: `kept_backward` takes small layers alone here.
+    Addresses have 32 bits: small layers alone come here.
     """
     FILTERS: tl.constexpr = (M + BK - 1) // BK
     part = tl.program_id(0)
     outputs = part < of_y
     part = tl.where(outputs, part, part - of_y)
-    t, filters, tile = part % 2, part // 2 % FILTERS, part // 2 // FILTERS
+    t, filters, tile = part % T, part // T % FILTERS, part // T // FILTERS
     k = filters * BK + tl.arange(0, BK)
     if outputs:
         p = tile * YM + tl.arange(0, YM)
-        _output_gradient(grad, w, pre, dy, p, k, t, P, eps, floor, N, M, QUICK, LARGEST, YM, YN, BK, PRECISION)
+        _output_gradient(dpre, w, dy, p, k, t, P, N, M, T, YM, YN, BK, PRECISION)
     else:
         n = tile * WN + tl.arange(0, WN)
-        biases = _weight_gradient(grad, y, pre, dw, n, k, t, P, eps, floor, N, M, QUICK, LARGEST, WM, WN, BK, PRECISION)
+        biases = _weight_gradient(dpre, y, dw, n, k, t, P, N, M, T, WM, WN, BK, PRECISION)
         if BIAS:
             tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=n < tl.where(filters == 0, N, 0))
 
@@ -156,7 +140,7 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
     A bias is added before a product is rounded, so that a response keeps its sign.
     """
     P, N = len(y), weight.shape[1]
-    if 0 < P <= _FEW and y.dtype != torch.float32:
+    if _forward_in_one(P, T) and y.dtype != torch.float32:
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
         tiles = _tiles(P, N, T)
         _kept_forward[(cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"]))](
@@ -175,16 +159,18 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
     return pre
 
 
-_FEW = 512
-"""Positions up to which the kernel is faster than one product of cuBLAS after the other, as measured on an H200."""
+def _forward_in_one(P: int, T: int) -> bool:
+    """Whether one kernel is faster than cuBLAS's products and a fusion; on an H200, see ``results/small.csv``."""
+    return 0 < P <= (256 if T == 2 else 128)
 
 
 def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
-    small = {64: (64, 32, 128, 4, 4), 128: (64, 64, 64, 4, 4), 256: (128, 64, 64, 4, 4)}
-    BM, BN, BK, warps, stages = next((tiles for most, tiles in small.items() if most >= P), (128, 128, 64, 8, 3))
-    if P <= 128 and N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
-        BM, BN, BK, warps, stages = 64, 16, 64, 4, 4
-    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
+    BM, BN, BK = 128 if P > 128 else 64, 64, 64
+    if P <= 64:
+        BN, BK = 32, 128
+    if P <= 128 and cdiv(P, 64) * N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
+        BN, BK = 16, 64
+    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": 4, "num_stages": 4 if T == 2 else 3}
 
 
 def kept_backward(
@@ -193,25 +179,25 @@ def kept_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The gradients of branch outputs, weights and biases, the latter two in ``dtype``, from the kept responses."""
     P, N = grad.shape
-    if T == 2 and 0 < P <= _VERY_FEW and weight.numel() <= _SMALL and y.dtype != torch.float32:
-        M, dy, dw = y.shape[1] // 2, torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
+    dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
+    if _backward_in_one(P, weight.numel()) and y.dtype != torch.float32:
+        M, dy, dw = y.shape[1] // T, torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
         dbias = None if bias is None else torch.empty_like(bias, dtype=dtype)
-        parts = 2 * cdiv(M, _TILES["BK"])
+        parts = T * cdiv(M, _TILES["BK"])
         of_y = cdiv(P, _TILES["YM"]) * parts
         _kept_backward[(of_y + cdiv(N, _TILES["WN"]) * parts,)](
-            grad, y, weight, pre, dy, dw, dbias, P, of_y, N=N, M=M, BIAS=bias is not None, PRECISION="tf32",
-            **constants(eps, 2, y.dtype), **_TILES,
+            dpre, y, weight, dy, dw, dbias, P, of_y, N=N, M=M, T=T, BIAS=bias is not None, PRECISION="tf32",
+            **_TILES, **OPTIONS,
         )  # fmt: skip
         return dy, dw, dbias
-    dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
     dw = products(by_branch(y, T).transpose(1, 2), dpre, dtype).view_as(weight)
     return by_weights(dpre, weight), dw, None if bias is None else dpre.sum(1, dtype=dtype)
 
 
-_VERY_FEW, _SMALL = 128, 2**19
-"""Positions, and weights of two branches, up to which one kernel for all gradients is faster than cuBLAS's products.
+def _backward_in_one(P: int, weights: int) -> bool:
+    """Whether one kernel is faster than cuBLAS's products one by one; on an H200, see ``results/small.csv``."""
+    return 0 < P <= 512 and weights <= 2**21 and P * weights <= 2**28
 
-Measured on an H200, see ``results/small.csv``. For three branches the products are faster.
-"""
-_TILES = {"YM": 16, "YN": 512, "WM": 128, "WN": 64, "BK": 64, "num_warps": 8, "num_stages": 1}
+
+_TILES = {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
 """Of that kernel: positions, outputs and filters of a tile, for the branch outputs and for the weights."""
