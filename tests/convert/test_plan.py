@@ -423,11 +423,12 @@ def test_a_unit_is_timed_with_a_gradient_that_lies_in_memory_as_its_output_does(
 def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
     x = torch.ones(3, device="cuda")
     runs = {"alone": lambda: x.mul_(1)}
-    assert measure._on_device(runs, x)["alone"] is not runs["alone"]
+    assert measure._captured(runs, x.device)
     asking = {**runs, "asks": lambda: x.sum().item()}
-    assert measure._on_device(asking, x) is asking
+    assert measure._captured(asking, x.device) is None
+    assert set(measure._race_on_device(asking, x)) == {"alone", "asks"}
     assert torch.cuda.get_sync_debug_mode() == 0
-    assert measure._on_device(runs, x)["alone"] is not runs["alone"], "a failed capture should leave no trace"
+    assert measure._captured(runs, x.device), "a failed capture should leave no trace"
 
 
 @pytest.mark.gpu
@@ -436,7 +437,7 @@ def test_random_numbers_outlive_a_capture_that_fails(monkeypatch):
     x = torch.ones(3, device="cuda")
     monkeypatch.setattr(measure, "_never_waiting", contextlib.nullcontext)
     asking = {"asks": lambda: torch.rand_like(x).sum().item()}
-    assert measure._on_device(asking, x) is asking
+    assert measure._captured(asking, x.device) is None
     assert 0 < torch.rand(1000, device="cuda").mean().item() < 1
 
 

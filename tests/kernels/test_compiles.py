@@ -149,8 +149,7 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     pre = kept.kept_forward(y, weight, bias, z, T, 0.01, False)
     kept.kept_backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
     kept.kept_backward(z, y, weight, None, pre, T, 0.01, False, torch.bfloat16)
-    few = 256 if T == 2 else 128
-    forward = ["_kept_forward" if P <= few else "_fuse_forward"]
+    forward = ["_kept_forward" if P <= 128 or (T == 2 and P <= 512) else "_fuse_forward"]
     backward = ["_fuse_backward", *(["_kept_backward"] if P <= 512 else [])]
     assert compiled == [*forward, *backward, *backward]
 

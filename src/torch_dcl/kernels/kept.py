@@ -161,7 +161,7 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
 
 def _forward_in_one(P: int, T: int) -> bool:
     """Whether one kernel is faster than cuBLAS's products and a fusion; on an H200, see ``results/small.csv``."""
-    return 0 < P <= (256 if T == 2 else 128)
+    return 0 < P <= (512 if T == 2 else 128)
 
 
 def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
