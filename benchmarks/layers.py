@@ -4,7 +4,10 @@
 
 bf16 weights and activations (or float32 with TF32), cudnn.benchmark on, channels_last but for `-contiguous`, which is
 torch's default. Forward, and forward with backward, are captured as CUDA graphs, so that the time is the GPU's; medians
-of rounds in which the contenders take turns. The ratio is always to the fastest plain variant of the case, eager or
+of rounds in which the contenders take turns, each for a few replays and with a pause behind them. Without pauses large
+products reach the GPU's power limit and its clock goes down, for one contender by what the others take. How a step does
+at that limit is measured by itself: ``sustained`` is the contender alone, replayed without a pause for a quarter of a
+second, the second half of it. The ratio is always to the fastest plain variant of the case, eager or
 compiled. `dcl` is the layer as a user gets it, and the run fails if its kernels did not run; `dcl-reference` is the
 same without them. `plan` is what ``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain
 layer. `tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
@@ -19,7 +22,9 @@ that what the two have in common is as fast as we can make it.
 
 import argparse
 import importlib.util
+import math
 import statistics
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -34,7 +39,7 @@ from torch_dcl.kernels import dispatch
 from torch_dcl.models import alexnet, count_weights, variant_plan
 
 COLUMNS = ["case", "contender", "precision", "forward_ms", "full_ms", "forward_ratio", "full_ratio", "peak_mib"]
-COLUMNS += ["device", "torch"]
+COLUMNS += ["sustained_ms", "sustained_ratio", "compilations", "device", "torch"]
 QUARTERS = {"branches": 2, "ratio": 1 / 4}
 
 
@@ -169,13 +174,8 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
         for name, module in compiled.items():
             again = torch.compile(deepcopy(module))
             graphs.append((name, *capture(name, again, x, training=training, mixed=mixed)))
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in (*ready, *compiled)}
-    for _ in range(arguments.rounds):
-        for name, forward, full, _ in graphs:
-            times[name][0].append(spent(forward))
-            times[name][1].append(spent(full))
-    median = {name: [statistics.median(values) for values in both] for name, both in times.items()}
-    fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(2)]
+    median = in_turns(graphs, arguments.rounds)
+    fastest = [min(median[name][i] for name in median if name.startswith("plain")) for i in range(3)]
     peaks = {name: peak for name, _, _, peak in graphs}
     found = [(name, both, fastest, f"{peaks[name]:.0f}") for name, both in median.items()]
     if settings is not None:
@@ -186,10 +186,13 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
         {
             "case": case, "contender": name, "precision": precision,
             "forward_ms": f"{forward:.4f}", "full_ms": f"{full:.4f}",
-            "forward_ratio": f"{forward / beside[0]:.3f}", "full_ratio": f"{full / beside[1]:.3f}",
-            "peak_mib": peak, "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "forward_ratio": f"{forward / beside[0]:.3f}", "full_ratio": f"{full / beside[1]:.3f}", "peak_mib": peak,
+            "sustained_ms": f"{limit[0]:.4f}" if limit else "",
+            "sustained_ratio": f"{limit[0] / beside[2]:.3f}" if limit else "",
+            "compilations": arguments.compilations if name in compiled else "",
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__,
         }
-        for name, (forward, full), beside, peak in found
+        for name, (forward, full, *limit), beside, peak in found
     ]  # fmt: skip
 
 
@@ -248,6 +251,18 @@ def capture(name: str, module: nn.Module, x: torch.Tensor, *, training: bool, mi
     return graphs[0], graphs[1], peak
 
 
+def in_turns(graphs: list[tuple], rounds: int) -> dict[str, list[float]]:
+    """Median milliseconds of each contender, over all its compilations: forward, full, and full at the power limit."""
+    times: dict[str, tuple[list[float], ...]] = {name: ([], [], []) for name, *_ in graphs}
+    for _ in range(rounds):
+        for name, forward, full, _ in graphs:
+            times[name][0].append(spent(forward))
+            times[name][1].append(spent(full))
+    for name, _, full, _ in graphs:
+        times[name][2].append(sustained(full, statistics.median(times[name][1])))
+    return {name: [statistics.median(values) for values in measured] for name, measured in times.items()}
+
+
 def no_grad(work: Callable) -> Callable:
     def run() -> None:
         with torch.no_grad():
@@ -257,9 +272,24 @@ def no_grad(work: Callable) -> Callable:
 
 
 def spent(graph: torch.cuda.CUDAGraph, repeats: int = 5) -> float:
-    """Milliseconds of one replay."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Milliseconds of one replay; with a pause twice as long as all of them, so that power stays below its limit."""
     graph.replay()
+    ms = replayed(graph, repeats)
+    time.sleep(2 * (repeats + 1) * ms / 1000)
+    return ms
+
+
+def sustained(graph: torch.cuda.CUDAGraph, ms: float, seconds: float = 0.25) -> float:
+    """Milliseconds of one replay in the second half of so many seconds."""
+    repeats = math.ceil(500 * seconds / ms)
+    for _ in range(repeats):
+        graph.replay()
+    return replayed(graph, repeats)
+
+
+def replayed(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Milliseconds of one replay of several in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repeats):
         graph.replay()

@@ -217,7 +217,7 @@ LARGE = {
         (2, 50_177, 20, 7, False), (3, 50_177, 1, 1, False), (2, 3, 100, 1000, False), (3, 65, 100, 1023, False),
         (2, 70, 256, 48, False), (3, 70, 256, 48, False), (2, 70, 300, 48, False), (2, 50_177, 20, 7, True),
         (3, 65, 100, 1023, True), (2, 784, 128, 512, False), (2, 128, 512, 2048, True), (2, 512, 256, 1024, True),
-        (3, 511, 100, 1000, True), (2, 200, 1024, 4096, True),
+        (3, 511, 100, 1000, True), (2, 400, 1024, 4096, True),
     ]
 }  # fmt: skip
 # Large enough for the kernels of Hopper GPUs, most of them with a last tile that is not full.

@@ -165,12 +165,14 @@ def _forward_in_one(P: int, T: int) -> bool:
 
 
 def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
-    BM, BN, BK = 128 if P > 128 else 64, 64, 64
-    if P <= 64:
+    BM, BN, BK, warps, stages = 128 if P > 128 else 64, 64, 64, 4, 4
+    if P > 256 and N > 2048:  # many tiles: larger ones move less
+        BN, warps, stages = 128, 8, 3
+    elif P <= 128 and cdiv(P, 64) * N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
+        BN = 16
+    elif P <= 64:
         BN, BK = 32, 128
-    if P <= 128 and cdiv(P, 64) * N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
-        BN, BK = 16, 64
-    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": 4, "num_stages": 4 if T == 2 else 3}
+    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
 
 
 def kept_backward(
