@@ -122,28 +122,32 @@ def test_the_bandwidth_of_the_fusion():
     agree(text, min(shares), max(shares))
 
 
+def test_the_speed_of_layers_at_the_power_limit():
+    rows = {(row["precision"], row["case"]): row for row in results("layers.csv") if row["contender"] == "dcl"}
+    (text,) = re.findall(r"replayed for a quarter of a second: (.*?) for AlexNet", " ".join(SPEED))
+    cases = ("conv512", "conv256", "fc-b1024", "fc-b256", "alexnet-b256", "alexnet-b32")
+    agree(
+        text.replace("at batch 1024 and 256", ""),
+        *(float(rows["bfloat16", case]["sustained_ratio"]) for case in cases),
+    )
+
+
 def test_what_plan_measures_beside_what_the_benchmark_does():
     times = {(row["precision"], row["case"], row["contender"]): row for row in results("layers.csv")}
+    planned = [case for *case, contender in times if contender == "plan"]
+    assert len(planned) >= 15
 
-    def apart(what):
-        """How much the plan's ratio is above that of the two eager layers, by case."""
-        found = {}
-        for (*case, contender), row in times.items():
-            if contender == "plan":
-                dcl, plain = (float(times[*case, name][f"{what}_ms"]) for name in ("dcl", "plain"))
-                found[tuple(case)] = float(row[f"{what}_ratio"]) - dcl / plain
-        assert len(found) >= 15
-        return found
+    def apart(what, *, pauses):
+        """How far the plan's ratio is from that of the two eager layers, at most."""
+        return max(
+            abs(float(times[*case, "plan"][f"{what}_ratio"]) - float(dcl[f"{what}_ms"]) / float(plain[f"{what}_ms"]))
+            for case in planned
+            for dcl, plain in [[times[*case, name] for name in ("dcl", "plain")]]
+            if bool(dcl["sustained_ms"]) == pauses
+        )
 
-    both, forward = apart("full"), apart("forward")
-    text = " ".join(SPEED)
-    (shown,) = re.findall(r"its ratios \(rows `plan` of the file\) are (.*?) of those of the eager layers", text)
-    agree(shown, max(abs(value) for value in both.values()))
-    (shown,) = re.findall(r"of the eager layers, forward alone (.*?), but for", text)
-    batch_256 = [forward.pop((precision, "fc-b256")) for precision in ("bfloat16", "float32")]
-    agree(shown, max(abs(value) for value in forward.values()))
-    (shown,) = re.findall(r"the linear layer at batch 256, where it reads (.*?) more", text)
-    agree(shown.replace("TF32", ""), *batch_256)
+    (shown,) = re.findall(r"its ratios \(rows `plan` of the file\) are (.*?) where the benchmark", " ".join(SPEED))
+    agree(shown, *(apart(what, pauses=pauses) for pauses in (True, False) for what in ("full", "forward")))
 
 
 def test_the_units_of_torchvisions_networks():
