@@ -1,10 +1,10 @@
-"""The second stage of a small linear layer: one kernel each way, against the products of cuBLAS one by one.
+"""The second stage of a linear layer at few positions: one kernel for its products, against cuBLAS's one by one.
 
     python benchmarks/small.py --out results/small.csv
 
-Both ways are forced in turn, whatever the layer would choose (`torch_dcl.kernels.kept`), in bfloat16, with
-gradients of the weights in bfloat16, as a fleet has them, and in float32, as autocast has them. Microseconds of the
-GPU, captured as a CUDA graph; medians. Below 1 the kernel is faster; ``chosen`` says what the layer takes.
+Both ways are forced in turn, whatever the layer would choose (`torch_dcl.kernels.kept`), in bfloat16, with gradients
+of the weights in bfloat16, as a fleet has them, and in float32, as autocast has them. Microseconds of the GPU, captured
+as a CUDA graph; medians. Below 1 the kernel is faster; ``chosen`` says what the layer takes.
 """
 
 import argparse
