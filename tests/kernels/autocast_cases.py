@@ -108,7 +108,7 @@ for _T in (2, 3):
         for _bias in (True, False):
             name = f"kept T={_T} P={_P}{' bias' if _bias else ''}"
             CASES[name] = functools.partial(kept_case, _T, _P, _bias)
-            if 0 < _P <= 128:
+            if 0 < _P <= 512:
                 IN_KERNELS.append(name)
 
 
