@@ -7,10 +7,10 @@ torch's default. Forward, and forward with backward, are captured as CUDA graphs
 of rounds in which the contenders take turns, each for a few replays and with a pause behind them. Without pauses large
 products reach the GPU's power limit and its clock goes down, for one contender by what the others take. How a step does
 at that limit is measured by itself: ``sustained`` is the contender alone, replayed without a pause for a quarter of a
-second, the second half of it. The ratio is always to the fastest plain variant of the case, eager or
-compiled. `dcl` is the layer as a user gets it, and the run fails if its kernels did not run; `dcl-reference` is the
-same without them. `plan` is what ``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain
-layer. `tensorly` is a Tucker convolution of about the same weights, where tensorly-torch is installed.
+second, the second half of it. The ratio is always to the fastest plain variant of the case, eager or compiled. `dcl`
+is the layer as a user gets it, and the run fails if its kernels did not run; `dcl-reference` is the same without them.
+`plan` is what ``plan(measure=True)`` says of the same layer by its own clock, beside the eager plain layer. `tensorly`
+is a Tucker convolution of about the same weights, where tensorly-torch is installed.
 
 AlexNet's cases are whole training steps with SGD, momentum and weight decay: as networks are trained, compiled (`plain`
 and `dcl`; eager ones are `plain-eager`, `dcl-eager`), with float32 weights under bf16 autocast, and in `-pure` with

@@ -26,7 +26,7 @@ ROUNDS = 5
 SECONDS = 0.02
 """How long one contender runs in one round, at least one call."""
 BRIEFLY = 0.002
-"""The same for a unit captured on a GPU. Large products without a pause reach the power limit of an H200 in some 60 ms,
+"""The same for a unit captured on a GPU. Large products without a pause reach an H200's power limit after 60 to 190 ms,
 and the clock goes down; how far depends on what the other contenders take, and not all slow down alike."""
 
 
