@@ -107,6 +107,7 @@ CASES: dict[str, Callable] = {
     "conv512-b1": conv(512, 28, 1),
     "conv512-b8": conv(512, 28, 8),
     "conv512-contiguous": conv(512, 28, 64),
+    "conv256-contiguous": conv(256, 56, 64),
     "fc-b1": linear(9216, 4096, 1),
     "fc-b32": linear(9216, 4096, 32),
     "alexnet-b256": whole_alexnet(256),

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.functional import check_eps, draw_pair
-from torch_dcl.kernels.dispatch import fold_norms, fuse_branches, fuse_pairs, project_and_fuse, projects
+from torch_dcl.kernels.dispatch import fold_norms, fuse_branches, fuse_pairs, project_and_fuse, projects, turns
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -197,7 +197,7 @@ class ConceptFusion(nn.Module):
     ) -> Tensor:
         """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
         channels = y.dim() - 1 - self.spatial
-        if self._in_rows(y, widths):
+        if self._in_rows(y, weight, widths, pairs=pairs):
             keep = self.spatial == 0
             return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
         biases = (None,) * len(widths) if bias is None else bias.unbind(0)
@@ -206,9 +206,12 @@ class ConceptFusion(nn.Module):
         pre = [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
-    def _in_rows(self, y: Tensor, widths: Sequence[int]) -> bool:
-        """Whether the positions of y, which has branches of these widths, are the rows of a matrix where it lies."""
-        return self.spatial == 0 or (y.stride(y.dim() - 1 - self.spatial) == 1 and sum(widths) > 1)
+    def _in_rows(self, y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
+        """Whether the positions of y are the rows of a matrix where it lies, or a kernel turns it so for another."""
+        channels = y.dim() - 1 - self.spatial
+        if self.spatial == 0 or (y.stride(channels) == 1 and sum(widths) > 1):
+            return True
+        return turns(y, channels) and projects(y, weight, widths, pairs=pairs)
 
     def _folds(self, y: Tensor, *, pairs: bool) -> bool:
         """Whether the norms can be a part of the weights of a kernel: batch norms that do no more than scale and shift.
@@ -224,7 +227,14 @@ class ConceptFusion(nn.Module):
             and type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and called_plainly(norm)
             for norm in self.norm
         )  # fmt: skip
-        return fixed and self._in_rows(y, self.widths) and projects(y, self.weight, self.widths, pairs=pairs)
+        at_once = projects(y, self.weight, self.widths, pairs=pairs)
+        return fixed and at_once and self._in_rows(y, self.weight, self.widths, pairs=pairs)
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether there are kernels for what is fused: two or three branches of one width."""
+        fused = 2 if self.strategy == "stochastic" and self.training else self.branches
+        return fused in (2, 3) and len(set(self.widths)) == 1
 
     @property
     def gathers(self) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, called_plainly, check_factory, reset
-from torch_dcl.kernels.dispatch import fuse_branches, fuse_pairs, linear
+from torch_dcl.kernels.dispatch import fits, fuse_branches, fuse_pairs, linear, turn, turns
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
@@ -270,6 +270,25 @@ class _DCLConv(_DCL):
         }  # fmt: skip
         new = cls(layer.in_channels, layer.out_channels, layer.kernel_size, **{**given, **arguments})
         return new.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map the input to z, which lies in memory as ``nn.Conv2d`` would give it."""
+        if self._turns(x):
+            return turn(super().forward(turn(x, last=True)), last=False)
+        return super().forward(x)
+
+    def _turns(self, x: Tensor) -> bool:
+        """Whether a batch of images is worth turning to channels_last, and z back: kernels and convolutions want it so.
+
+        A 1×1 convolution does not care, and its few outputs are turned instead of all its inputs (`_project_and_fuse`).
+        """
+        branch = self.branch
+        assert not isinstance(branch, nn.Linear)
+        if self._spatial != 2 or x.dim() != 4 or not branch.weight.is_contiguous() or torch.version.hip is not None:
+            return False
+        if max(branch.kernel_size) == 1 or branch.padding_mode != "zeros" or not self.fusion.in_kernels:
+            return False
+        return turns(x) and fits((x, branch.weight), matched=False)
 
 
 class DCLConv1d(_DCLConv):

@@ -72,6 +72,7 @@ LAYERS = {
     "3×3 conv 512, three branches of 80, stochastic": ("conv512-t3s",),
     "3×3 conv 512, three branches of 80, deterministic": ("conv512-t3",),
     "3×3 conv 512, batch 64, not in channels_last": ("conv512-contiguous",),
+    "3×3 conv 256, batch 64, not in channels_last": ("conv256-contiguous",),
     "3×3 conv 512, batch 1": ("conv512-b1",),
     "1×1 conv 512 → 512, batch 64": ("conv512-1x1",),
 }
@@ -115,6 +116,33 @@ def test_the_speed_of_layers_in_float32():
     agree(text, *(rows[c, who] for who in ("dcl", "low-rank") for c in ("conv512", "conv256", "fc-b1024", "fc-b256")))
 
 
+def test_where_it_does_not_pay():
+    rows = {
+        (row["case"], row["contender"]): float(row["full_ratio"])
+        for row in results("layers.csv")
+        if row["precision"] == "bfloat16"
+    }
+    page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
+    (text,) = re.findall(r"1×1 convolutions, (.*?); and, in \[results/plan", page)
+    for name in ("at batch 64", "3×3"):
+        text = text.replace(name, "")
+    agree(text, *(rows[case, "dcl"] for case in ("conv512-1x1", "conv512-t3", "conv512-b1")))
+    (text,) = re.findall(r"without them a layer takes (.*?) times as long", page)
+    without = [ratio for (_, contender), ratio in rows.items() if contender == "dcl-reference"]
+    agree(text, min(without), max(without))
+
+
+def test_the_two_layouts():
+    rows = {row["case"]: {} for row in results("layers.csv")}
+    for row in results("layers.csv"):
+        if row["precision"] == "bfloat16" and row["contender"].startswith(("plain", "dcl")):
+            rows[row["case"]][row["contender"]] = float(row["full_ms"])
+    (text,) = re.findall(r"where the first one takes (.*?)\. Torch's compiler", " ".join(" ".join(SPEED).split()))
+    cases = rows["conv512"], rows["conv512-contiguous"]
+    fastest = [min(times["plain"], times["plain-compiled"]) for times in cases]
+    agree(text, *(times["dcl"] for times in cases), *fastest)
+
+
 def test_the_bandwidth_of_the_fusion():
     rows = [row for row in results("kernels.csv") if (row["precision"], row["mib"]) == ("bfloat16", "64")]
     shares = [100 * float(row[key]) for row in rows for key in ("forward_share", "full_share")]
@@ -135,23 +163,27 @@ def test_the_speed_of_layers_at_the_power_limit():
 def test_what_plan_measures_beside_what_the_benchmark_does():
     times = {(row["precision"], row["case"], row["contender"]): row for row in results("layers.csv")}
     planned = [case for *case, contender in times if contender == "plan"]
-    assert len(planned) >= 15
+    assert len(planned) >= 16
 
-    def apart(what, *, pauses):
+    def apart(what, cases):
         """How far the plan's ratio is from that of the two eager layers, at most."""
         return max(
             abs(float(times[*case, "plan"][f"{what}_ratio"]) - float(dcl[f"{what}_ms"]) / float(plain[f"{what}_ms"]))
-            for case in planned
+            for case in cases
             for dcl, plain in [[times[*case, name] for name in ("dcl", "plain")]]
-            if bool(dcl["sustained_ms"]) == pauses
         )
 
-    (shown,) = re.findall(r"its ratios \(rows `plan` of the file\) are (.*?) where the benchmark", " ".join(SPEED))
-    agree(shown, *(apart(what, pauses=pauses) for pauses in (True, False) for what in ("full", "forward")))
+    (shown,) = re.findall(r"its ratios \(rows `plan` of the file\) are (.*?) elsewhere", " ".join(SPEED))
+    alone = ["bfloat16", "conv512-b1"]
+    others = [case for case in planned if case != alone]
+    forward = apart("forward", [alone]), apart("forward", others)
+    assert forward[0] > forward[1]
+    agree(shown.replace("batch 1,", ""), apart("full", planned), *forward)
 
 
 def test_the_units_of_torchvisions_networks():
-    rows = {(row["network"], row["unit"], row["contender"]): row for row in results("plan.csv")}
+    of = [row for row in results("plan.csv") if row["memory"] == "channels_last"]
+    rows = {(row["network"], row["unit"], row["contender"]): row for row in of}
 
     def units(network, contender, what):
         return [float(r[what]) for (n, unit, c), r in rows.items() if (n, c) == (network, contender) and unit]
@@ -176,23 +208,29 @@ def test_the_units_of_torchvisions_networks():
 
 
 def test_whole_networks():
-    rows = {(row["network"], row["contender"]): row for row in results("plan.csv") if not row["unit"]}
+    last = "channels_last"
+    rows = {(row["network"], row["memory"], row["contender"]): row for row in results("plan.csv") if not row["unit"]}
     ways = {
-        "as it runs, neither compiled nor captured": ("dcl", "full_ratio"),
-        "as a CUDA graph": ("dcl, captured", "full_ratio"),
-        "forward, as it runs": ("dcl", "forward_ratio"),
-        "forward, as a CUDA graph": ("dcl, captured", "forward_ratio"),
+        "as it runs, neither compiled nor captured": (last, "dcl", "full_ratio"),
+        "as a CUDA graph": (last, "dcl, captured", "full_ratio"),
+        "forward, as it runs": (last, "dcl", "forward_ratio"),
+        "forward, as a CUDA graph": (last, "dcl, captured", "forward_ratio"),
+        "not in channels_last, as it runs": ("contiguous", "dcl", "full_ratio"),
+        "not in channels_last, as a CUDA graph": ("contiguous", "dcl, captured", "full_ratio"),
     }
     shown = table_under("| | VGG16 | AlexNet | ResNet-50 |", SPEED)
     assert [row[0] for row in shown] == list(ways)
     for name, *cells in shown:
-        contender, what = ways[name]
+        *whose, what = ways[name]
         for network, cell in zip(("vgg16", "alexnet", "resnet50"), cells, strict=True):
-            agree(cell, float(rows[network, contender][what]))
+            found = rows.get((network, *whose))
+            agree(cell, *([float(found[what])] if found else []))
     (text,) = re.findall(r"At batch 64, forward with backward as a CUDA graph(.*?)`plan\(measure", " ".join(README))
     text = text.replace("VGG16", "").replace("ResNet-50", "")
     whose = [
-        (network, contender) for contender in ("dcl, captured", "dcl") for network in ("vgg16", "alexnet", "resnet50")
+        (network, last, contender)
+        for contender in ("dcl, captured", "dcl")
+        for network in ("vgg16", "alexnet", "resnet50")
     ]
     agree(text, *(float(rows[key]["full_ratio"]) for key in whose))
 

@@ -13,7 +13,7 @@ from tests.kernels.cases import Errors, relative
 from torch import nn
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional
-from torch_dcl.kernels import dispatch
+from torch_dcl.kernels import dispatch, ops
 
 CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {}
 WITHOUT = " without kernels"
@@ -246,8 +246,24 @@ KINDS = {
     "conv1d, one input": (functools.partial(DCLConv1d, 6, 20, 3), (6, 5), torch.contiguous_format),
     "conv2d, one position, one input": (functools.partial(DCLConv2d, 6, 20, 3), (6, 3, 3), torch.contiguous_format),
     "conv3d": (functools.partial(DCLConv3d, 3, 20, 2), (2, 3, 4, 3, 5), torch.channels_last_3d),
-}
+    "conv, channels apart": (functools.partial(DCLConv2d, 6, 20, 3, padding=1), (2, 6, 5, 7), torch.contiguous_format),
+    "conv 1x1, channels apart": (functools.partial(DCLConv2d, 6, 20, 1), (2, 6, 5, 7), torch.contiguous_format),
+    "conv of one channel": (functools.partial(DCLConv2d, 1, 20, 3, stride=2), (2, 1, 7, 9), torch.contiguous_format),
+    "conv, around the border": (
+        functools.partial(DCLConv2d, 6, 20, 3, padding=1, padding_mode="circular"), (2, 6, 5, 7),
+        torch.contiguous_format,
+    ),
+    "conv, one input": (functools.partial(DCLConv2d, 6, 20, 3), (6, 5, 7), torch.contiguous_format),
+    "conv1d": (functools.partial(DCLConv1d, 6, 20, 3), (2, 6, 9), torch.contiguous_format),
+    "conv3d, channels apart": (functools.partial(DCLConv3d, 3, 20, 2), (2, 3, 4, 3, 5), torch.contiguous_format),
+}  # fmt: skip
 """What makes a layer, a shape of inputs, and how both lie in memory."""
+
+
+def at_once(kind, dtype):
+    """Whether stage 2 is one kernel. Images as torch has them by default are turned for it, but not in full float32."""
+    apart = KINDS[kind][2] == torch.contiguous_format and "conv" in kind and "one position" not in kind
+    return not apart or dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
 
 
 def layer_case(kind, settings, training, device, dtype):
@@ -267,7 +283,9 @@ def layer_case(kind, settings, training, device, dtype):
     with dispatch.watch() as ran:
         z = layer(given)
     assert not [path for path in ran if path.endswith("reference")], ran
-    assert ran, "no kernel ran"
+    together = settings.get("norm_layer") is None and at_once(kind, dtype)
+    fuse = "fuse_pairs" if layer.strategy == "stochastic" and not training else "fuse_branches"
+    assert dict(ran) == {"project_and_fuse: kernel" if together else f"{fuse}: kernel": 1}
     with dispatch.disabled(), dispatch.watch() as unfused:
         expected = wide(exact)
     assert not [path for path in unfused if path.endswith("kernel")], unfused
@@ -294,7 +312,7 @@ _SETTINGS = {
     "no bias": {"branches": 2, "width": 8, "bias": False},
     "norm": {"branches": 2, "width": 8, "norm_layer": nn.BatchNorm2d, "bias": False},
 }
-for _kind in ("linear", "conv"):
+for _kind in ("linear", "conv", "conv, channels apart"):
     for _name, _settings in _SETTINGS.items():
         if (_kind, _name) == ("linear", "norm"):
             continue
@@ -304,7 +322,7 @@ for _kind in ("linear", "conv"):
 CASES |= {
     kind: functools.partial(layer_case, kind, _SETTINGS["T=2"], True)
     for kind in KINDS
-    if kind not in ("linear", "conv")
+    if kind not in ("linear", "conv", "conv, channels apart")
 }
 
 
@@ -320,6 +338,8 @@ def _as_trained(layer):
 
 def folded_case(kind, settings, device, dtype):
     """In inference norms that are fixed to their statistics are a part of the kernel's weights; not where it learns."""
+    if not at_once(kind, dtype):
+        return {}
     torch.manual_seed(0)
     make, shape, memory = KINDS[kind]
     layer, x = make(**settings).to(memory_format=memory).eval(), torch.randn(shape).to(memory_format=memory)
@@ -363,6 +383,8 @@ FOLDED = {
     "linear": ("linear", _norm(nn.BatchNorm1d)),
     "linear T=3 bias": ("linear", _norm(nn.BatchNorm1d) | {"branches": 3, "bias": True}),
     "conv3d": ("conv3d", _norm(nn.BatchNorm3d)),
+    "channels apart": ("conv, channels apart", _norm(nn.BatchNorm2d)),
+    "channels apart, one channel": ("conv of one channel", _norm(nn.BatchNorm2d)),
 }
 CASES |= {f"folded norm, {name}": functools.partial(folded_case, *what) for name, what in FOLDED.items()}
 
@@ -419,11 +441,69 @@ for _change in ("instances", "groups", "no statistics", "in training", "hooked",
     CASES[f"norm that stays by itself, {_change}"] = functools.partial(unfolded_case, _change)
 
 
-def second_derivative(device, dtype):
+def turned_case(settings, device, dtype):
+    """Images as torch has them by default are turned on the way in and out: to the bit what channels_last gives."""
+    if not at_once("conv, channels apart", dtype):
+        return {}
+    torch.manual_seed(0)
+    layer, x = DCLConv2d(6, 20, 3, **settings).to(device), torch.randn(2, 6, 5, 7).to(device)
+    advance_branches_(layer, 3)
+    grad, found = torch.randn(2, 20, 3, 5).to(device), {}
+    for memory in (torch.contiguous_format, torch.channels_last):
+        given = x.to(memory_format=memory).requires_grad_()
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            z = layer(given)
+        assert z.is_contiguous(memory_format=memory)
+        assert z.dtype == dtype
+        found[memory] = [z, *torch.autograd.grad(z, [given, *layer.parameters()], grad.to(dtype))]
+        assert found[memory][1].is_contiguous(memory_format=memory)
+        assert {t.dtype for t in found[memory][1:]} == {torch.float32}
+    return {str(i): float((a - b).abs().max()) for i, (a, b) in enumerate(zip(*found.values(), strict=True))}
+
+
+CASES |= {f"turned, {name}": functools.partial(turned_case, settings) for name, settings in _SETTINGS.items()}
+HALF |= {
+    f"turned, {name}": functools.partial(turned_case, settings, dtype=torch.float16)
+    for name, settings in _SETTINGS.items()
+}
+
+
+def turn_case(shape, channels, device, dtype):
+    """A copy in another layout, and its gradient, whatever layout that comes in."""
+    torch.manual_seed(0)
+    errors = {}
+    for wide in (dtype, torch.float32):
+        x = torch.randn(shape).to(device, wide)
+        last = x.movedim(channels, -1).contiguous().movedim(-1, channels)
+        for name, given, other in (("to the end", x, last), ("back", last, x)):
+            own = given.clone(memory_format=torch.preserve_format).requires_grad_()
+            found = ops.turn(own, channels, name == "to the end", dtype)
+            assert found.stride() == other.stride() or 1 in shape or 0 in shape
+            assert found.dtype == dtype
+            errors[f"{wide} {name}"] = float((found - other.to(dtype)).abs().sum())
+            for grad in (torch.randn_like(x, dtype=dtype), torch.ones((), dtype=dtype, device=device).expand(shape)):
+                for lies in (grad, grad.movedim(channels, -1).contiguous().movedim(-1, channels)):
+                    (back,) = torch.autograd.grad(found, own, lies, retain_graph=True)
+                    assert back.stride() == own.stride() or 1 in shape or 0 in shape
+                    errors[f"{wide} {name}, gradient"] = float((back - grad.to(wide)).abs().sum())
+    return errors
+
+
+CASES |= {
+    f"turn {shape} at {channels}": functools.partial(turn_case, shape, channels)
+    for shape, channels in [
+        ((2, 3, 5, 7), 1), ((1, 70, 9, 9), 1), ((3, 1, 4, 4), 1), ((2, 130, 65), 1), ((0, 4, 3, 3), 1),
+        ((4, 0, 3, 3), 1), ((70, 5, 30), 0), ((2, 5, 2, 3, 4), 1), ((1, 3, 30, 40), 1), ((2, 5000, 2), 1),
+        ((3, 6, 1, 1), 1),
+    ]
+}  # fmt: skip
+
+
+def second_derivative(memory, device, dtype):
     """A gradient of a gradient goes through the reference."""
     torch.manual_seed(0)
-    layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=torch.channels_last)
-    x = torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last)
+    layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=memory)
+    x = torch.randn(1, 3, 5, 5).to(memory_format=memory)
     found = []
     for place, kind in ((device, dtype), ("cpu", torch.float64)):
         model = layer.to(place, kind)
@@ -433,7 +513,8 @@ def second_derivative(device, dtype):
     return {"second derivative": relative(*found)}
 
 
-CASES["second derivative"] = second_derivative
+CASES["second derivative"] = functools.partial(second_derivative, torch.channels_last)
+CASES["second derivative, channels apart"] = functools.partial(second_derivative, torch.contiguous_format)
 
 
 def too_large(errors, tolerance):
@@ -445,5 +526,6 @@ def too_large(errors, tolerance):
 
 
 if __name__ == "__main__":
+    torch.backends.cuda.matmul.allow_tf32 = True  # the interpreter does not round so, and more goes through kernels
     made = {name: case("cpu", torch.float32) for name, case in CASES.items()}
     print(json.dumps({"float32": made, "float16": {name: case("cpu") for name, case in HALF.items()}}))

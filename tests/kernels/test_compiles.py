@@ -195,6 +195,20 @@ def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled
         assert kernel.metadata.shared == 0
 
 
+@pytest.mark.parametrize("shape", [(2, 128, 28, 28), (2, 3, 31, 33), (5, 1000, 2), (1, 2, 1, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_another_layout(compiled, made, dtype, shape):
+    from torch_dcl.kernels import layout
+
+    x = torch.randn(shape)
+    last = layout.turn(x, 1, True, dtype)
+    layout.turn(last, 1, False, torch.float32)
+    assert compiled == ["_turn", "_turn"]
+    if shape[1] % 64 == 0:  # both ways along the memory, 16 bytes at once
+        for kernel in made:
+            assert "v4.b32" in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("E", [1, 3])
 def test_what_stands_between_products(compiled, E):
     from torch_dcl.kernels import pointwise

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.kernels import autocast_cases, layer_cases
 from torch import nn
 
@@ -157,13 +159,15 @@ print(json.dumps(ran))
 
 
 @needs_triton
-def test_a_compiled_network_has_the_kernels_in_one_graph_and_the_same_gradients():
+@pytest.mark.parametrize("memory", ["channels_last", "contiguous_format"])
+def test_a_compiled_network_has_the_kernels_in_one_graph_and_the_same_gradients(memory):
     program = """
 import json, torch
 from torch_dcl import DCLConv2d, DCLLinear
 from torch_dcl.kernels import dispatch
 torch.manual_seed(0)
-last = torch.channels_last
+torch.backends.cuda.matmul.allow_tf32 = True
+last = torch.MEMORY
 model = torch.nn.Sequential(
     DCLConv2d(4, 8, 3, branches=3, width=2).to(memory_format=last), torch.nn.Flatten(), DCLLinear(32, 8, width=3)
 )
@@ -177,9 +181,48 @@ with dispatch.disabled():
 worst = max(float((a - b).norm() / b.norm()) for a, b in zip(same, exact))
 print(json.dumps([dict(ran), worst]))
 """
-    ran, worst = run(["-c", program], TRITON_INTERPRET="1")
+    ran, worst = run(["-c", program.replace("MEMORY", memory)], TRITON_INTERPRET="1")
     assert ran == {"project_and_fuse: kernel": 2}
     assert worst < 1e-5
+
+
+@needs_triton
+def test_where_products_are_not_on_tensor_cores_nothing_is_turned_and_wide_responses_are_kept():
+    program = """
+import json, torch
+from torch_dcl import DCLConv2d
+from torch_dcl.kernels import dispatch, ops
+kept, found = [], {}
+project = ops.project
+ops.project = lambda *given: kept.append(given[-1]) or project(*given)
+images = torch.randn(2, 3, 4, 4)
+for allowed in (False, True):
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    for memory in ("contiguous_format", "channels_last"):
+        for width in (64, 65, 129):
+            layer = DCLConv2d(3, 260, 3, width=width)
+            with dispatch.watch() as ran, torch.no_grad():
+                z = layer(images.to(memory_format=getattr(torch, memory)))
+            path = next(iter(ran)).split(":")[0]
+            found[f"{allowed} {memory} {width}"] = [path, *kept]
+            kept.clear()
+print(json.dumps(found))
+"""
+    at_once, apart = "project_and_fuse", ["fuse_branches"]
+    assert run(["-c", program], TRITON_INTERPRET="1") == {
+        "False contiguous_format 64": apart,
+        "False contiguous_format 65": apart,
+        "False contiguous_format 129": apart,
+        "False channels_last 64": [at_once, False],
+        "False channels_last 65": [at_once, True],
+        "False channels_last 129": [at_once, True],
+        "True contiguous_format 64": [at_once, False],
+        "True contiguous_format 65": [at_once, False],
+        "True contiguous_format 129": [at_once, True],
+        "True channels_last 64": [at_once, False],
+        "True channels_last 65": [at_once, False],
+        "True channels_last 129": [at_once, True],
+    }
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
@@ -231,6 +274,22 @@ def test_the_kernels_of_hopper_gpus_take_large_projections_and_leave_the_others(
     given = {"T": 2, "dtype": torch.bfloat16, "eps": 0.01, **settings}
     y, weight = (torch.empty(shape, dtype=given["dtype"]) for shape in ((P, given["T"] * M), (given["T"] * M, N)))
     assert hopper.takes(y, weight, given["T"], given["eps"]) == taken
+
+
+@needs_triton
+@given(
+    P=st.one_of(st.integers(1, 4100), st.sampled_from([2048, 3136, 4096, 6272])), M=st.integers(1, 9),
+    N=st.integers(1, 9), T=st.sampled_from([2, 3]), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_gradient_of_weights_is_the_same_sum_in_parts(P, M, N, T, dtype):
+    from torch_dcl.kernels import project
+
+    y, dpre = torch.randn(P, T * M).to(dtype), torch.randn(T, P, N).to(dtype)
+    exact = torch.einsum("ptm,tpn->tmn", y.double().view(P, T, M), dpre.double()).reshape(T * M, N)
+    found = project.weight_gradient(y, dpre, torch.float32)  # float32 also of a half type, without rounding on the way
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * P**0.5)
 
 
 @needs_triton

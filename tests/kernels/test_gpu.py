@@ -43,7 +43,7 @@ def test_a_kernel_agrees_with_plain_torch(name, dtype, tolerance):
 )
 @pytest.mark.parametrize("name", [*layer_cases.CASES, *layer_cases.LARGE])
 def test_the_fusion_and_the_layers_agree_with_the_reference(name, dtype, closest, close):
-    if name == "second derivative" and dtype == torch.bfloat16:
+    if name.startswith("second derivative") and dtype == torch.bfloat16:
         return  # a derivative of a derivative of rounded values has no digits left
     errors = (layer_cases.CASES | layer_cases.LARGE)[name]("cuda", dtype)
     # A product in front of the fusion is rounded, and where a response is near zero its slopes are steep.

@@ -36,8 +36,8 @@ def render(plan: "Plan") -> str:
     others = [row for row in chosen if len(row.kernel) == 2 and not row.channels_last]
     if others:
         parts.append(
-            "For a GPU call model.to(memory_format=torch.channels_last) first: its kernels for 2-d convolutions\n"
-            f"take that format, and {len(others)} of these {'is' if len(others) == 1 else 'are'} in another."
+            "For a GPU call model.to(memory_format=torch.channels_last) first: 2-d convolutions are faster in that\n"
+            f"format, and {len(others)} of these {'is' if len(others) == 1 else 'are'} in another."
         )
     grown = [row.name for row in chosen if row.weights_after > row.weights]
     if grown:

@@ -24,7 +24,7 @@ from torch_dcl.kernels import launch, ops
 
 __all__ = [
     "disabled", "fits", "fold_norms", "fuse_branches", "fuse_pairs", "linear", "note", "project_and_fuse", "projects",
-    "watch",
+    "turn", "turns", "watch",
 ]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
@@ -94,7 +94,7 @@ def project_and_fuse(
     """Stage 2 at every position: ``z = fuse_t(y_t · W_t + b_t)``.
 
     Args:
-        y: The branches' outputs, ``[..., ΣM, ...]``, best with the channels last in memory.
+        y: The branches' outputs, ``[..., ΣM, ...]``, best with the channels last in memory: kernels want them so.
         weight: ``[ΣM, K2]``.
         bias: ``[T, K2]`` or None.
         widths: M(t).
@@ -105,16 +105,21 @@ def project_and_fuse(
             where there are many positions for each weight.
 
     Returns:
-        z ``[..., K2, ...]``, with the channels last in memory; no view, so that what comes next may write into it.
+        z ``[..., K2, ...]``, with the channels last in memory, unless a kernel had to turn y: then it lies as y.
+        No view, so that what comes next may write into it.
     """
     T = len(widths)
     if projects(y, weight, widths, pairs=pairs):
+        if turns(y, channels):
+            rows = turn(y, channels, last=True)
+            z = project_and_fuse(rows, weight, bias, widths, eps, channels, pairs=pairs, keep=keep)
+            return turn(z, channels, last=False)
         note("project_and_fuse", "kernel")
         low, low_bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
         # Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
         types = {t.dtype for t in (weight, bias) if t is not None}
         wide = _WIDE and y.dtype == torch.bfloat16 and types == {torch.float32}
-        keep = keep or widths[0] > _widest(y.dtype)
+        keep = keep or widths[0] > _widest(y)
         to, to_bias = (weight, bias) if wide else (None, None)
         return ops.project(y, low.contiguous(), low_bias, to, to_bias, channels, T, eps, pairs, keep)
     note("project_and_fuse", "reference")
@@ -126,6 +131,23 @@ def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -
     """Whether `project_and_fuse` of these is a kernel's, here and now."""
     there = (3,) if pairs else (2, 3)
     return len(set(widths)) == 1 and len(widths) in there and fits((y, weight), matched=False)
+
+
+def turns(x: Tensor, channels: int = 1) -> bool:
+    """Whether x lies as torch has images by default, in which no kernel takes it, and it is worth turning."""
+    apart = fits((x,)) and x.shape[channels] > 1 and x.stride(channels) != 1 and x.is_contiguous()
+    return apart and _on_tensor_cores(x)
+
+
+def turn(x: Tensor, channels: int = 1, *, last: bool) -> Tensor:
+    """The same values with the channels last in memory, or as torch has them by default.
+
+    Under autocast what is float32 comes in the type that autocast computes in, as the next product would have it.
+    """
+    dtype = x.dtype
+    if dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return ops.turn(x, channels, last, dtype)
 
 
 def fold_norms(
@@ -163,9 +185,18 @@ def fold_norms(
     return scaled.to(weight.dtype), torch.stack(shifts).to(weight.dtype)
 
 
-def _widest(dtype: torch.dtype) -> int:
-    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there."""
-    return 128 if dtype == torch.float32 else 256
+def _widest(y: Tensor) -> int:
+    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there.
+
+    And it must be worth it: without tensor cores cuBLAS is faster, and more so the more channels there are.
+    """
+    return 256 if y.dtype != torch.float32 else 128 if _on_tensor_cores(y) else 64
+
+
+def _on_tensor_cores(x: Tensor) -> bool:
+    """Whether products of this are, autocast and torch's setting for float32 being as they are."""
+    low = x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
+    return low or torch.backends.cuda.matmul.allow_tf32
 
 
 def linear(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond
-from torch_dcl.kernels.products import products
-from torch_dcl.kernels.project import by_branch, by_weights
+from torch_dcl.kernels.project import by_branch, by_weights, weight_gradient
 from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["kept_backward", "kept_forward"]
@@ -192,8 +191,8 @@ def kept_backward(
             **_TILES, **OPTIONS,
         )  # fmt: skip
         return dy, dw, dbias
-    dw = products(by_branch(y, T).transpose(1, 2), dpre, dtype).view_as(weight)
-    return by_weights(dpre, weight), dw, None if bias is None else dpre.sum(1, dtype=dtype)
+    dbias = None if bias is None else dpre.sum(1, dtype=dtype)
+    return by_weights(dpre, weight), weight_gradient(y, dpre, dtype), dbias
 
 
 def _backward_in_one(P: int, weights: int) -> bool:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch_dcl import functional, kernels
 
 __all__ = [
-    "at_positions", "by_position", "fuse", "fuse_backward", "project", "project_backward", "reference_fuse",
-    "reference_project", "responses",
+    "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "project", "project_backward", "reference_fuse",
+    "reference_project", "responses", "room", "turn",
 ]  # fmt: skip
 
 
@@ -63,6 +63,29 @@ def project_backward(
         if hopper is not None and hopper.takes(y, weight, T, eps):
             return hopper.project_backward(grad, y, weight, bias, eps, dtype)  # type: ignore[no-any-return]
         return project.project_backward(grad, y, weight, bias, T, eps, pairs, dtype)
+
+
+def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """A copy with the channels last in memory, or as torch has them by default."""
+    from torch_dcl.kernels import layout  # noqa: PLC0415
+
+    with kernels.on_device_of(x):
+        return layout.turn(x, channels, last, dtype)
+
+
+def room(shape: Sequence[int], channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for ``[..., C, ...]`` with the channels last, and not as a view."""
+    strides, size = [0] * len(shape), shape[channels]
+    strides[channels] = 1
+    for d in reversed(range(len(shape))):
+        if d != channels:
+            strides[d], size = size, size * max(shape[d], 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def is_last(x: Tensor, channels: int) -> bool:
+    """Whether the channels are last in memory, without gaps."""
+    return x.movedim(channels, -1).is_contiguous()
 
 
 def by_position(y: Tensor, channels: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch
 from torch_dcl.kernels.products import products
 
-__all__ = ["again", "fuse", "linear", "project"]
+__all__ = ["again", "fuse", "linear", "project", "turn"]
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -48,19 +48,22 @@ def _projected(
     y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """z, and the responses if they are kept."""
-    z, rows = _room(y, channels, weight.shape[1]), launch.by_position(y, channels).contiguous()
+    shape, rows = [*y.shape], launch.by_position(y, channels).contiguous()
+    shape[channels] = weight.shape[1]
+    z = launch.room(shape, channels, y.dtype, y.device)
     return z, launch.project(rows, weight, bias, launch.by_position(z, channels), T, eps, pairs, keep)
 
 
-def _room(y: Tensor, channels: int, N: int) -> Tensor:
-    """Memory for ``[..., N, ...]`` at the positions of ``[..., C, ...]``, channels last, and not as a view."""
-    shape = [*y.shape[:channels], N, *y.shape[channels + 1 :]]
-    strides, size = [0] * len(shape), N
-    strides[channels] = 1
-    for d in reversed(range(len(shape))):
-        if d != channels:
-            strides[d], size = size, size * max(shape[d], 1)
-    return torch.empty_strided(shape, strides, dtype=y.dtype, device=y.device)
+def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """The same values with the channels last in memory, or as torch has them by default; no copy where they lie so."""
+    there = launch.is_last(x, channels) if last else x.is_contiguous()
+    if there or torch.compiler.is_compiling():  # a compiler turns by itself, along with what comes before or behind
+        low = x.to(dtype)
+        return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
+    if not torch.is_grad_enabled():
+        return launch.turn(x, channels, last, dtype)
+    turned: Tensor = _Turn.apply(x, channels, last, dtype)
+    return turned
 
 
 def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
@@ -70,6 +73,19 @@ def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
         return compiled
     y: Tensor = _Linear.apply(x, low, weight)
     return y
+
+
+class _Turn(torch.autograd.Function):
+    """Another layout in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+        ctx.back = channels, not last, x.dtype
+        return launch.turn(x, channels, last, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return turn(grads[0], *ctx.back), None, None, None
 
 
 class _Fuse(torch.autograd.Function):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.products import product_
+from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
     "add_parts", "backward_again", "by_branch", "by_rows", "by_weights", "common", "forward_again", "processors",
-    "project_backward", "project_forward",
+    "project_backward", "project_forward", "weight_gradient",
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def project_backward(
     if inside:
         dbias, dw = add_parts(parts, T, dtype)
     else:
-        dbias, dw = parts.sum(0).to(dtype), _weight_gradient(y, dpre, dtype)
+        dbias, dw = parts.sum(0).to(dtype), weight_gradient(y, dpre, dtype)
     return dy, dw, None if bias is None else dbias
 
 
@@ -159,23 +159,30 @@ def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return dbias, dw
 
 
-def _weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
     """``y_t^T · dpre_t`` of every branch, ``[T·M, K2]``."""
     T, P, N = dpre.shape
     M = y.shape[1] // T
-    parts = math.gcd(P, 16) if P >= _MANY else 1
-    dw = torch.empty(T, parts, M, N, dtype=dtype if parts == 1 else y.dtype, device=y.device)
+    if P < _MANY:
+        return products(by_branch(y, T).transpose(1, 2), dpre, dtype).view(T * M, N)
+    parts = _parts(P, M, N) if y.dtype == torch.float32 else 1  # in a half type each part would be rounded
+    dw = torch.empty(T, parts, M, N, dtype=dtype, device=y.device)
     for t, y_t in enumerate(by_branch(y, T)):
         if parts == 1:
             product_(dw[t, 0], y_t.t(), dpre[t])
         else:
             rows, gradients_ = (x.unflatten(0, (parts, -1)) for x in (y_t, dpre[t]))
             torch.bmm(rows.transpose(1, 2), gradients_, out=dw[t])
-    return dw.sum(1, dtype=dtype).view(T * M, N) if parts > 1 else dw.view(T * M, N)
+    return dw.sum(1).view(T * M, N) if parts > 1 else dw.view(T * M, N)
 
 
-_MANY = 65536
-"""Positions from which the weights' gradient is summed in parts: cuBLAS does not divide the work of one by itself."""
+_MANY = 2048
+"""Positions from which the products of the branches do better one by one."""
+
+
+def _parts(P: int, M: int, N: int) -> int:
+    """In how many parts a sum over positions is formed: cuBLAS does not divide the work of few tiles as it should."""
+    return math.gcd(P, next_power_of_2(cdiv(128, cdiv(M, 128) * cdiv(N, 128))))
 
 
 def by_branch(y: Tensor, T: int) -> Tensor:
