@@ -209,6 +209,17 @@ def test_another_layout(compiled, made, dtype, shape):
             assert "v4.b32" in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize(("positions", "bits"), [(2**20, 32), (2**21, 64)])
+def test_places_beyond_the_range_of_32_bits(compiled, made, positions, bits):
+    from torch_dcl.kernels import pointwise
+
+    pre, out = torch.zeros(1).expand(1, 2, positions, 1024), torch.zeros(1).expand(1, positions, 1024)
+    pointwise.fuse_forward(pre, None, 0.01, out=out)
+    assert compiled == ["_fuse_forward"]
+    places = re.search(r"get_program_id x.*?arith\.muli [^:]*: i(\d+)", made[0].asm["ttir"], re.DOTALL)
+    assert int(places[1]) == bits
+
+
 @pytest.mark.parametrize("E", [1, 3])
 def test_what_stands_between_products(compiled, E):
     from torch_dcl.kernels import pointwise

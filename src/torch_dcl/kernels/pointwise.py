@@ -32,7 +32,7 @@ def _response(pre, bias, at, row, n, N, BIAS: tl.constexpr, inside):
 def _locate(active, T: tl.constexpr, PAIR: tl.constexpr, size, N, BLOCK: tl.constexpr):
     """Network, places within it, and the branches to fuse."""
     e = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = (tl.program_id(0) + 0 * size) * BLOCK + tl.arange(0, BLOCK)  # in 64 bits where the size takes them
     if PAIR:
         first = tl.load(active + e * 2).to(tl.int64)
         second = tl.load(active + e * 2 + 1).to(tl.int64)
