@@ -110,7 +110,7 @@ def project_and_fuse(
     """
     T = len(widths)
     if projects(y, weight, widths, pairs=pairs):
-        if turns(y, channels):
+        if _apart(y, channels):
             rows = turn(y, channels, last=True)
             z = project_and_fuse(rows, weight, bias, widths, eps, channels, pairs=pairs, keep=keep)
             return turn(z, channels, last=False)
@@ -135,8 +135,11 @@ def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -
 
 def turns(x: Tensor, channels: int = 1) -> bool:
     """Whether x lies as torch has images by default, in which no kernel takes it, and it is worth turning."""
-    apart = fits((x,)) and x.shape[channels] > 1 and x.stride(channels) != 1 and x.is_contiguous()
-    return apart and _on_tensor_cores(x)
+    return fits((x,)) and _apart(x, channels)
+
+
+def _apart(x: Tensor, channels: int) -> bool:
+    return x.stride(channels) != 1 and x.shape[channels] > 1 and x.is_contiguous() and _on_tensor_cores(x)
 
 
 def turn(x: Tensor, channels: int = 1, *, last: bool) -> Tensor:
