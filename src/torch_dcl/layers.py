@@ -274,7 +274,7 @@ class _DCLConv(_DCL):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z, which lies in memory as ``nn.Conv2d`` would give it."""
         if self._turns(x):
-            return turn(super().forward(turn(x, last=True)), last=False)
+            return turn(super().forward(turn(x, last=True, cast=True)), last=False)
         return super().forward(x)
 
     def _turns(self, x: Tensor) -> bool:
@@ -288,7 +288,7 @@ class _DCLConv(_DCL):
             return False
         if max(branch.kernel_size) == 1 or branch.padding_mode != "zeros" or not self.fusion.in_kernels:
             return False
-        return turns(x) and fits((x, branch.weight), matched=False)
+        return turns(x, cast=True) and fits((x, branch.weight), matched=False)
 
 
 class DCLConv1d(_DCLConv):

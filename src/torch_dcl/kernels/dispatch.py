@@ -110,7 +110,7 @@ def project_and_fuse(
     """
     T = len(widths)
     if projects(y, weight, widths, pairs=pairs):
-        if _apart(y, channels):
+        if _apart(y, channels) and _on_tensor_cores(y.dtype):
             rows = turn(y, channels, last=True)
             z = project_and_fuse(rows, weight, bias, widths, eps, channels, pairs=pairs, keep=keep)
             return turn(z, channels, last=False)
@@ -119,7 +119,7 @@ def project_and_fuse(
         # Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
         types = {t.dtype for t in (weight, bias) if t is not None}
         wide = _WIDE and y.dtype == torch.bfloat16 and types == {torch.float32}
-        keep = keep or widths[0] > _widest(y)
+        keep = keep or widths[0] > _widest(y.dtype)
         to, to_bias = (weight, bias) if wide else (None, None)
         return ops.project(y, low.contiguous(), low_bias, to, to_bias, channels, T, eps, pairs, keep)
     note("project_and_fuse", "reference")
@@ -133,24 +133,33 @@ def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -
     return len(set(widths)) == 1 and len(widths) in there and fits((y, weight), matched=False)
 
 
-def turns(x: Tensor, channels: int = 1) -> bool:
-    """Whether x lies as torch has images by default, in which no kernel takes it, and it is worth turning."""
-    return fits((x,)) and _apart(x, channels)
+def turns(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
+    """Whether x lies as torch has images by default, in which no kernel takes it, and `turn` is worth its time."""
+    return fits((x,)) and _apart(x, channels) and _on_tensor_cores(_type_of(x, cast))
+
+
+def turn(x: Tensor, channels: int = 1, *, last: bool, cast: bool = False) -> Tensor:
+    """The same values with the channels last in memory, or as torch has them by default.
+
+    With ``cast`` in the type that autocast, if it is on, will have them in anyway.
+    """
+    return ops.turn(x, channels, last, _type_of(x, cast))
 
 
 def _apart(x: Tensor, channels: int) -> bool:
-    return x.stride(channels) != 1 and x.shape[channels] > 1 and x.is_contiguous() and _on_tensor_cores(x)
+    return x.stride(channels) != 1 and x.shape[channels] > 1 and x.is_contiguous()
 
 
-def turn(x: Tensor, channels: int = 1, *, last: bool) -> Tensor:
-    """The same values with the channels last in memory, or as torch has them by default.
+def _type_of(x: Tensor, cast: bool) -> torch.dtype:
+    """The type of x, or what autocast makes of it."""
+    if cast and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
-    Under autocast what is float32 comes in the type that autocast computes in, as the next product would have it.
-    """
-    dtype = x.dtype
-    if dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    return ops.turn(x, channels, last, dtype)
+
+def _on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products are: float32 by torch's setting for it."""
+    return dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
 
 
 def fold_norms(
@@ -188,18 +197,12 @@ def fold_norms(
     return scaled.to(weight.dtype), torch.stack(shifts).to(weight.dtype)
 
 
-def _widest(y: Tensor) -> int:
+def _widest(dtype: torch.dtype) -> int:
     """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there.
 
     And it must be worth it: without tensor cores cuBLAS is faster, and more so the more channels there are.
     """
-    return 256 if y.dtype != torch.float32 else 128 if _on_tensor_cores(y) else 64
-
-
-def _on_tensor_cores(x: Tensor) -> bool:
-    """Whether products of this are, autocast and torch's setting for float32 being as they are."""
-    low = x.dtype != torch.float32 or torch.is_autocast_enabled(x.device.type)
-    return low or torch.backends.cuda.matmul.allow_tf32
+    return 256 if dtype != torch.float32 else 128 if _on_tensor_cores(dtype) else 64
 
 
 def linear(
