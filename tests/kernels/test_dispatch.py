@@ -225,6 +225,38 @@ print(json.dumps(found))
     }
 
 
+@needs_triton
+def test_a_transform_of_something_else_leaves_a_layer_to_the_reference():
+    """As when the head of a network is differentiated by torch.func, and the body is closed over."""
+    program = """
+import json, torch
+from torch import nn
+from torch_dcl import DCLConv2d, DCLLinear
+from torch_dcl.kernels import dispatch
+torch.backends.cuda.matmul.allow_tf32 = True
+found, last = {}, torch.channels_last
+bodies = {
+    "linear": (DCLLinear(6, 8, width=3), torch.randn(4, 6)),
+    "conv": (DCLConv2d(3, 8, 3, width=4), torch.randn(2, 3, 5, 5)),
+    "conv, channels last": (DCLConv2d(3, 8, 3, width=4).to(memory_format=last), torch.randn(2, 3, 5, 5)),
+    "norms": (DCLConv2d(3, 8, 3, width=4, norm_layer=nn.BatchNorm2d).eval(), torch.randn(2, 3, 5, 5)),
+}
+one = torch.tensor(1.5)
+for name, (body, x) in bodies.items():
+    total = body(x).sum()
+    with dispatch.watch() as ran:
+        slope = torch.func.grad(lambda s: body(x).sum() * s)(one)
+        mapped = torch.vmap(lambda s: body(x).sum() * s)(one.expand(3))
+        _, pushed = torch.func.jvp(lambda s: body(x).sum() * s, (one,), (one,))
+    off = [slope / total - 1, (mapped / total / 1.5 - 1).abs().max(), pushed / total / 1.5 - 1]
+    found[name] = [sorted({path.split(": ")[1] for path in ran}), max(abs(float(part)) for part in off)]
+print(json.dumps(found))
+"""
+    for name, (paths, off) in run(["-W", "ignore", "-c", program], TRITON_INTERPRET="1").items():
+        assert paths == ["reference"], name
+        assert off < 1e-5, name
+
+
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
 def test_the_operations_are_what_torch_expects_of_operations(T, pairs):
     pre = [torch.randn(3, 5, requires_grad=True) for _ in range(T)]

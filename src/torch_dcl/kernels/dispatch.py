@@ -232,7 +232,7 @@ def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | N
         return None  # what is no plain tensor (sharded, quantised, traced) has a way of its own
     if not (weight.requires_grad and torch.is_grad_enabled() and weight.dtype == torch.float32):
         return None
-    if not kernels.usable(x) or x.device != weight.device or functional.exporting() or _transformed((x, weight)):
+    if not kernels.usable(x) or x.device != weight.device or functional.exporting() or _transformed():
         return None
     if not torch.is_autocast_enabled(x.device.type):
         return None
@@ -247,13 +247,13 @@ def fits(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
         return False
     if any(t.device != first.device or (matched and t.dtype != first.dtype) for t in tensors):
         return False
-    return not _transformed(tensors)
+    return not _transformed()
 
 
-def _transformed(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors are in the hands of something that cannot look into an operation, nor call it."""
+def _transformed() -> bool:
+    """Whether something is at work that cannot look into an operation, nor call it, on these tensors or others."""
     if torch.compiler.is_compiling():
         return False
-    wrapped = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    active = torch._C._are_functorch_transforms_active()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return wrapped or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return active or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

@@ -1,6 +1,6 @@
 """Images from one layout to the other at the speed of a copy: each channel by itself in memory, or all of a position's.
 
-Torch's own copies between the two take three to six times as long.
+Torch's own copies between the two take two to seven times as long on an H200.
 """
 
 import math
