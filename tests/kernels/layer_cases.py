@@ -500,11 +500,15 @@ def turn_case(shape, channels, device, dtype):
             assert found.stride() == other.stride() or 1 in shape or 0 in shape
             assert found.dtype == dtype
             errors[f"{wide} {name}"] = float((found - other.to(dtype)).abs().sum())
-            for grad in (torch.randn_like(x, dtype=dtype), torch.ones((), dtype=dtype, device=device).expand(shape)):
-                for lies in (grad, grad.movedim(channels, -1).contiguous().movedim(-1, channels)):
-                    (back,) = torch.autograd.grad(found, own, lies, retain_graph=True)
-                    assert back.stride() == own.stride() or 1 in shape or 0 in shape
-                    errors[f"{wide} {name}, gradient"] = float((back - grad.to(wide)).abs().sum())
+            grad = torch.randn_like(x, dtype=dtype)
+            layouts = {
+                "apart": grad, "last": grad.movedim(channels, -1).contiguous().movedim(-1, channels),
+                "expanded": torch.ones((), dtype=dtype, device=device).expand(shape),
+            }  # fmt: skip
+            for layout, lies in layouts.items():
+                (back,) = torch.autograd.grad(found, own, lies, retain_graph=True)
+                assert back.stride() == own.stride() or 1 in shape or 0 in shape
+                errors[f"{wide} {name}, gradient {layout}"] = float((back - lies.to(wide)).abs().sum())
     return errors
 
 
