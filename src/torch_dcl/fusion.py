@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.functional import check_eps, draw_pair
-from torch_dcl.kernels.dispatch import fold_norms, fuse_branches, fuse_pairs, project_and_fuse, projects, turns
+from torch_dcl.kernels import dispatch
+from torch_dcl.kernels.dispatch import Norms, Stage, fuse_branches, fuse_pairs, project_and_fuse
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -186,9 +187,6 @@ class ConceptFusion(nn.Module):
             return fuse_branches([_pick(pre, index) for index in self.active.unbind(0)], self.eps)
         if self.norm is None:
             return self._project_and_fuse(y, self.weight, self.bias, self.widths, pairs=stochastic)
-        if self._folds(y, pairs=stochastic):
-            weight, bias = fold_norms(self.weight, self.bias, list(self.norm), y.dtype)  # type: ignore[arg-type]
-            return self._project_and_fuse(y, weight, bias, self.widths, pairs=stochastic)
         pre = self.respond(y)
         return fuse_pairs(pre, self.eps) if stochastic else fuse_branches(pre, self.eps)
 
@@ -207,28 +205,29 @@ class ConceptFusion(nn.Module):
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
     def _in_rows(self, y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
-        """Whether the positions of y are the rows of a matrix where it lies, or a kernel turns it so for another."""
+        """Whether the positions of y are the rows of a matrix where it lies, or a kernel transposes it for another."""
         channels = y.dim() - 1 - self.spatial
         if self.spatial == 0 or (y.stride(channels) == 1 and sum(widths) > 1):
             return True
-        return turns(y, channels) and projects(y, weight, widths, pairs=pairs)
+        return dispatch.turns(y, channels) and dispatch.projects(y, weight, widths, pairs=pairs)
 
-    def _folds(self, y: Tensor, *, pairs: bool) -> bool:
-        """Whether the norms can be a part of the weights of a kernel: batch norms that do no more than scale and shift.
+    def with_stage(self, x: Tensor, theta: Tensor, stage: Stage) -> Tensor | None:
+        """Both stages as one operation, for a plain stage 1 with these filters; None where kernels cannot compute it.
 
-        Not where anything learns. Of scaled and rounded weights z is as close as ever, but in half precision not the
-        gradients, whose slopes are steep where a response is near zero.
+        In training with the stochastic strategy the filters are those of the two active branches.
         """
-        assert self.norm is not None
-        if torch.is_grad_enabled() and (y.requires_grad or any(p.requires_grad for p in self.parameters())):
-            return False
-        fixed = all(
-            isinstance(norm, _BatchNorm) and not norm.training and norm.running_var is not None
-            and type(norm).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward) and called_plainly(norm)
-            for norm in self.norm
-        )  # fmt: skip
-        at_once = projects(y, self.weight, self.widths, pairs=pairs)
-        return fixed and at_once and self._in_rows(y, self.weight, self.widths, pairs=pairs)
+        weight, bias, widths = self.weight, self.bias, self.widths
+        stochastic = self.strategy == "stochastic"
+        if stochastic and self.training:
+            weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
+        norms = None
+        if self.norm is not None and (norms := _batch_norms(self.norm)) is None:
+            return None
+        pairs = stochastic and not self.training
+        return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norms, pairs=pairs)
+
+    def _active_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.index_select(0, self.active)
 
     @property
     def in_kernels(self) -> bool:
@@ -248,8 +247,7 @@ class ConceptFusion(nn.Module):
 
     def forward_pair(self, y: Tensor) -> Tensor:
         """Fuse the output of a stage 1 that computed the two active branches alone."""
-        bias = None if self.bias is None else self.bias.index_select(0, self.active)
-        return self._project_and_fuse(y, self.gather(self.weight), bias, self.widths[:2], pairs=False)
+        return self._project_and_fuse(y, self.gather(self.weight), self._active_bias(), self.widths[:2], pairs=False)
 
     def extra_repr(self) -> str:
         """The arguments, for printing."""
@@ -283,11 +281,60 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
     return picked
 
 
+def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
+    """Batch norms as what they compute; None where they are not plain ones, or not alike."""
+    first = norms[0]
+    gammas: list[Tensor | None] = []
+    betas: list[Tensor | None] = []
+    means: list[Tensor | None] = []
+    variances: list[Tensor | None] = []
+    counts: list[Tensor | None] = []
+    for norm in norms:
+        if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
+            return None
+        assert isinstance(first, _BatchNorm)
+        if norm.training != first.training or norm.eps != first.eps or norm.momentum != first.momentum:
+            return None
+        if norm.track_running_stats != first.track_running_stats:
+            return None
+        parameters, buffers = norm._parameters, norm._buffers
+        if norm._modules:  # parametrized
+            return None
+        gammas.append(parameters["weight"])
+        betas.append(parameters["bias"])
+        means.append(buffers["running_mean"])
+        variances.append(buffers["running_var"])
+        counts.append(buffers["num_batches_tracked"])
+    if isinstance(first, nn.SyncBatchNorm) and first.training and _is_distributed():
+        return None  # it exchanges its statistics with other processes
+    fixed = not first.training and means[0] is not None
+    if not fixed and not (first.training and first.track_running_stats):
+        means = variances = counts = []
+    groups = []
+    for group in (gammas, betas, means, variances, counts):
+        missing = [t is None for t in group]
+        if any(missing):
+            if not all(missing) or group is means or group is variances or (group is counts and not fixed):
+                return None
+            group = []  # noqa: PLW2901
+        groups.append(group)
+    return Norms(*groups, first.eps, first.momentum, fixed)  # type: ignore[arg-type]
+
+
+_PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _is_distributed() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
-    return not replaced and not any(hooks) and not _has_any_global_hook()  # type: ignore[no-untyped-call]
+    own = module.__dict__
+    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    replaced = "forward" in own or own.get("_compiled_call_impl") is not None
+    return not (hooked or replaced or _has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def check_factory(name: str, factory: object, example: str) -> None:

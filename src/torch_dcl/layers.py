@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, called_plainly, check_factory, reset
-from torch_dcl.kernels.dispatch import fits, fuse_branches, fuse_pairs, linear, turn, turns
+from torch_dcl.kernels.dispatch import Stage, fits, fuse_branches, fuse_pairs, linear, may_run, turn, turns
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
@@ -66,14 +66,37 @@ class _DCL(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z."""
         fusion = self.fusion
-        if fusion.strategy == "stochastic" and self.training:
+        pair = fusion.strategy == "stochastic" and self.training
+        if pair:
             _warn_if_nobody_advances(fusion)
-            if fusion.gathers:
-                weight, bias = self.branch.weight, self.branch.bias
-                y = self._run_branch(x, fusion.gather(weight), None if bias is None else fusion.gather(bias))
-                return fusion.forward_pair(self._activate(y))
-        z: Tensor = fusion(self._activate(self._construct(x)))
-        return z
+            pair = fusion.gathers
+        stage = self._plain_stage() if may_run(x) else None
+        if stage is not None and (pair or fusion.strategy == "deterministic" or not self.training):
+            theta = fusion.gather(self.branch.weight) if pair else self.branch.weight
+            z = fusion.with_stage(x, theta, stage)
+            if z is not None:
+                return z
+        if pair:
+            weight, bias = self.branch.weight, self.branch.bias
+            y = self._run_branch(x, fusion.gather(weight), None if bias is None else fusion.gather(bias))
+            return fusion.forward_pair(self._activate(y))
+        return fusion(self._activate(self._construct(x)))  # type: ignore[no-any-return]
+
+    def _plain_stage(self) -> Stage | None:
+        """Stage 1 beside its filters, where calling the modules of both stages does no more than their arithmetic."""
+        branch, fusion = self.branch, self.fusion
+        if self.branch_activation is not None or branch.bias is not None or type(fusion) is not ConceptFusion:
+            return None
+        if not (called_plainly(branch) and called_plainly(fusion)):
+            return None
+        if type(branch) is nn.Linear:
+            return Stage(0)
+        if type(branch) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            return None
+        assert not isinstance(branch, nn.Linear)
+        if branch.padding_mode != "zeros" or isinstance(branch.padding, str):
+            return None
+        return Stage(len(branch.kernel_size), branch.stride, branch.padding, branch.dilation)
 
     def responses(self, x: Tensor) -> Responses:
         """Look inside: all branches y, their responses v and the fusion z, whatever the training flag says."""
@@ -284,7 +307,9 @@ class _DCLConv(_DCL):
         """
         branch = self.branch
         assert not isinstance(branch, nn.Linear)
-        if self._spatial != 2 or x.dim() != 4 or not branch.weight.is_contiguous() or torch.version.hip is not None:
+        if self._spatial != 2 or x.dim() != 4 or x.is_contiguous(memory_format=torch.channels_last):
+            return False
+        if not branch.weight.is_contiguous() or torch.version.hip is not None:
             return False
         if max(branch.kernel_size) == 1 or branch.padding_mode != "zeros" or not self.fusion.in_kernels:
             return False

@@ -18,12 +18,12 @@ __all__ = ["on_device_of", "reachable", "usable"]
 
 # Looked up once: a compiled network must find constants here.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as Python on the CPU, as the tests do
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as Python on the CPU, as the tests do
 
 
 def reachable(x: Tensor) -> bool:
     """Whether kernels can run where this tensor lies."""
-    return _HAS_TRITON and (x.is_cuda or (_INTERPRETED and x.device.type == "cpu"))
+    return _HAS_TRITON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
 
 
 def usable(x: Tensor) -> bool:

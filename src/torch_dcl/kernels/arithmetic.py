@@ -17,13 +17,13 @@ import triton.language as tl
 
 __all__ = [
     "OPTIONS", "careful", "careful_gradients", "constants", "fused", "gradients", "quick", "quick_gradients", "respond",
+    "single",
 ]  # fmt: skip
 
 _MAX = tl.constexpr(3.4028234663852886e38)
 _MODERATE = tl.constexpr(1e8)
 _TOO_LARGE = tl.constexpr(1e28)
 _LEAST_EPS = 1e-20
-_ALL = tl.constexpr(tl.PropagateNan.ALL)
 
 
 OPTIONS = {"enable_fp_fusion": True}
@@ -40,19 +40,27 @@ def constants(eps: float, count: int, dtype: torch.dtype) -> Mapping[str, object
     floor = max(float(eps ** (1 / count)), float(torch.finfo(torch.float32).tiny))
     steps = 3 if dtype == torch.float32 else 2
     quick = steps if eps >= _LEAST_EPS else 0
-    return {"eps": float(eps), "floor": floor, "QUICK": quick, "LARGEST": torch.finfo(dtype).max, **OPTIONS}
+    return {"eps": float(eps), "floor": floor, "QUICK": quick, "LARGEST": torch.finfo(dtype).max}
+
+
+@triton.jit
+def single(x):
+    """A number in float32: a compiler that traces a launch may give it in float64, and all that it meets with it."""
+    return tl.cast(x, tl.float32)
 
 
 @triton.jit
 def respond(x):
     """relu; NaN stays."""
-    return tl.maximum(x, 0.0, propagate_nan=_ALL)
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _narrow(x, LARGEST: tl.constexpr):
     """Saturate at the largest number of the type that is written."""
-    return tl.maximum(tl.minimum(x, LARGEST, propagate_nan=_ALL), -LARGEST, propagate_nan=_ALL)
+    return tl.maximum(
+        tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL), -LARGEST, propagate_nan=tl.PropagateNan.ALL
+    )
 
 
 @triton.jit

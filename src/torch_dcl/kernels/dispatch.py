@@ -4,9 +4,8 @@ The kernels are operations of torch (`ops`), so that ``torch.compile`` and CUDA 
 GPU, for two or three branches of one width, in float32, bfloat16 and float16. While a network is exported, under
 ``torch.func`` transforms, in float64, and for other T, the reference runs.
 
-Under autocast the weights are cast here, and their gradients come as float32 straight from the products that add them
-up so: an operation takes the low copy of a weight to compute with, and the weight itself for its gradient to go to. A
-second derivative goes through the low copy.
+Outside a compiler a layer is one node of autograd (`unit`), which casts weights to the type of autocast and gives their
+gradients in their own.
 """
 
 import contextlib
@@ -17,19 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch, ops
+from torch_dcl.kernels import unit as unit_
+from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
-    "disabled", "fits", "fold_norms", "fuse_branches", "fuse_pairs", "linear", "note", "project_and_fuse", "projects",
-    "turn", "turns", "watch",
+    "Norms", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note", "project_and_fuse",
+    "projects", "turn", "turns", "unit", "watch",
 ]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
 _WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
+_PLAIN = (Tensor, nn.Parameter)  # what is sharded, quantised or traced has a way of its own
 _watching: list[Counter[str]] = []
+
+
+def may_run(x: Tensor) -> bool:
+    """Whether kernels can run on a layer's input at all."""
+    return _enabled and kernels.usable(x)
 
 
 @contextlib.contextmanager
@@ -87,6 +94,61 @@ def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
     return functional.fuse_pairs(pre, eps)
 
 
+def unit(
+    x: Tensor, theta: Tensor, stage: Stage, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float,
+    norms: Norms | None, *, pairs: bool,
+) -> Tensor | None:  # fmt: skip
+    """Both stages of a layer as one operation; None where kernels cannot compute them.
+
+    Args:
+        x: The input of stage 1: best with the channels last in memory.
+        theta: Its filters; there is no bias.
+        stage: Its geometry.
+        weight: ``[ΣM, K2]``.
+        bias: ``[T, K2]`` or None.
+        widths: M(t).
+        eps: ε.
+        norms: Of the responses.
+        pairs: Whether to take the mean over pairs instead of fusing all.
+    """
+    T, spatial = len(widths), stage.spatial
+    if not (T == 3 or (T == 2 and not pairs)) or any(M != widths[0] for M in widths):
+        return None
+    if x.device != weight.device or x.device != theta.device or functional.exporting() or _transformed():
+        return None
+    if not (type(x) in _PLAIN and type(theta) in _PLAIN and type(weight) in _PLAIN):
+        return None
+    dtype = _type_of(x, cast=True)
+    if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
+        return None  # torch has an error for it
+    channels = x.dim() - 1 - spatial
+    if channels < 0 or (norms is not None and not _norms_fit(x, widths, spatial, dtype)):
+        return None
+    if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
+        return None
+    note("project_and_fuse", "kernel")
+    keep = norms is None and (not spatial or widths[0] > _widest(dtype))
+    if torch.compiler.is_compiling():
+        y = _compiled_stage(x, theta, stage, dtype)
+        z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norms)
+        return turn(z, channels, last=False) if spatial and _apart(y, channels) else z
+    settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
+    return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norms)
+
+
+def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
+    """Stage 1 for a compiler to trace; the gradient of a linear layer's weight is not rounded here either."""
+    x, low = x.to(dtype), theta.to(dtype)
+    if not stage.spatial and dtype != theta.dtype and theta.requires_grad and torch.is_grad_enabled():
+        return ops.linear(x, low, theta)
+    return unit_.construct(x, low, stage)
+
+
+def _norms_fit(x: Tensor, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels can normalise: channels where batch norms have them, and not too many of them."""
+    return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and x.shape[0] > 0
+
+
 def project_and_fuse(
     y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float, channels: int = 1,
     *, pairs: bool, keep: bool,
@@ -105,23 +167,15 @@ def project_and_fuse(
             where there are many positions for each weight.
 
     Returns:
-        z ``[..., K2, ...]``, with the channels last in memory, unless a kernel had to turn y: then it lies as y.
+        z ``[..., K2, ...]``, with the channels last in memory, unless a kernel had to transpose y: then it lies as y.
         No view, so that what comes next may write into it.
     """
-    T = len(widths)
     if projects(y, weight, widths, pairs=pairs):
-        if _apart(y, channels) and _on_tensor_cores(y.dtype):
-            rows = turn(y, channels, last=True)
-            z = project_and_fuse(rows, weight, bias, widths, eps, channels, pairs=pairs, keep=keep)
-            return turn(z, channels, last=False)
         note("project_and_fuse", "kernel")
-        low, low_bias = weight.to(y.dtype), None if bias is None else bias.to(y.dtype)
-        # Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
-        types = {t.dtype for t in (weight, bias) if t is not None}
-        wide = _WIDE and y.dtype == torch.bfloat16 and types == {torch.float32}
         keep = keep or widths[0] > _widest(y.dtype)
-        to, to_bias = (weight, bias) if wide else (None, None)
-        return ops.project(y, low.contiguous(), low_bias, to, to_bias, channels, T, eps, pairs, keep)
+        if torch.compiler.is_compiling():
+            return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
+        return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
     note("project_and_fuse", "reference")
     pre = launch.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
@@ -152,49 +206,18 @@ def _apart(x: Tensor, channels: int) -> bool:
 
 def _type_of(x: Tensor, cast: bool) -> torch.dtype:
     """The type of x, or what autocast makes of it."""
-    if cast and x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    return torch.get_autocast_dtype(x.device.type) if cast and _autocasts(x) else x.dtype
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether products of x are in the type of autocast, one of the half types."""
+    kind = x.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in (torch.bfloat16, torch.float16)
 
 
 def _on_tensor_cores(dtype: torch.dtype) -> bool:
     """Whether products are: float32 by torch's setting for it."""
     return dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-
-
-def fold_norms(
-    weight: Tensor, bias: Tensor | None, norms: Sequence[_BatchNorm], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Stage 2 with its norms as part of its weights and biases, for norms that are fixed to their statistics.
-
-    One kernel, which writes the type that is computed in; plain torch, in the type of the weights, for a compiler.
-
-    Args:
-        weight: ``[ΣM, K2]``, of branches of one width.
-        bias: ``[T, K2]`` or None.
-        norms: Batch norms with statistics, one for each branch.
-        dtype: What stage 2 is computed in.
-
-    Returns:
-        Weights ``[ΣM, K2]`` and biases ``[T, K2]``.
-    """
-    if not torch.compiler.is_compiling():
-        from torch_dcl.kernels import fold  # noqa: PLC0415
-
-        with kernels.on_device_of(weight):
-            return fold.fold(weight, bias, norms, dtype)
-    scales, shifts = [], []
-    for t, norm in enumerate(norms):
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        scale = (norm.running_var.float() + norm.eps).rsqrt()
-        shift = -norm.running_mean.float() if bias is None else bias[t].float() - norm.running_mean.float()
-        scale = scale if norm.weight is None else norm.weight.float() * scale
-        scales.append(scale)
-        shifts.append(shift * scale if norm.bias is None else torch.addcmul(norm.bias.float(), shift, scale))
-    by_branch = weight.view(len(norms), -1, weight.shape[1])
-    scaled = (by_branch * torch.stack(scales)[:, None]).view_as(weight)
-    return scaled.to(weight.dtype), torch.stack(shifts).to(weight.dtype)
 
 
 def _widest(dtype: torch.dtype) -> int:
@@ -228,8 +251,8 @@ def linear(
 
 def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The half type that autocast computes a product in, where the weight's gradient can be had in float32."""
-    if not (_enabled and _WIDE) or bias is not None or any(type(t) not in (Tensor, nn.Parameter) for t in (x, weight)):
-        return None  # what is no plain tensor (sharded, quantised, traced) has a way of its own
+    if not (_enabled and _WIDE) or bias is not None or any(type(t) not in _PLAIN for t in (x, weight)):
+        return None
     if not (weight.requires_grad and torch.is_grad_enabled() and weight.dtype == torch.float32):
         return None
     if not kernels.usable(x) or x.device != weight.device or functional.exporting() or _transformed():

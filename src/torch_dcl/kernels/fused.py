@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import constants, fused, gradients, respond
+from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
+from torch_dcl.kernels.launcher import Launch, kept
 from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["fuse_backward", "fuse_forward"]
@@ -21,6 +22,7 @@ def _fuse_forward(
     p0, p1, p2, out, size, eps, floor,
     T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    eps, floor = single(eps), single(floor)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     a = respond(tl.load(p0 + i, mask=inside, other=0.0).to(tl.float32))
@@ -37,6 +39,7 @@ def _fuse_backward(
     grad, p0, p1, p2, d0, d1, d2, size, eps, floor,
     T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    eps, floor = single(eps), single(floor)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32)
@@ -53,9 +56,12 @@ def _fuse_backward(
         tl.store(d2 + i, dc.to(kind), mask=inside)
 
 
-def _common(x: Tensor, T: int, eps: float, pairs: bool) -> dict[str, object]:
-    """What every kernel of the fusion is told."""
-    return {**constants(eps, 2 if pairs else T, x.dtype), "T": T, "PAIRS": pairs}
+@kept
+def _launch(
+    backward: bool, size: int, T: int, eps: float, pairs: bool, dtype: torch.dtype, device: torch.device
+) -> Launch:
+    values = {"size": size, **constants(eps, 2 if pairs else T, dtype), "T": T, "PAIRS": pairs, "BLOCK": _BLOCK}
+    return Launch(_fuse_backward if backward else _fuse_forward, (cdiv(size, _BLOCK),), values, OPTIONS)
 
 
 def _in_the_layout_of(like: Tensor, tensors: list[Tensor]) -> list[Tensor]:
@@ -73,9 +79,7 @@ def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
     size = out.numel()
     if size:
         pre = _in_the_layout_of(out, pre)
-        _fuse_forward[(cdiv(size, _BLOCK),)](
-            pre[0], pre[1], pre[-1], out, size, **_common(out, T, eps, pairs), BLOCK=_BLOCK
-        )
+        _launch(False, size, T, eps, pairs, out.dtype, out.device)(pre[0], pre[1], pre[-1], out)
     return out
 
 
@@ -85,7 +89,7 @@ def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> l
     size = grad.numel()
     if size:
         grad, *pre = _in_the_layout_of(out[0], [grad, *pre])
-        _fuse_backward[(cdiv(size, _BLOCK),)](
-            grad, pre[0], pre[1], pre[-1], out[0], out[1], out[-1], size, **_common(grad, T, eps, pairs), BLOCK=_BLOCK
+        _launch(True, size, T, eps, pairs, grad.dtype, grad.device)(
+            grad, pre[0], pre[1], pre[-1], out[0], out[1], out[-1]
         )
     return out

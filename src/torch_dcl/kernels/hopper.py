@@ -29,7 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_dcl.kernels import project
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.sizes import cdiv
+from torch_dcl.kernels.launcher import Launch, kept
+from torch_dcl.kernels.sizes import cdiv, processors
 
 __all__ = ["project_backward", "project_forward", "takes"]
 
@@ -288,23 +289,39 @@ def _backward(
     gl.store(found + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), moderate)
 
 
-def takes(y: Tensor, weight: Tensor, T: int, eps: float) -> bool:
-    """Whether these kernels are for such a projection: its type and sizes, and enough of it."""
-    M, N = y.shape[1] // T, weight.shape[1]
+def takes(y: Tensor, P: int, M: int, N: int, eps: float) -> bool:
+    """Whether these kernels are for such a projection of two branches: its type and sizes, and enough of it."""
     return (
-        T == 2 and M in _FILTERS and N % _SIDE == 0 and len(y) * N >= _ENOUGH
-        and y.dtype == torch.bfloat16 and y.data_ptr() % 16 == 0 and bool(constants(eps, 2, y.dtype)["QUICK"])
+        M in _FILTERS and N % _SIDE == 0 and P * N >= _ENOUGH and y.dtype == torch.bfloat16
+        and bool(constants(eps, 2, y.dtype)["QUICK"]) and (type(y) is not Tensor or y.data_ptr() % 16 == 0)
     )  # fmt: skip
 
 
-def _launch(y: Tensor, N: int, at_once: int) -> tuple[tuple[int, int], Tensor, dict[str, Any]]:
-    """The grid, what its programs found, and their sizes."""
+class _Described(Launch):
+    """A launch some of whose tensors are described to the copy engine, or are not there."""
+
+    __slots__ = ()
+
+    def __call__(self, *given: Any) -> None:
+        """Launch on tensors, descriptions of tensors, and None."""
+        addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
+        self.start(given, addresses, not any(address & 15 for address in addresses if isinstance(address, int)))
+
+
+@kept
+def _launch(
+    backward: bool, P: int, M: int, N: int, eps: float, bias: torch.dtype | None, device: torch.device
+) -> Launch:
     across = N // _SIDE
-    together = at_once * project.processors(y.device)
-    grid = (across, max(1, min(cdiv(len(y), _SIDE), together // across)))
-    found = torch.empty(grid[1], grid[0], dtype=torch.float32, device=y.device)
-    sizes = {"N": N, "M": y.shape[1] // 2, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2, "num_warps": 4}
-    return grid, found, {**sizes, **OPTIONS}
+    together = (4 if _FILTERS[0] == M and not backward else 2) * processors(device)
+    grid = (across, max(1, min(cdiv(P, _SIDE), together // across)))
+    values = {"P": P, "eps": eps, "N": N, "M": M, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2}
+    return _Described(_backward if backward else _forward, grid, values, {"num_warps": 4, **OPTIONS})
+
+
+def _place_to_tell(launch: Launch, y: Tensor) -> Tensor:
+    """Where programs say what they found."""
+    return torch.empty(launch.grid[1], launch.grid[0], dtype=torch.float32, device=y.device)
 
 
 def _tiles_of(x: Tensor, columns: int) -> Any:
@@ -317,25 +334,35 @@ def _in_shared_memory(columns: int) -> Any:
     return gl.NVMMASharedLayout.get_default_for([_SIDE, columns], gl.bfloat16)
 
 
+def _projection(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> project.Projection:
+    """Triton's kernels for the same, which repeat with care what these leave."""
+    of_bias = None if bias is None else bias.dtype
+    P, M, N = len(y), y.shape[1] // 2, weight.shape[1]
+    return project.projection(P, M, 2, N, y.dtype, y.device, eps, False, of_bias, 0, True)
+
+
 def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, eps: float) -> None:
-    """What `project.project_forward` does for two branches."""
-    N, M = weight.shape[1], y.shape[1] // 2
-    grid, found, sizes = _launch(y, N, 4 if _FILTERS[0] == M else 2)
-    _forward[grid](_tiles_of(y, 2 * M), weight, bias, z, found, len(y), eps, **sizes)
-    project.forward_again(found, z, y, weight, bias, eps)
+    """Write z of two branches' outputs ``[P, 2·M]``; z may have other shapes with its channels last in memory."""
+    M, of_bias = y.shape[1] // 2, None if bias is None else bias.dtype
+    launch = _launch(False, len(y), M, weight.shape[1], eps, of_bias, y.device)
+    found = _place_to_tell(launch, y)
+    launch(_tiles_of(y, 2 * M), weight, bias, z, found)
+    _projection(y, weight, bias, eps).again(found, z, y, weight, bias)
 
 
 def project_backward(
     grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `project.project_backward` gives for two branches."""
-    P, N, M = len(y), weight.shape[1], y.shape[1] // 2
+    """The gradients of two branches' outputs ``[P, 2·M]``, weights and biases, the latter two in ``dtype``."""
+    P, N, M, of_bias = len(y), weight.shape[1], y.shape[1] // 2, None if bias is None else bias.dtype
     dpre = torch.empty(2, P, N, dtype=y.dtype, device=y.device) if _FILTERS[0] != M else None
-    grid, found, sizes = _launch(y, N, 2)
-    parts = torch.empty(grid[1], 2 * (M + 1), N, dtype=torch.float32, device=y.device)
+    launch = _launch(True, P, M, N, eps, of_bias, y.device)
+    found = _place_to_tell(launch, y)
+    parts = torch.empty(launch.grid[1], 2 * (M + 1), N, dtype=torch.float32, device=y.device)
     places = (None, None) if dpre is None else tuple(_tiles_of(d, _SIDE) for d in dpre)
-    _backward[grid](grad, _tiles_of(y, 2 * M), weight, bias, *places, parts, found, P, eps, **sizes)
-    project.backward_again(found, dpre, parts, grad, y, weight, bias, eps)
-    dy = project.by_rows(grad, y, weight, bias, eps) if dpre is None else project.by_weights(dpre, weight)
+    launch(grad, _tiles_of(y, 2 * M), weight, bias, *places, parts, found)
+    again = _projection(y, weight, bias, eps)
+    again.gradients_again(found, dpre, parts, grad, y, weight, bias)
+    dy = again.by_rows(grad, y, weight, bias, None) if dpre is None else project.by_weights(dpre, weight, y)
     dbias, dw = project.add_parts(parts, 2, dtype)
     return dy, dw, None if bias is None else dbias

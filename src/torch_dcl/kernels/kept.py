@@ -6,15 +6,14 @@ Backward too one kernel forms the products of all branches where the layer is sm
 gradients of the responses: to launch a kernel for each product would take longer.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels import pointwise
-from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond
+from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
+from torch_dcl.kernels.launcher import Launch, kept
 from torch_dcl.kernels.project import by_branch, by_weights, weight_gradient
 from torch_dcl.kernels.sizes import cdiv
 
@@ -47,6 +46,7 @@ def _kept_forward(
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    eps, floor = single(eps), single(floor)
     p = tl.program_id(0) * BM + tl.arange(0, BM).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc0 = tl.zeros((BM, BN), tl.float32)
@@ -141,21 +141,30 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
     P, N = len(y), weight.shape[1]
     if _forward_in_one(P, T) and y.dtype != torch.float32:
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
-        tiles = _tiles(P, N, T)
-        _kept_forward[(cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"]))](
-            y, weight, bias, pre, z, P, N=N, M=y.shape[1] // T, T=T, PAIRS=pairs, BIAS=bias is not None,
-            PRECISION="tf32", **constants(eps, 2 if pairs else T, y.dtype), **tiles,
-        )  # fmt: skip
+        of_bias = None if bias is None else bias.dtype
+        launch = _forward_launch(P, y.shape[1] // T, T, N, y.dtype, eps, pairs, of_bias, y.device)
+        launch(y, weight, y if bias is None else bias, pre, z)
         return pre
     parts, weights = by_branch(y, T), weight.view(T, -1, N)
     if bias is None:
         pre = torch.bmm(parts, weights)
     else:
-        pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
+        pre, low = torch.empty(T, P, N, dtype=y.dtype, device=y.device), bias.to(y.dtype)
         for t in range(T):
-            torch.addmm(bias[t], parts[t], weights[t], out=pre[t])
+            torch.addmm(low[t], parts[t], weights[t], out=pre[t])
     pointwise.fuse_forward(pre[None], None, eps, pairs=pairs, out=z[None])
     return pre
+
+
+@kept
+def _forward_launch(
+    P: int, M: int, T: int, N: int, dtype: torch.dtype, eps: float, pairs: bool, bias: torch.dtype | None,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    tiles, options = _tiles(P, N, T)
+    values = {"P": P, **constants(eps, 2 if pairs else T, dtype), "N": N, "M": M, "T": T, "PAIRS": pairs}
+    values |= {"BIAS": bias is not None, "PRECISION": "tf32", **tiles}
+    return Launch(_kept_forward, (cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"])), values, {**options, **OPTIONS})
 
 
 def _forward_in_one(P: int, T: int) -> bool:
@@ -163,7 +172,7 @@ def _forward_in_one(P: int, T: int) -> bool:
     return 0 < P <= (512 if T == 2 else 128)
 
 
-def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
+def _tiles(P: int, N: int, T: int) -> tuple[dict[str, int], dict[str, int]]:
     BM, BN, BK, warps, stages = 128 if P > 128 else 64, 64, 64, 4, 4
     if P > 256 and N > 2048:  # many tiles: larger ones move less
         BN, warps, stages = 128, 8, 3
@@ -171,7 +180,8 @@ def _tiles(P: int, N: int, T: int) -> dict[str, Any]:
         BN = 16
     elif P <= 64:
         BN, BK = 32, 128
-    return {"BM": BM, "BN": BN, "BK": BK, "num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
+    options = {"num_warps": warps, "num_stages": stages if T == 2 else stages - 1}
+    return {"BM": BM, "BN": BN, "BK": BK}, options
 
 
 def kept_backward(
@@ -182,17 +192,14 @@ def kept_backward(
     P, N = grad.shape
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
     if _backward_in_one(P, weight.numel()) and y.dtype != torch.float32:
-        M, dy, dw = y.shape[1] // T, torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
-        dbias = None if bias is None else torch.empty_like(bias, dtype=dtype)
-        parts = T * cdiv(M, _TILES["BK"])
-        of_y = cdiv(P, _TILES["YM"]) * parts
-        _kept_backward[(of_y + cdiv(N, _TILES["WN"]) * parts,)](
-            dpre, y, weight, dy, dw, dbias, P, of_y, N=N, M=M, T=T, BIAS=bias is not None, PRECISION="tf32",
-            **_TILES, **OPTIONS,
-        )  # fmt: skip
-        return dy, dw, dbias
+        dy, dw = torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
+        dbias = torch.empty(T, N, dtype=dtype, device=y.device)
+        _backward_launch(P, y.shape[1] // T, T, N, bias is not None, y.dtype, dtype, y.device)(
+            dpre, y, weight, dy, dw, dbias
+        )
+        return dy, dw, None if bias is None else dbias
     dbias = None if bias is None else dpre.sum(1, dtype=dtype)
-    return by_weights(dpre, weight), weight_gradient(y, dpre, dtype), dbias
+    return by_weights(dpre, weight, y), weight_gradient(y, dpre, dtype), dbias
 
 
 def _backward_in_one(P: int, weights: int) -> bool:
@@ -200,5 +207,16 @@ def _backward_in_one(P: int, weights: int) -> bool:
     return 0 < P <= 512 and weights <= 2**21 and P * weights <= 2**28
 
 
-_TILES = {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+_TILES = {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64}
 """Of that kernel: positions, outputs and filters of a tile, for the branch outputs and for the weights."""
+
+
+@kept
+def _backward_launch(
+    P: int, M: int, T: int, N: int, bias: bool, dtype: torch.dtype, to: torch.dtype, device: torch.device
+) -> Launch:
+    parts = T * cdiv(M, _TILES["BK"])
+    of_y = cdiv(P, _TILES["YM"]) * parts
+    values = {"P": P, "of_y": of_y, "N": N, "M": M, "T": T, "BIAS": bias, "PRECISION": "tf32", **_TILES}
+    grid = (of_y + cdiv(N, _TILES["WN"]) * parts,)
+    return Launch(_kept_backward, grid, values, {"num_warps": 4, "num_stages": 4, **OPTIONS})

@@ -1,8 +1,9 @@
-"""Which kernels run for a fusion and for a projection, and the same in plain torch: `ops` makes operations of them."""
+"""Which kernels run for a fusion and for a projection, and where their results lie."""
 
 import functools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +11,31 @@ from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
 
+if TYPE_CHECKING:
+    from torch_dcl.kernels.plans import Plan
+
 __all__ = [
-    "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "project", "project_backward", "reference_fuse",
-    "reference_project", "responses", "room", "turn",
+    "DEEPEST", "Norms", "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "lies_as", "reference_fuse",
+    "responses", "room_for", "takes_hopper", "turn",
 ]  # fmt: skip
+
+
+DEEPEST = 128
+"""Filters of a branch up to which a gradient of its weights, or of its outputs, fits into registers."""
+
+
+class Norms(NamedTuple):
+    """The batch norms of T branches: their tensors, one for each branch or none, and their settings."""
+
+    gammas: Sequence[Tensor]
+    betas: Sequence[Tensor]
+    means: Sequence[Tensor]
+    variances: Sequence[Tensor]
+    counts: Sequence[Tensor]
+    eps: float
+    momentum: float | None
+    fixed: bool
+    """Whether they normalise by their running statistics; else by the batch's, and the running ones, if any, follow."""
 
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
@@ -32,39 +54,6 @@ def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> l
         return fused.fuse_backward(grad, pre, eps, pairs)
 
 
-def project(
-    y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool, keep: bool
-) -> Tensor | None:
-    """Write z ``[P, K2]``; give the responses, if they are kept."""
-    from torch_dcl.kernels import kept, project  # noqa: PLC0415
-
-    with kernels.on_device_of(y):
-        if keep:
-            return kept.kept_forward(y, weight, bias, z, T, eps, pairs)
-        hopper = _hopper(y)
-        if hopper is not None and hopper.takes(y, weight, T, eps):
-            hopper.project_forward(y, weight, bias, z, eps)
-        else:
-            project.project_forward(y, weight, bias, z, T, eps, pairs)
-    return None
-
-
-def project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype,
-    T: int, eps: float, pairs: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of branch outputs, weights and biases, the latter two in ``dtype``."""
-    from torch_dcl.kernels import kept, project  # noqa: PLC0415
-
-    with kernels.on_device_of(y):
-        if pre is not None:
-            return kept.kept_backward(grad, y, weight, bias, pre, T, eps, pairs, dtype)
-        hopper = _hopper(y)
-        if hopper is not None and hopper.takes(y, weight, T, eps):
-            return hopper.project_backward(grad, y, weight, bias, eps, dtype)  # type: ignore[no-any-return]
-        return project.project_backward(grad, y, weight, bias, T, eps, pairs, dtype)
-
-
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
     """A copy with the channels last in memory, or as torch has them by default."""
     from torch_dcl.kernels import layout  # noqa: PLC0415
@@ -73,18 +62,25 @@ def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
         return layout.turn(x, channels, last, dtype)
 
 
-def room(shape: Sequence[int], channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for ``[..., C, ...]`` with the channels last, and not as a view."""
+def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:
+    """The strides of ``[..., C, ...]`` with the channels last in memory."""
     strides, size = [0] * len(shape), shape[channels]
     strides[channels] = 1
     for d in reversed(range(len(shape))):
         if d != channels:
             strides[d], size = size, size * max(shape[d], 1)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return tuple(strides)
+
+
+def lies_as(shape: Sequence[int], stride: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether strides are as expected, where there is more than one place along a dimension."""
+    return all(size == 1 or own == other for size, own, other in zip(shape, stride, expected, strict=True))
 
 
 def is_last(x: Tensor, channels: int) -> bool:
     """Whether the channels are last in memory, without gaps."""
+    if channels == 1 and x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(channels, -1).is_contiguous()
 
 
@@ -102,9 +98,10 @@ def at_positions(y: Tensor, channels: int, rows: Tensor) -> Tensor:
     return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
 
 
-def _hopper(y: Tensor) -> ModuleType | None:
-    """The kernels of Hopper GPUs, on one of these."""
-    return _hopper_on(y.device) if y.is_cuda else None
+def takes_hopper(plan: "Plan", y: Tensor, weight: Tensor) -> ModuleType | None:
+    """The kernels of Hopper GPUs, on one of these, if they are for such a projection."""
+    hopper = _hopper_on(y.device) if plan.T == 2 and y.is_cuda else None
+    return hopper if hopper is not None and hopper.takes(y, plan.P, plan.M, weight.shape[1], plan.eps) else None
 
 
 @functools.cache
@@ -135,10 +132,3 @@ def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[i
 def reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
     """z in plain torch."""
     return (functional.fuse_pairs if pairs else functional.fuse_branches)(list(pre), eps)
-
-
-def reference_project(inputs: Sequence[Tensor], channels: int, T: int, eps: float, pairs: bool) -> Tensor:
-    """z in plain torch from branch outputs, weights and perhaps biases."""
-    y, weight, *rest = inputs
-    widths = [y.shape[channels] // T] * T
-    return reference_fuse(responses(y, weight, rest[0] if rest else None, widths, channels), eps, pairs)

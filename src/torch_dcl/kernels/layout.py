@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
-from torch_dcl.kernels.launch import is_last, room
+from torch_dcl.kernels.launch import is_last, room_for
+from torch_dcl.kernels.launcher import Launch, kept
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = ["turn"]
@@ -34,18 +35,25 @@ def _turn(x, out, rows, columns, down, across, HEIGHT: tl.constexpr, WIDTH: tl.c
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
     """A copy of ``[..., C, ...]`` in another layout: the channels last in memory, or as torch has them by default."""
-    out = room(x.shape, channels, dtype, x.device) if last else torch.empty(x.shape, dtype=dtype, device=x.device)
+    if last:
+        out = torch.empty_strided(x.shape, room_for(x.shape, channels), dtype=dtype, device=x.device)
+    else:
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not (x.is_contiguous() if last else is_last(x, channels)):
         return out.copy_(x)  # neither the one nor the other, as an expanded gradient is
     if out.numel():
         C, positions = x.shape[channels], math.prod(x.shape[channels + 1 :])
         rows, columns = (C, positions) if last else (positions, C)
-        # A side that is short, three channels for example, leaves room for more of the other.
-        height = min(_SIDE, next_power_of_2(rows))
-        width = min(_SIDE * _SIDE // height, next_power_of_2(columns))
-        height = min(_SIDE * _SIDE // width, next_power_of_2(rows))
-        down, across = cdiv(rows, height), cdiv(columns, width)
-        _turn[(x.numel() // (rows * columns) * down * across,)](
-            x, out, rows, columns, down, across, HEIGHT=height, WIDTH=width, num_warps=_WARPS, **OPTIONS
-        )
+        _launch(x.numel() // (rows * columns), rows, columns, x.dtype, dtype, x.device)(x, out)
     return out
+
+
+@kept
+def _launch(images: int, rows: int, columns: int, dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Launch:
+    # A side that is short, three channels for example, leaves room for more of the other.
+    height = min(_SIDE, next_power_of_2(rows))
+    width = min(_SIDE * _SIDE // height, next_power_of_2(columns))
+    height = min(_SIDE * _SIDE // width, next_power_of_2(rows))
+    down, across = cdiv(rows, height), cdiv(columns, width)
+    values = {"rows": rows, "columns": columns, "down": down, "across": across, "HEIGHT": height, "WIDTH": width}
+    return Launch(_turn, (images * down * across,), values, {"num_warps": _WARPS, **OPTIONS})

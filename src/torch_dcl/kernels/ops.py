@@ -1,21 +1,35 @@
-"""The kernels of DCL layers as operations of torch (``torch.ops.torch_dcl``), with their gradients.
+"""The kernels of DCL layers as operations of torch (``torch.ops.torch_dcl``), for compilers.
 
-Each is there twice: as an operation, which ``torch.compile`` knows, and as a function of autograd with less to do for
-each call. A second derivative is the reference's.
+A compiler looks into these operations and finds Triton's kernels, which it launches from the code that it generates.
+Only what is written in Gluon stays closed to it. Outside a compiler `unit` runs, which has less to do for each call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_dcl import functional, kernels
-from torch_dcl.kernels import launch
-from torch_dcl.kernels.products import products
+from torch_dcl import kernels
+from torch_dcl.kernels import launch, unit
+from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.plans import plan_for
 
-__all__ = ["again", "fuse", "linear", "project", "turn"]
+__all__ = ["fuse", "linear", "project", "turn"]
+
+
+def operation(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        if not kernels.INTERPRETED:
+            return torch.library.triton_op(f"torch_dcl::{name}", mutates_args=())(function)
+        closed = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=())(function)
+        closed.register_fake(function)
+        return closed
+
+    return register
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -30,34 +44,37 @@ def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
 
 
 def project(
-    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
-    channels: int, T: int, eps: float, pairs: bool, keep: bool,
+    y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
+    norms: Norms | None,
 ) -> Tensor:  # fmt: skip
-    """Branch outputs to z, with weights of their type; gradients go to the wide ones, if they are given."""
-    parameters, settings = (weight, bias, wide, wide_bias), (T, eps, pairs, keep)
-    if torch.compiler.is_compiling():
-        rows = launch.by_position(y, channels).contiguous()
-        return launch.at_positions(y, channels, torch.ops.torch_dcl.project(rows, *parameters, *settings)[0])
-    if not torch.is_grad_enabled():
-        return _projected(y, weight, bias, channels, *settings)[0]
-    z: Tensor = _Project.apply(y, *parameters, channels, *settings)
-    return z
+    """Stage 2 as operations: branch outputs to z, and the running statistics of norms updated."""
+    rows = launch.by_position(y, channels).contiguous()
+    if norms is None:
+        z = torch.ops.torch_dcl.project(rows, weight, bias, T, eps, pairs, keep)[0]
+        return launch.at_positions(y, channels, z)
+    running = (list(norms.means), list(norms.variances)) if norms.fixed else ([], [])
+    z, known, _ = torch.ops.torch_dcl.normed_project(
+        rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
+    )
+    if norms.means and not norms.fixed:
+        with torch.no_grad():
+            _follow(norms, known.detach()[: 6 * T * weight.shape[1]].view(6, T, -1))
+    return launch.at_positions(y, channels, z)
 
 
-def _projected(
-    y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """z, and the responses if they are kept."""
-    shape, rows = [*y.shape], launch.by_position(y, channels).contiguous()
-    shape[channels] = weight.shape[1]
-    z = launch.room(shape, channels, y.dtype, y.device)
-    return z, launch.project(rows, weight, bias, launch.by_position(z, channels), T, eps, pairs, keep)
+def _follow(norms: Norms, statistics: Tensor) -> None:
+    """Move running statistics towards those of the batch, as batch norms do."""
+    for t, (mean, variance, count) in enumerate(zip(norms.means, norms.variances, norms.counts, strict=True)):
+        count.add_(1)
+        share = 1.0 / count.float() if norms.momentum is None else norms.momentum
+        mean.copy_(mean + share * (statistics[4, t] - mean))
+        variance.copy_(variance + share * (statistics[5, t] - variance))
 
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
     """The same values with the channels last in memory, or as torch has them by default; no copy where they lie so."""
     there = launch.is_last(x, channels) if last else x.is_contiguous()
-    if there or torch.compiler.is_compiling():  # a compiler turns by itself, along with what comes before or behind
+    if there or torch.compiler.is_compiling():  # a compiler transposes by itself, along with what is before or behind
         low = x.to(dtype)
         return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
     if not torch.is_grad_enabled():
@@ -101,41 +118,8 @@ class _Fuse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
-            return None, None, *again(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
+            return None, None, *unit.again(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
         return None, None, *launch.fuse_backward(grads[0], list(pre), ctx.eps, ctx.pairs)
-
-
-class _Project(torch.autograd.Function):
-    """What ``torch.ops.torch_dcl.project`` is, with less to do for each call."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, _wide_bias: Tensor | None,
-        channels: int, T: int, eps: float, pairs: bool, keep: bool,
-    ) -> Tensor:  # fmt: skip
-        z, pre = _projected(y, weight, bias, channels, T, eps, pairs, keep)
-        ctx.save_for_backward(y, weight, bias, pre)
-        ctx.channels, ctx.settings, ctx.wide = channels, (T, eps, pairs), wide is not None
-        return z
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        y, weight, bias, pre = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
-            given = [t for t in (y, weight, bias) if t is not None]
-            twice = again(launch.reference_project, grads[0], given, (ctx.channels, *ctx.settings))
-            return (*twice, *(None,) * (10 - len(twice)))
-        dtype = torch.float32 if ctx.wide else y.dtype
-        grad, rows = (launch.by_position(t, ctx.channels).contiguous() for t in (grads[0], y))
-        dy, *found = launch.project_backward(grad, rows, weight, bias, pre, dtype, *ctx.settings)
-        return *_placed((launch.at_positions(y, ctx.channels, dy), *found), ctx.wide), *(None,) * 5
-
-
-def _placed(found: Sequence[Tensor | None], wide: bool) -> tuple[Tensor | None, ...]:
-    """The projection's gradients in the order of its tensors: the parameters' go to the wide ones, if any."""
-    dy, *parameters = found
-    none = (None, None)
-    return (dy, *none, *parameters) if wide else (dy, *parameters, *none)
 
 
 class _Linear(torch.autograd.Function):
@@ -151,119 +135,120 @@ class _Linear(torch.autograd.Function):
         (grad,), (x, low) = grads, ctx.saved_tensors
         dx = grad @ low if ctx.needs_input_grad[0] else None
         if torch.is_grad_enabled():  # a second derivative is wanted: only torch's own product has one
-            return dx, _rows(grad).t() @ _rows(x), None
-        return dx, None, _linear_weight_gradient(grad, x)
+            return dx, grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]), None
+        return dx, None, unit.weight_gradient(grad, x, torch.float32)
 
 
-def _linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return products(_rows(grad).t()[None], _rows(x)[None], torch.float32)[0]
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Gradients that can be differentiated again, from the reference."""
-    with torch.enable_grad():
-        out = reference(inputs, *settings)
-    return torch.autograd.grad(out, list(inputs), grad, create_graph=True)
-
-
-# The operations of torch. On a CPU they are the reference, so that they can be checked there.
-
-
-@torch.library.custom_op("torch_dcl::fuse", mutates_args=())
+@operation("fuse")
 def _op_fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    if kernels.usable(pre[0]):
-        return launch.fuse(pre, eps, pairs)
-    return launch.reference_fuse(pre, eps, pairs)
+    return launch.fuse(pre, eps, pairs)
 
 
-@torch.library.custom_op("torch_dcl::fuse_backward", mutates_args=())
+@operation("fuse_backward")
 def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    if kernels.usable(grad):
-        return launch.fuse_backward(grad, pre, eps, pairs)
-    return functional.fuse_gradients(grad, pre, eps, pairs=pairs)
+    return launch.fuse_backward(grad, pre, eps, pairs)
 
 
-@torch.library.custom_op("torch_dcl::project", mutates_args=())
+@operation("project")
 def _op_project(
-    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
-    T: int, eps: float, pairs: bool, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if kernels.usable(y):
-        z = y.new_empty(y.shape[0], weight.shape[1])
-        pre = launch.project(y, weight, bias, z, T, eps, pairs, keep)
-        return z, y.new_empty(0) if pre is None else pre
-    M = y.shape[1] // T
-    formed = launch.responses(y, weight, bias, [M] * T)
-    return launch.reference_fuse(formed, eps, pairs), torch.stack(formed) if keep else y.new_empty(0)
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z ``[P, K2]``; the weights as they were computed with; the responses, or nothing."""
+    plan, low = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None), weight.to(y.dtype, copy=True)
+    if not keep and launch.takes_hopper(plan, y, low) is not None:
+        return torch.ops.torch_dcl.hopper_project(y, low, bias, eps), low, y.new_empty(0)
+    z, (_, pre) = plan.forward(y, low, bias, None)
+    return z, low, y.new_empty(0) if pre is None else pre
 
 
-@torch.library.custom_op("torch_dcl::project_backward", mutates_args=())
+@operation("project_backward")
 def _op_project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
-    T: int, eps: float, pairs: bool,
-) -> list[Tensor]:  # fmt: skip
-    if kernels.usable(grad):
-        kept = pre if pre.numel() else None
-        found = launch.project_backward(grad.contiguous(), y, weight, bias, kept, dtype, T, eps, pairs)
-        return [t for t in found if t is not None]
-    M = y.shape[1] // T
-    dpre = functional.fuse_gradients(grad, launch.responses(y, weight, bias, [M] * T), eps, pairs=pairs)
-    parts = [
-        torch.cat([d @ W.t() for d, W in zip(dpre, torch.split(weight, M), strict=True)], 1),
-        products(y.view(-1, T, M).permute(1, 2, 0), torch.stack(dpre), dtype).view(T * M, -1),
-    ]
-    return parts if bias is None else [*parts, torch.stack([d.sum(0, dtype=dtype) for d in dpre])]
-
-
-@torch.library.custom_op("torch_dcl::linear", mutates_args=())
-def _op_linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
-    return (_rows(x) @ low.t()).view(*x.shape[:-1], len(low))
-
-
-@torch.library.custom_op("torch_dcl::linear_weight_gradient", mutates_args=())
-def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return _linear_weight_gradient(grad, x)
-
-
-@_op_fuse.register_fake
-def _(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    return torch.empty_like(pre[0])
-
-
-@_op_fuse_backward.register_fake
-def _(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    return [torch.empty_like(pre[0]) for _ in pre]
-
-
-@_op_project.register_fake
-def _(
-    y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None, wide_bias: Tensor | None,
+    grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
     T: int, eps: float, pairs: bool, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    P, N = y.shape[0], weight.shape[1]
-    return y.new_empty(P, N), y.new_empty(T, P, N) if keep else y.new_empty(0)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of branch outputs, weights and biases; if there are none, nothing."""
+    plan = plan_for(y, low, bias, 1, T, eps, pairs, keep, None)
+    if not keep and launch.takes_hopper(plan, y, low) is not None:
+        return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)  # type: ignore[no-any-return]
+    dy, dweight, dbias, _ = plan.backward(grad.contiguous(), y, bias, (low, pre if keep else None), dtype)
+    return dy, dweight, y.new_empty(0) if dbias is None else dbias
 
 
-@_op_project_backward.register_fake
+@operation("normed_project")
+def _op_normed_project(
+    y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
+    variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """z, what `moments` knows of the norms, and the weights; by running means and variances, if they are given."""
+    norms = Norms(gammas, betas, means, variances, (), norm_eps, 0.0, fixed=bool(means))
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norms, track=False)
+    z, (low, known) = plan.forward(y, weight, bias, norms)
+    assert low is not None
+    assert known is not None
+    return z, known, low
+
+
+@operation("normed_project_backward")
+def _op_normed_project_backward(
+    grad: Tensor, y: Tensor, known: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
+    fixed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    norms = Norms((), (), (), (), (), 0.0, 0.0, fixed=fixed)
+    plan = plan_for(y, low, None, 1, T, eps, pairs, False, norms, track=False)
+    dy, dweight, _, numbers = plan.backward(grad.contiguous(), y, None, (low, known), dtype)
+    assert numbers is not None
+    return dy, dweight, numbers
+
+
+@operation("linear")
+def _op_linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
+    return (x.reshape(-1, x.shape[-1]) @ low.t()).view(*x.shape[:-1], len(low))
+
+
+@operation("linear_weight_gradient")
+def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return unit.weight_gradient(grad, x, torch.float32)
+
+
+# Gluon: a compiler would write these kernels anew as Triton, so they stay closed, in the cheapest way that torch has.
+
+_LIBRARY = torch.library.Library("torch_dcl", "FRAGMENT")
+_LIBRARY.define("hopper_project(Tensor y, Tensor weight, Tensor? bias, float eps) -> Tensor")
+_LIBRARY.define(
+    "hopper_project_backward(Tensor grad, Tensor y, Tensor weight, Tensor? bias, float eps, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _hopper_project(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    with kernels.on_device_of(y):
+        return plan_for(y, weight, bias, 1, 2, eps, False, False, None).forward(y, weight, bias, None)[0]
+
+
+def _hopper_project_backward(
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    with kernels.on_device_of(y):
+        plan = plan_for(y, weight, bias, 1, 2, eps, False, False, None)
+        dy, dweight, dbias, _ = plan.backward(grad, y, bias, (weight, None), dtype)
+    return dy, dweight, y.new_empty(0) if dbias is None else dbias
+
+
+_LIBRARY.impl("hopper_project", _hopper_project, "CUDA")
+_LIBRARY.impl("hopper_project_backward", _hopper_project_backward, "CUDA")
+
+
+@torch.library.register_fake("torch_dcl::hopper_project")
+def _(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    return y.new_empty(y.shape[0], weight.shape[1])
+
+
+@torch.library.register_fake("torch_dcl::hopper_project_backward")
 def _(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
-    T: int, eps: float, pairs: bool,
-) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(y), *(torch.empty_like(t, dtype=dtype) for t in (weight, bias) if t is not None)]
-
-
-@_op_linear.register_fake
-def _(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], low.shape[0])
-
-
-@_op_linear_weight_gradient.register_fake
-def _(grad: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(grad.shape[-1], x.shape[-1], dtype=torch.float32)
+    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_bias = y.new_empty(0) if bias is None else torch.empty_like(bias, dtype=dtype)
+    return torch.empty_like(y), torch.empty_like(weight, dtype=dtype), of_bias
 
 
 def _fuse_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -272,22 +257,39 @@ def _fuse_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _fuse_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.torch_dcl.fuse_backward(grad, list(ctx.saved_tensors), ctx.eps, ctx.pairs)
-    return found, None, None
+    return torch.ops.torch_dcl.fuse_backward(grad, list(ctx.saved_tensors), ctx.eps, ctx.pairs), None, None
 
 
-def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    y, weight, bias, wide, _, *settings, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(y, weight, bias, output[1])
-    ctx.settings, ctx.wide = settings, wide is not None
+def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    y, weight, bias, *settings = inputs
+    _, low, pre = output
+    ctx.mark_non_differentiable(low, pre)
+    ctx.save_for_backward(y, low, bias, pre)
+    ctx.settings, ctx.dtype = settings, unit.gradient_type(y.dtype, weight)
 
 
-def _project_autograd(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    y, *saved = ctx.saved_tensors
-    dtype = torch.float32 if ctx.wide else y.dtype
-    found = torch.ops.torch_dcl.project_backward(grad, y, *saved, dtype, *ctx.settings)
-    return *_placed((*found, None)[:3], ctx.wide), *(None,) * 4
+def _project_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    y, low, bias, pre = ctx.saved_tensors
+    found = torch.ops.torch_dcl.project_backward(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
+    return *found[:2], None if bias is None else found[2], *(None,) * 4
+
+
+def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    y, weight, bias, gammas, betas, means, _, *settings, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(y, *output[1:])
+    ctx.settings, ctx.fixed, ctx.dtype = settings, bool(means), unit.gradient_type(y.dtype, weight)
+    ctx.has = bias is not None, bool(gammas), bool(betas), len(means)
+
+
+def _normed_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    given = (*ctx.saved_tensors, ctx.dtype, *ctx.settings, ctx.fixed)
+    dy, dweight, rest = torch.ops.torch_dcl.normed_project_backward(grad, *given)
+    bias, gammas, betas, running = ctx.has
+    T, each = ctx.settings[0], rest.unbind(0)
+    none: list[None] = [None] * running
+    of_bias = rest[2 * T : 3 * T] if bias else None
+    return dy, dweight, of_bias, [*each[:T]] * gammas, [*each[T : 2 * T]] * betas, none, none, *(None,) * 4
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -304,6 +306,7 @@ def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
 _op_project.register_autograd(_project_autograd, setup_context=_project_setup)
+_op_normed_project.register_autograd(_normed_autograd, setup_context=_normed_setup)
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -319,12 +322,11 @@ def _(info: Any, in_dims: Any, pre: list[Tensor], eps: float, pairs: bool) -> tu
 
 @_op_project.register_vmap
 def _(
-    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None,
-    wide_bias: Tensor | None, *settings: Any,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:  # fmt: skip
-    rows = _one_by_one((y, weight, bias, wide, wide_bias), in_dims, info.batch_size)
+    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    rows = _one_by_one((y, weight, bias), in_dims, info.batch_size)
     found = [torch.ops.torch_dcl.project(*row, *settings) for row in rows]
-    return (torch.stack([z for z, _ in found]), torch.stack([pre for _, pre in found])), (0, 0)
+    return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0, 0, 0)
 
 
 @_op_linear.register_vmap

@@ -1,30 +1,39 @@
 """The projection's kernels: T small products, biases, ReLU, product, ε and root of a tile, forward and backward.
 
-A program that keeps outputs goes over positions, and one that keeps positions goes over outputs. What they run short of
-is registers, so they take the quick arithmetic throughout, and a program that met values too large for it goes over its
-part once more with care. ``found`` tells a program what another kernel met there, so that it can leave out the first.
+A response is ``y · W + bias`` or, behind a batch norm, ``(y · W) · scale + shift`` with scale and shift in float32:
+then ``bias`` points to both, ``[2 or more, T, N]``. A program that keeps outputs loops over positions, and one that keeps
+positions loops over outputs. What they run short of is registers, so they take the quick arithmetic throughout, and a
+program that met values too large for it repeats its part with care. With FOUND a program reads what another kernel met
+in its part, and leaves out the quick pass.
+
+Pointers that a kernel does not use are given as any tensor: a compiler that traces the call takes no None.
 """
 
 import triton
 import triton.language as tl
 
-from torch_dcl.kernels.arithmetic import careful, careful_gradients, quick, quick_gradients, respond
+from torch_dcl.kernels.arithmetic import careful, careful_gradients, quick, quick_gradients, respond, single
 
 __all__ = ["add_parts_", "backward", "backward_rows", "forward"]
 
 
 @triton.jit
 def _columns(
-    w, bias, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
+    w, bias, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The weights and the biases of branch t for the outputs n."""
+    """The weights of branch t for the outputs n, and the scale and the shift of their responses."""
     k = tl.arange(0, BK)
     weights = tl.load(w + (t * M + k)[:, None] * N + n[None, :], mask=(k < M)[:, None] & (n < N)[None, :], other=0.0)
-    if BIAS:
-        return weights, tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.load(bias + t * N + n, mask=n < N, other=0.0)
+        return weights, scale, tl.load(bias + (T + t) * N + n, mask=n < N, other=0.0)
+    elif BIAS:
+        shift = tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+        return weights, shift, shift
     else:
-        return weights, tl.zeros((BN,), tl.float32)
+        shift = tl.zeros((BN,), tl.float32)
+        return weights, shift, shift
 
 
 @triton.jit
@@ -35,29 +44,44 @@ def _rows(y, p, P, t: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BK: tl.con
 
 
 @triton.jit
-def _response(rows, w, bias, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    return respond(tl.dot(rows, w, tl.zeros((BM, BN), tl.float32), input_precision=PRECISION) + bias[None, :])
+def _product(rows, w, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(rows, w, tl.zeros((BM, BN), tl.float32), input_precision=PRECISION)
+
+
+@triton.jit
+def _affine(x, scale, shift, NORM: tl.constexpr):
+    """The response before its ReLU."""
+    if NORM:
+        return x * scale[None, :] + shift[None, :]
+    else:
+        return x + shift[None, :]
+
+
+@triton.jit
+def _response(rows, w, scale, shift, NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    return respond(_affine(_product(rows, w, BM, BN, PRECISION), scale, shift, NORM))
 
 
 @triton.jit
 def _forward_pass(
     y, w, bias, out, P, eps, floor, CAREFUL: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z of this program's outputs at its positions; whether everything was moderate, as 0 or NaN."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, b0 = _columns(w, bias, n, 0, N, M, BIAS, BN, BK)
-    w1, b1 = _columns(w, bias, n, 1, N, M, BIAS, BN, BK)
-    w2, b2 = _columns(w, bias, n, T - 1, N, M, BIAS, BN, BK)
+    w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, T - 1, N, M, T, BIAS, NORM, BN, BK)
     seen = tl.zeros((BM,), tl.float32)
     for m in range(tl.program_id(1), tl.cdiv(P, BM), tl.num_programs(1)):
         p = tl.arange(0, BM).to(tl.int64) + m * BM
-        a = _response(_rows(y, p, P, 0, T, M, BK), w0, b0, BM, BN, PRECISION)
-        b = _response(_rows(y, p, P, 1, T, M, BK), w1, b1, BM, BN, PRECISION)
+        a = _response(_rows(y, p, P, 0, T, M, BK), w0, s0, b0, NORM, BM, BN, PRECISION)
+        b = _response(_rows(y, p, P, 1, T, M, BK), w1, s1, b1, NORM, BM, BN, PRECISION)
         c = b
         if T == 3:
-            c = _response(_rows(y, p, P, 2, T, M, BK), w2, b2, BM, BN, PRECISION)
+            c = _response(_rows(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
         if CAREFUL:
             z = careful(a, b, c, floor, T, PAIRS, LARGEST)
         else:
@@ -76,20 +100,24 @@ def _met(found):
 
 @triton.jit
 def forward(
-    y, w, bias, out, found, P, eps, floor,
+    y, w, bias, out, found, P, eps, floor, FOUND: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z of a few outputs, position by position."""
+    eps, floor = single(eps), single(floor)
     moderate = float("nan")
-    if found is not None:
+    if FOUND:
         moderate = _met(found)
     elif QUICK > 0:
         moderate = _forward_pass(
-            y, w, bias, out, P, eps, floor, False, N, M, T, PAIRS, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION
+            y, w, bias, out, P, eps, floor, False, N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION
         )
     if moderate != 0:
-        _forward_pass(y, w, bias, out, P, eps, floor, True, N, M, T, PAIRS, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION)
+        _forward_pass(
+            y, w, bias, out, P, eps, floor, True, N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION
+        )
 
 
 @triton.jit
@@ -121,7 +149,8 @@ def _store_part(
 def _backward_pass(
     grad, y, w, bias, dpre, parts, P, eps, floor, CAREFUL: tl.constexpr, INSIDE: tl.constexpr, KEEP: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of this program's outputs over its positions; whether everything was moderate, as 0 or NaN.
 
@@ -129,9 +158,9 @@ def _backward_pass(
     the responses are written if a later product wants them, which is to KEEP them.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, b0 = _columns(w, bias, n, 0, N, M, BIAS, BN, BK)
-    w1, b1 = _columns(w, bias, n, 1, N, M, BIAS, BN, BK)
-    w2, b2 = _columns(w, bias, n, T - 1, N, M, BIAS, BN, BK)
+    w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, T - 1, N, M, T, BIAS, NORM, BN, BK)
     size = (tl.zeros((), tl.int64) + P) * N  # P = 1 is a constant here, and has no type of its own
     kind = grad.dtype.element_ty
     seen = tl.zeros((BM,), tl.float32)
@@ -147,16 +176,20 @@ def _backward_pass(
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
         rows0 = _rows(y, p, P, 0, T, M, BK)
         rows1 = _rows(y, p, P, 1, T, M, BK)
-        a = _response(rows0, w0, b0, BM, BN, PRECISION)
-        b = _response(rows1, w1, b1, BM, BN, PRECISION)
+        a = _response(rows0, w0, s0, b0, NORM, BM, BN, PRECISION)
+        b = _response(rows1, w1, s1, b1, NORM, BM, BN, PRECISION)
         c = b
         if T == 3:
-            c = _response(_rows(y, p, P, 2, T, M, BK), w2, b2, BM, BN, PRECISION)
+            c = _response(_rows(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
         if CAREFUL:
             da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
         else:
             da, db, dc, look = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
             seen += tl.sum(look, 1)
+        if NORM:  # what is summed for a norm's shift must be what is multiplied for its scale
+            da = da.to(kind).to(tl.float32)
+            db = db.to(kind).to(tl.float32)
+            dc = dc.to(kind).to(tl.float32)
         sum0 += _pairs_of_rows(da, BM, BN)  # beyond the last position the gradient was read as zero
         sum1 += _pairs_of_rows(db, BM, BN)
         if KEEP:
@@ -177,77 +210,119 @@ def _backward_pass(
 
 @triton.jit
 def backward(
-    grad, y, w, bias, dpre, parts, found, P, eps, floor, INSIDE: tl.constexpr, KEEP: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    grad, y, w, bias, dpre, parts, found, P, eps, floor, FOUND: tl.constexpr, INSIDE: tl.constexpr,
+    KEEP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of biases and weights, or of the responses, for a few outputs, position by position."""
+    eps, floor = single(eps), single(floor)
     moderate = float("nan")
-    if found is not None:
+    if FOUND:
         moderate = _met(found)
     elif QUICK > 0:
         moderate = _backward_pass(
             grad, y, w, bias, dpre, parts, P, eps, floor, False, INSIDE, KEEP,
-            N, M, T, PAIRS, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
     if moderate != 0:
         _backward_pass(
             grad, y, w, bias, dpre, parts, P, eps, floor, True, INSIDE, KEEP,
-            N, M, T, PAIRS, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
+def _through_norm(d, x, scale, slopes, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of a product x from that of its response: through a norm's scale, and through its statistics."""
+    if NORM:
+        d *= scale[None, :]
+    if NORM == 2:
+        slope = tl.load(slopes + (3 * T + t) * N + n, mask=n < N, other=0.0)
+        shift = tl.load(slopes + (4 * T + t) * N + n, mask=n < N, other=0.0)
+        d += x * slope[None, :] + shift[None, :]
+    return d
+
+
+@triton.jit
 def _rows_pass(
-    grad, y, w, bias, dy, P, eps, floor, CAREFUL: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    grad, y, w, bias, slopes, dy, P, eps, floor, CAREFUL: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of two branches' outputs at this program's positions; whether everything was moderate."""
+    """The gradients of the branches' outputs at this program's positions; whether everything was moderate."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    rows0 = _rows(y, p, P, 0, 2, M, BK)
-    rows1 = _rows(y, p, P, 1, 2, M, BK)
+    rows0 = _rows(y, p, P, 0, T, M, BK)
+    rows1 = _rows(y, p, P, 1, T, M, BK)
+    rows2 = _rows(y, p, P, T - 1, T, M, BK)
     kind = grad.dtype.element_ty
     seen = tl.zeros((BM,), tl.float32)
     dy0 = tl.zeros((BM, BK), tl.float32)
     dy1 = tl.zeros((BM, BK), tl.float32)
+    dy2 = tl.zeros((BM, BK if T == 3 else 1), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
-        w0, b0 = _columns(w, bias, n, 0, N, M, BIAS, BN, BK)
-        w1, b1 = _columns(w, bias, n, 1, N, M, BIAS, BN, BK)
+        w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
+        w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
         mask = (p < P)[:, None] & (n < N)[None, :]
         g = tl.load(grad + p[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        a = _response(rows0, w0, b0, BM, BN, PRECISION)
-        b = _response(rows1, w1, b1, BM, BN, PRECISION)
+        x0 = _product(rows0, w0, BM, BN, PRECISION)
+        x1 = _product(rows1, w1, BM, BN, PRECISION)
+        a = respond(_affine(x0, s0, b0, NORM))
+        b = respond(_affine(x1, s1, b1, NORM))
+        c = b
+        if T == 3:
+            w2, s2, b2 = _columns(w, bias, n, 2, N, M, T, BIAS, NORM, BN, BK)
+            x2 = _product(rows2, w2, BM, BN, PRECISION)
+            c = respond(_affine(x2, s2, b2, NORM))
         if CAREFUL:
-            da, db, _ = careful_gradients(g, a, b, b, floor, 2, False, LARGEST)
+            da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
         else:
-            da, db, _, look = quick_gradients(g, a, b, b, eps, 2, False, QUICK, LARGEST)
+            da, db, dc, look = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
             seen += tl.sum(look, 1)
+        da = _through_norm(da, x0, s0, slopes, n, 0, N, T, NORM)
+        db = _through_norm(db, x1, s1, slopes, n, 1, N, T, NORM)
         dy0 = tl.dot(da.to(kind), tl.trans(w0), dy0, input_precision=PRECISION)
         dy1 = tl.dot(db.to(kind), tl.trans(w1), dy1, input_precision=PRECISION)
+        if T == 3:
+            dc = _through_norm(dc, x2, s2, slopes, n, 2, N, T, NORM)
+            dy2 = tl.dot(dc.to(kind), tl.trans(w2), dy2, input_precision=PRECISION)
     k = tl.arange(0, BK)
-    to = dy + p[:, None] * (2 * M) + k[None, :]
+    to = dy + p[:, None] * (T * M) + k[None, :]
     inside = (p < P)[:, None] & (k < M)[None, :]
     tl.store(to, dy0.to(kind), mask=inside)
     tl.store(to + M, dy1.to(kind), mask=inside)
-    return tl.sum(seen * 0.0, 0) + tl.sum(tl.sum((dy0 + dy1) * 0.0, 1), 0)
+    if T == 3:
+        tl.store(to + 2 * M, dy2.to(kind), mask=inside)
+    found = tl.sum(tl.sum((dy0 + dy1) * 0.0, 1), 0) + tl.sum(tl.sum(dy2 * 0.0, 1), 0)
+    return tl.sum(seen * 0.0, 0) + found
 
 
 @triton.jit
 def backward_rows(
-    grad, y, w, bias, dy, P, eps, floor,
+    grad, y, w, bias, slopes, dy, P, eps, floor,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of two branches' outputs at a few positions."""
+    """Gradients of the branches' outputs at a few positions.
+
+    NORM is 0 without a norm, 1 behind one of fixed statistics, and 2 behind one of the batch's: then a response's
+    gradient reaches every position through the statistics, by the last two of ``slopes``, ``[5, T, N]``.
+    """
+    eps, floor = single(eps), single(floor)
     moderate = float("nan")
     if QUICK > 0:
         moderate = _rows_pass(
-            grad, y, w, bias, dy, P, eps, floor, False, N, M, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION
-        )
+            grad, y, w, bias, slopes, dy, P, eps, floor, False,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
     if moderate != 0:
-        _rows_pass(grad, y, w, bias, dy, P, eps, floor, True, N, M, QUICK, BIAS, LARGEST, BM, BN, BK, PRECISION)
+        _rows_pass(
+            grad, y, w, bias, slopes, dy, P, eps, floor, True,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond
+from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
+from torch_dcl.kernels.launcher import Launch, kept
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
@@ -48,6 +49,7 @@ def _fuse_forward(
     T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    eps, floor = single(eps), single(floor)
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
     b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
@@ -65,6 +67,7 @@ def _fuse_backward(
     T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    eps, floor = single(eps), single(floor)
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     g = tl.load(grad + e * size + i, mask=inside, other=0.0).to(tl.float32)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
@@ -189,10 +192,15 @@ def entropy_backward(grad: Tensor, logits: Tensor, labels: Tensor, lse: Tensor) 
     return out
 
 
-def _settings(pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None, pairs: bool) -> dict[str, object]:
-    T = pre.shape[1]
-    told = constants(eps, T if active is None and not pairs else 2, pre.dtype)
-    return {**told, "T": T, "PAIR": active is not None, "PAIRS": pairs, "BIAS": bias is not None}
+@kept
+def _launch(
+    backward: bool, shape: tuple[int, ...], eps: float, dtype: torch.dtype, bias: torch.dtype | None, pair: bool,
+    pairs: bool, device: torch.device,
+) -> Launch:  # fmt: skip
+    E, T, B, N = shape
+    values = {"size": B * N, "N": N, **constants(eps, 2 if pair or pairs else T, dtype), "T": T, "PAIR": pair}
+    values |= {"PAIRS": pairs, "BIAS": bias is not None, "BLOCK": _BLOCK}
+    return Launch(_fuse_backward if backward else _fuse_forward, (cdiv(B * N, _BLOCK), E), values, OPTIONS)
 
 
 def fuse_forward(
@@ -206,9 +214,9 @@ def fuse_forward(
     E, _, B, N = pre.shape
     if out is None:
         out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
-    _fuse_forward[(cdiv(B * N, _BLOCK), E)](
-        pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
-    )
+    of_bias = None if bias is None else bias.dtype
+    launch = _launch(False, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
+    launch(pre, pre if bias is None else bias, pre if active is None else active, out)
     return out
 
 
@@ -216,11 +224,10 @@ def fuse_backward(
     grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False
 ) -> Tensor:
     """The gradient of ``pre``, zero for a branch that is dead or idle."""
-    E, _, B, N = pre.shape
     out = torch.empty_like(pre)
-    _fuse_backward[(cdiv(B * N, _BLOCK), E)](
-        grad, pre, bias, active, out, B * N, N, **_settings(pre, bias, eps, active, pairs), BLOCK=_BLOCK
-    )
+    of_bias = None if bias is None else bias.dtype
+    launch = _launch(True, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
+    launch(grad, pre, pre if bias is None else bias, pre if active is None else active, out)
     return out
 
 

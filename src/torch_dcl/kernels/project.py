@@ -4,7 +4,6 @@ The responses v never reach memory: backward forms them once more. In backward a
 as it goes, where registers allow; the gradient of the branch outputs takes a second kernel, or cuBLAS if it is faster.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -13,39 +12,28 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
+from torch_dcl.kernels.launch import DEEPEST
+from torch_dcl.kernels.launcher import Launch, kept
 from torch_dcl.kernels.products import product_, products
-from torch_dcl.kernels.sizes import cdiv, next_power_of_2
+from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
-__all__ = [
-    "add_parts", "backward_again", "by_branch", "by_rows", "by_weights", "common", "forward_again", "processors",
-    "project_backward", "project_forward", "weight_gradient",
-]  # fmt: skip
+__all__ = ["Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
 
+_SHALLOW = 64
+"""Filters of a branch up to which nothing is short."""
+_ON_CHIP = 210_000
+"""Bytes of shared memory that a program may take, of 227 KiB."""
+_MANY = 2048
+"""Positions from which the products of the branches do better one by one."""
 
-def common(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool) -> dict[str, Any]:
-    """What every kernel of the projection is told, and how large its tiles are in k."""
-    M, wide = y.shape[1] // T, y.dtype == torch.float32
-    return {
-        **constants(eps, 2 if pairs else T, y.dtype), "T": T, "PAIRS": pairs, "BIAS": bias is not None,
-        "N": weight.shape[1], "M": M, "BK": max(16, next_power_of_2(M)), "BM": 64,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 or not wide else "ieee",
-    }  # fmt: skip
+Tiles = tuple[tuple[int, int], int, dict[str, Any]]
 
 
-Tiles = tuple[tuple[int, int], dict[str, Any]]
-
-
-def _tiles(y: Tensor, T: int, N: int, *, inside: bool | None = None) -> Tiles:
-    """The grid of a kernel that keeps outputs, and its tiles: forward, and both of backward."""
-    return _measured(len(y), y.shape[1] // T, T, N, y.element_size(), processors(y.device), inside)
-
-
-@functools.lru_cache(1024)
-def _measured(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside: bool | None) -> Tiles:
-    """What did best on an H200."""
+def _tiles(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside: bool | None = None) -> Tiles:
+    """Grid, outputs of a tile and options of a kernel that keeps outputs; what did best on an H200."""
     half, BK = size == 2, max(16, next_power_of_2(M))
-    BN, warps, stages, registers, at_once = 64 if half and BK <= _DEEPEST else 32, 4, 1, None, 2
-    scarce = half and _SHALLOW < BK <= _DEEPEST  # more threads with fewer registers each
+    BN, warps, stages, registers, at_once = 64 if half and BK <= DEEPEST else 32, 4, 1, None, 2
+    scarce = half and _SHALLOW < BK <= DEEPEST  # more threads with fewer registers each
     if inside:
         BN, stages, registers, at_once = (32, 3, 168, 3) if BK <= _SHALLOW else (32, 2, None, 2)
     elif inside is not None:
@@ -60,92 +48,152 @@ def _measured(P: int, M: int, T: int, N: int, size: int, side_by_side: int, insi
     BN = min(BN, max(16, next_power_of_2(N)))
     if T * BK * size * (BN + stages * 64) > _ON_CHIP:
         stages = 1
-    tiles: dict[str, Any] = {"BN": BN, "num_warps": warps, "num_stages": stages}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, **OPTIONS}
     if registers is not None:
-        tiles["maxnreg"] = registers
+        options["maxnreg"] = registers
     across = cdiv(N, BN)
-    return (across, max(1, min(cdiv(P, 64), at_once * side_by_side // across))), tiles
+    return (across, max(1, min(cdiv(P, 64), at_once * side_by_side // across))), BN, options
 
 
-_ON_CHIP = 210_000
-"""Bytes of shared memory that a program may take, of 227 KiB."""
-_SHALLOW, _DEEPEST = 64, 128
-"""Filters of a branch up to which nothing is short; and up to which the weights' gradient fits into registers."""
+class Projection:
+    """The launches of the projection for one size.
+
+    Args:
+        P: Positions.
+        M: Filters of a branch.
+        T: Branches.
+        N: Outputs.
+        dtype: Of branch outputs, weights and z.
+        device: Where.
+        eps: ε.
+        pairs: Whether to take the mean over pairs instead of fusing all.
+        bias: The type of the biases, or None.
+        norm: 0 without a norm, 1 behind one of fixed statistics, 2 behind one of the batch's: then biases are what
+            `moments.Statistics` gives.
+        tf32: Whether products of float32 may be of TF32.
+    """
+
+    def __init__(
+        self, P: int, M: int, T: int, N: int, dtype: torch.dtype, device: torch.device, eps: float, pairs: bool,
+        bias: torch.dtype | None, norm: int, tf32: bool,
+    ) -> None:  # fmt: skip
+        self.P, self.M, self.T, self.N, self.norm = P, M, T, N, norm
+        self._values = {
+            "P": P, **constants(eps, 2 if pairs else T, dtype), "T": T, "PAIRS": pairs, "BIAS": bias is not None,
+            "NORM": norm, "N": N, "M": M, "BK": max(16, next_power_of_2(M)), "BM": 64,
+            "PRECISION": "tf32" if tf32 else "ieee",
+        }  # fmt: skip
+        self._sizes = P, M, T, N, dtype.itemsize, processors(device)
+        grid, BN, options = _tiles(*self._sizes)
+        self._forward = Launch(passes.forward, grid, {**self._values, "BN": BN, "FOUND": False}, options)
+        self.inside = T == 2 and M <= DEEPEST and dtype.itemsize == 2
+        """Whether a program adds up the weights' gradient as it goes."""
+        self.keep = not self.inside or (M > _SHALLOW and not norm)
+        """Whether the gradients of the responses are written for products to come."""
+        self.rows = bool(norm) or not self.keep
+        """Whether a kernel forms the gradients of the branch outputs, from those of z."""
+        self._made: dict[object, Launch] = {}
+
+    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> None:
+        """Write z ``[P, K2]`` of branch outputs ``[P, T·M]``, weights ``[T·M, K2]`` and biases ``[T, K2]``.
+
+        All without gaps; y and z may have other shapes with the channels last in memory.
+        """
+        if self.P:
+            self._forward(y, weight, y if bias is None else bias, z, y)
+
+    def again(self, found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """z once more with care where another kernel's programs, of 64 by 64, found values that are too large."""
+        launch = self._made.get("again")
+        if launch is None:
+            values = {**self._values, "BN": 64, "FOUND": True}
+            launch = Launch(passes.forward, (found.shape[1], found.shape[0]), values, {"num_warps": 4, **OPTIONS})
+            self._made["again"] = launch
+        launch(y, weight, y if bias is None else bias, z, found)
+
+    def gradients(
+        self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of branch outputs, weights and biases, the latter two in ``dtype``."""
+        dpre, parts = self.response_gradients(grad, y, weight, bias)
+        dy = self.by_rows(grad, y, weight, bias, None) if self.rows else by_weights(dpre, weight, y)
+        if self.inside:
+            dbias, dw = add_parts(parts, self.T, dtype)
+        else:
+            dbias, dw = parts.sum(0).to(dtype), weight_gradient(as_rows(y, len(weight)), dpre, dtype)
+        return dy, dw, None if bias is None else dbias
+
+    def response_gradients(self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradients of the responses ``[T, P, K2]``, if they are kept; and the sums of all programs."""
+        launch = self._made.get("backward")
+        if launch is None:
+            grid, BN, options = _tiles(*self._sizes, self.inside)
+            values = {**self._values, "BN": BN, "FOUND": False, "INSIDE": self.inside, "KEEP": self.keep}
+            self._made["backward"] = launch = Launch(passes.backward, grid, values, options)
+        P, T, N = self.P, self.T, self.N
+        dpre = torch.empty(T, P, N, dtype=y.dtype, device=y.device) if self.keep else grad
+        empty = torch.empty if P else torch.zeros  # of no position nothing is written
+        rows = T * (self.M + 1) if self.inside else T
+        parts = empty(launch.grid[1], rows, N, dtype=torch.float32, device=y.device)
+        if P:
+            launch(grad, y, weight, y if bias is None else bias, dpre, parts, y)
+        return dpre, parts
+
+    def gradients_again(
+        self, found: Tensor, dpre: Tensor | None, parts: Tensor, grad: Tensor, y: Tensor, weight: Tensor,
+        bias: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Gradients once more with care where another kernel's programs, of 64 by 64, found too large values."""
+        launch = self._made.get("gradients again")
+        if launch is None:
+            values = {**self._values, "BN": 64, "FOUND": True, "INSIDE": True, "KEEP": dpre is not None}
+            options = {"num_warps": 4, "num_stages": 1, **OPTIONS}
+            launch = Launch(passes.backward, (found.shape[1], found.shape[0]), values, options)
+            self._made["gradients again"] = launch
+        launch(grad, y, weight, y if bias is None else bias, grad if dpre is None else dpre, parts, found)
+
+    def by_rows(self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, slopes: Tensor | None) -> Tensor:
+        """The gradient of the branch outputs, without the gradients of the responses."""
+        dy = torch.empty_like(y)
+        launch = self._made.get("rows")
+        if launch is None:
+            self._made["rows"] = launch = self._launch_rows()
+        if self.P:
+            launch(grad, y, weight, y if bias is None else bias, y if slopes is None else slopes, dy)
+        return dy
+
+    def _launch_rows(self) -> Launch:
+        P, M, T, N, size, _ = self._sizes
+        deep = max(16, next_power_of_2(M)) * T * size > _SHALLOW * 2 * 2
+        # Deep branches have few positions: smaller tiles keep more of the GPU at work.
+        BM, BN = (32 if deep else 64), min(32, max(16, next_power_of_2(N)))
+        options: dict[str, Any] = {"num_warps": 4, "num_stages": 2 if deep else 3, **OPTIONS}
+        if not deep:
+            options["maxnreg"] = 168
+        return Launch(passes.backward_rows, (cdiv(P, BM),), {**self._values, "BM": BM, "BN": BN}, options)
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """How many programs run side by side at least."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+projection = kept(Projection)
+"""The same, made once."""
 
 
-def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> None:
-    """Write z ``[P, K2]`` of branch outputs ``[P, T·M]``, weights ``[T·M, K2]`` and biases ``[T, K2]``; contiguous."""
-    if len(y):
-        grid, tiles = _tiles(y, T, weight.shape[1])
-        passes.forward[grid](y, weight, bias, z, None, len(y), **common(y, weight, bias, T, eps, pairs), **tiles)
+def as_rows(y: Tensor, channels: int) -> Tensor:
+    """``[P, channels]`` of what has its channels last in memory without gaps."""
+    return y if y.dim() == 2 else y.as_strided((y.numel() // channels, channels), (channels, 1))
 
 
-def forward_again(found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-    """z once more with care where another kernel's programs, of tiles of 64 by 64, found values that are too large."""
-    settings = common(y, weight, bias, 2, eps, False) | {"BN": 64, "num_warps": 4}
-    passes.forward[(found.shape[1], found.shape[0])](y, weight, bias, z, found, len(y), **settings)
-
-
-def project_backward(
-    grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of branch outputs, weights and biases, the latter two in ``dtype``."""
-    (P, width), N = y.shape, weight.shape[1]
-    M = width // T
-    inside = T == 2 and M <= _DEEPEST and y.dtype != torch.float32
-    keep = not (inside and M <= _SHALLOW)
-    settings = common(y, weight, bias, T, eps, pairs)
-    grid, tiles = _tiles(y, T, N, inside=inside)
-    empty = torch.empty if P else torch.zeros  # of no position nothing is written
-    dpre = torch.empty(T, P, N, dtype=y.dtype, device=y.device) if keep else grad
-    parts = empty(grid[1], T * (M + 1) if inside else T, N, dtype=torch.float32, device=y.device)
-    if P:
-        passes.backward[grid](
-            grad, y, weight, bias, dpre, parts, None, P, INSIDE=inside, KEEP=keep, **settings, **tiles
-        )
-    dy = by_weights(dpre, weight) if keep else by_rows(grad, y, weight, bias, eps)
-    if inside:
-        dbias, dw = add_parts(parts, T, dtype)
-    else:
-        dbias, dw = parts.sum(0).to(dtype), weight_gradient(y, dpre, dtype)
-    return dy, dw, None if bias is None else dbias
-
-
-def backward_again(
-    found: Tensor, dpre: Tensor | None, parts: Tensor, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None,
-    eps: float,
-) -> None:  # fmt: skip
-    """Gradients once more with care where another kernel's programs, of tiles of 64 by 64, found too large values."""
-    settings = common(y, weight, bias, 2, eps, False) | {"BN": 64, "num_warps": 4, "num_stages": 1}
-    passes.backward[(found.shape[1], found.shape[0])](
-        grad, y, weight, bias, grad if dpre is None else dpre, parts, found, len(y),
-        INSIDE=True, KEEP=dpre is not None, **settings,
-    )  # fmt: skip
-
-
-def by_weights(dpre: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the branch outputs ``[P, T·M]`` from those of the responses ``[T, P, K2]``."""
-    T, P, N = dpre.shape
-    dy = torch.empty(P, len(weight), dtype=dpre.dtype, device=dpre.device)
-    torch.bmm(dpre, weight.view(T, -1, N).transpose(1, 2), out=by_branch(dy, T))
+def by_weights(dpre: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """The gradient of the branch outputs, in their shape, from those of the responses ``[T, P, K2]``."""
+    T, _, N = dpre.shape
+    dy = torch.empty_like(y)
+    torch.bmm(dpre, weight.view(T, -1, N).transpose(1, 2), out=by_branch(as_rows(dy, len(weight)), T))
     return dy
 
 
-def by_rows(grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The gradient of two branches' outputs, without the gradients of the responses."""
-    P, N, dy = len(y), weight.shape[1], torch.empty_like(y)
-    if P:
-        tiles = {"BN": min(32, max(16, next_power_of_2(N))), "num_warps": 4, "num_stages": 3, "maxnreg": 168}
-        passes.backward_rows[(cdiv(P, 64),)](
-            grad, y, weight, bias, dy, P, **common(y, weight, bias, 2, eps, False), **tiles
-        )
-    return dy
+@kept
+def _add_parts(count: int, rows: int, T: int, N: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    values = {"count": count, "size": rows * N, "T": T, "N": N, "AT_ONCE": 16, "BLOCK": 256}
+    return Launch(passes.add_parts_, (cdiv(rows * N, 256),), values, {"num_warps": 4, **OPTIONS})
 
 
 def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -153,9 +201,7 @@ def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     count, rows, N = parts.shape
     dbias = torch.empty(T, N, dtype=dtype, device=parts.device)
     dw = torch.empty(rows - T, N, dtype=dtype, device=parts.device)
-    passes.add_parts_[(cdiv(rows * N, 256),)](
-        parts, dbias, dw, count, rows * N, T=T, N=N, AT_ONCE=16, BLOCK=256, num_warps=4, **OPTIONS
-    )
+    _add_parts(count, rows, T, N, dtype, parts.device)(parts, dbias, dw)
     return dbias, dw
 
 
@@ -174,10 +220,6 @@ def weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
             rows, gradients_ = (x.unflatten(0, (parts, -1)) for x in (y_t, dpre[t]))
             torch.bmm(rows.transpose(1, 2), gradients_, out=dw[t])
     return dw.sum(1).view(T * M, N) if parts > 1 else dw.view(T * M, N)
-
-
-_MANY = 2048
-"""Positions from which the products of the branches do better one by one."""
 
 
 def _parts(P: int, M: int, N: int) -> int:

@@ -3,7 +3,17 @@
 Triton's can be called inside a kernel as well, for which each call takes microseconds on the way to a launch.
 """
 
-__all__ = ["cdiv", "next_power_of_2"]
+import functools
+
+import torch
+
+__all__ = ["cdiv", "next_power_of_2", "processors"]
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def cdiv(size: int, block: int) -> int:

@@ -1,0 +1,185 @@
+"""Whole networks, plain and converted, as people run them: ``model(x)``, ``torch.compile`` and its CUDA graphs.
+
+    python benchmarks/networks.py --out results/networks.csv
+
+Batch 64, 224 × 224 images in channels_last, autocast to bfloat16. ``train`` is a whole step: forward, cross-entropy,
+backward and SGD with momentum, launches included; ``infer`` is a forward pass without gradients in eval mode. Modes are
+``eager``, ``compile`` (``torch.compile(model)``) and ``reduce-overhead`` (the same with CUDA graphs); the plain network
+runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that it keeps with
+``select="faster"`` for that mode and phase.
+
+Each network has a process of its own, in which the plain and the converted network take turns. Times are medians over
+rounds, the ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. The weights are random,
+which does not change the speed. Rows are written as they come, and a second call measures only what is missing; delete
+the file, or name another, to measure anew.
+"""
+
+import argparse
+import copy
+import csv
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rows import write_rows
+from torch import nn
+from torch.nn import functional as F
+from torchvision import models as zoo
+
+import torch_dcl as dcl
+from torch_dcl.models import count_weights
+
+COLUMNS = ["network", "batch", "mode", "phase", "selection", "units", "weights_ratio", "plain_ms", "dcl_ms", "ratio"]
+COLUMNS += ["spread", "rounds", "device", "torch"]
+NETWORKS = ["alexnet", "vgg16", "resnet18", "resnet50", "densenet121"]
+MODES = ["eager", "compile", "reduce-overhead"]
+PHASES = ["train", "infer"]
+KEY = ["network", "batch", "mode", "phase", "selection"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=NETWORKS[:4])
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
+    parser.add_argument("--selections", nargs="+", default=["all"], choices=["all", "faster"])
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.15, help="of one contender in one round")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--here", action="store_true", help="in this process, which is what the others are started with")
+    arguments = parser.parse_args()
+    if not arguments.here:
+        for network in arguments.networks:
+            command = [sys.executable, __file__, *_without(sys.argv[1:], "--networks"), "--networks", network, "--here"]
+            subprocess.run(command, check=True)
+        return
+    torch.backends.cudnn.benchmark = True
+    for network in arguments.networks:
+        for mode in arguments.modes:
+            for selection in arguments.selections:
+                measure(network, mode, selection, arguments)
+
+
+def _without(arguments: list[str], option: str) -> list[str]:
+    """The arguments without an option and its values."""
+    kept, skipping = [], False
+    for argument in arguments:
+        skipping = argument == option or (skipping and not argument.startswith("--"))
+        if not skipping:
+            kept.append(argument)
+    return kept
+
+
+def read(path: Path | None) -> list[dict[str, str]]:
+    """The rows that are there."""
+    if path is None or not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measure(network: str, mode: str, selection: str, arguments: argparse.Namespace) -> None:
+    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
+    batch = arguments.batch
+    phases = [p for p in arguments.phases if (network, str(batch), mode, p, selection) not in done]
+    if not phases:
+        return
+    torch.manual_seed(0)
+    plain = getattr(zoo, network)(weights=None).to(arguments.device, memory_format=torch.channels_last)
+    x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (batch,), device=arguments.device)
+    for phase in phases:
+        plan = dcl.plan(plain, example=x[:2])
+        if selection == "faster":
+            with autocast(arguments.device):
+                how = "graph" if mode == "reduce-overhead" else mode
+                plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=how, phase=phase)
+        networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
+        dcl.convert_(networks["dcl"], plan, init="random")
+        weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
+        runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
+        ratio, spread, medians = race(runs, arguments)
+        row = {
+            "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
+            "units": len(plan.selected), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{medians['plain']:.3f}",
+            "dcl_ms": f"{medians['dcl']:.3f}", "ratio": f"{ratio:.3f}", "spread": f"{spread:.3f}",
+            "rounds": arguments.rounds, "device": _name(arguments.device), "torch": torch.__version__,
+        }  # fmt: skip
+        print("  ".join(f"{row[name]}" for name in COLUMNS[:-2]), flush=True)
+        if arguments.out:
+            write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+        del networks, runs
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
+def autocast(device: str) -> torch.autocast:
+    return torch.autocast(device.split(":")[0], torch.bfloat16)
+
+
+def prepare(network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+    """One step of the network in a mode, warm."""
+    network.train(phase == "train")
+    run = network
+    if mode != "eager":
+        run = torch.compile(network, mode=None if mode == "compile" else mode)
+    optimizer = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9, weight_decay=5e-4)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        with autocast(str(x.device)):
+            loss = F.cross_entropy(run(x), labels)
+        loss.backward()
+        optimizer.step()
+
+    def infer() -> None:
+        with torch.no_grad(), autocast(str(x.device)):
+            run(x)
+
+    step = train if phase == "train" else infer
+    for _ in range(4):
+        step()
+    return step
+
+
+def race(runs: dict[str, Callable[[], None]], arguments: argparse.Namespace) -> tuple[float, float, dict[str, float]]:
+    """The ratio of the medians, half the range of the rounds' ratios, and the medians in milliseconds."""
+    repeats = {name: max(3, int(1000 * arguments.seconds / timed(run, 3))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.rounds):
+        for name, run in runs.items():
+            times[name].append(timed(run, repeats[name]))
+    ratios = [dcl_ms / plain_ms for dcl_ms, plain_ms in zip(times["dcl"], times["plain"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return medians["dcl"] / medians["plain"], (max(ratios) - min(ratios)) / 2, medians
+
+
+def timed(run: Callable[[], None], repeats: int) -> float:
+    """Milliseconds of one call of several in a row."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize()
+    return 1000 * (time.perf_counter() - start) / repeats
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

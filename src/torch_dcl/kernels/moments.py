@@ -1,0 +1,364 @@
+"""Batch norm behind the projection, in training, without its responses.
+
+The response of output k before its norm is linear in the branch outputs y, so that its statistics follow from those of
+y, which has few channels: ``mean_k = W_k · μ`` and ``var_k = W_k · C · W_k`` with μ and C the mean and the covariance
+of y. The norm is then a scale and a shift of the response, which the projection's kernels apply on their way.
+
+With ``d`` the gradient of the normalised response, backward needs two sums over positions, ``h = Σ d`` and
+``D = Σ y · d``, which the projection's backward kernel forms anyway. Then, for P positions,
+
+    s = W · D - mean · h        grad γ = s · rstd        grad β = h
+    V = -s · scale · rstd² / 2  U = -scale · h           grad W = scale · D + U · μ + 2 · V · C · W
+
+and the gradient of a product x is ``scale · d + (2 V · (x - mean) + U) / P``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_dcl.kernels.arithmetic import OPTIONS, single
+from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launcher import Launch
+from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
+
+__all__ = ["Statistics"]
+
+_SIDE = 64
+"""Filters of a tile of the covariance."""
+_POSITIONS = 64
+_TILE = 16
+"""Outputs of a program that turns moments into scales."""
+
+
+@triton.jit
+def _moments(
+    y, parts, P, share, M: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr
+):
+    """Sums of y and of its products over a share of the positions, around the first row: means may be large."""
+    i = tl.program_id(1) // TILES * BK + tl.arange(0, BK)
+    j = tl.program_id(1) % TILES * BK + tl.arange(0, BK)
+    own = y + tl.program_id(2) * M
+    first_i = tl.load(own + i, mask=i < M, other=0.0).to(tl.float32)
+    first_j = tl.load(own + j, mask=j < M, other=0.0).to(tl.float32)
+    products = tl.zeros((BK, BK), tl.float32)
+    sums = tl.zeros((BK,), tl.float32)
+    start = tl.program_id(0).to(tl.int64) * share
+    for step in range(0, share, BM):
+        p = start + step + tl.arange(0, BM)
+        there = (p < P) & (step + tl.arange(0, BM) < share)
+        rows = own + p[:, None] * (T * M)
+        a = tl.load(rows + i[None, :], mask=there[:, None] & (i < M)[None, :], other=0.0).to(tl.float32)
+        b = tl.load(rows + j[None, :], mask=there[:, None] & (j < M)[None, :], other=0.0).to(tl.float32)
+        a = tl.where(there[:, None], a - first_i[None, :], 0.0)
+        b = tl.where(there[:, None], b - first_j[None, :], 0.0)
+        products = tl.dot(tl.trans(a), b, products, input_precision="tf32x3")
+        sums += tl.sum(b, 0)
+    to = parts + (tl.program_id(0).to(tl.int64) * T + tl.program_id(2)) * ((M + 1) * M)
+    tl.store(to + j, sums, mask=j < M)  # the same of every row of tiles
+    tl.store(to + (i + 1)[:, None] * M + j[None, :], products, mask=(i < M)[:, None] & (j < M)[None, :])
+
+
+@triton.jit
+def _scale_and_shift(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+                     GAMMA: tl.constexpr, BETA: tl.constexpr):  # fmt: skip
+    """What the projection's kernels read of a norm, and what its backward kernel does."""
+    inside = n < N
+    scale = rstd
+    if GAMMA:
+        scale *= tl.load(gamma + n, mask=inside, other=0.0).to(tl.float32)
+    shift = -mean * scale
+    if BETA:
+        shift += tl.load(beta + n, mask=inside, other=0.0).to(tl.float32)
+    to = known + t * N + n
+    tl.store(to, scale, mask=inside)
+    tl.store(to + T * N, shift, mask=inside)
+    tl.store(to + 2 * T * N, mean, mask=inside)
+    tl.store(to + 3 * T * N, rstd, mask=inside)
+
+
+@triton.jit
+def _statistics_of(
+    parts, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, count, epsilon, momentum,
+    t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
+    BETA: tl.constexpr, TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    inside = n < N
+    sums = tl.zeros((BK,), tl.float32)
+    C = tl.zeros((BK, BK), tl.float32)
+    for part in range(count):
+        own = parts + (part * T + t) * ((M + 1) * M)
+        sums += tl.load(own + k, mask=k < M, other=0.0)
+        C += tl.load(own + (k + 1)[:, None] * M + k[None, :], mask=(k < M)[:, None] & (k < M)[None, :], other=0.0)
+    positions = tl.zeros((), tl.float32) + P
+    sums /= positions
+    C = C / positions - sums[:, None] * sums[None, :]
+    means = tl.load(y + t * M + k, mask=k < M, other=0.0).to(tl.float32) + sums
+    at = (t * M + k)[:, None] * N + n[None, :]
+    both = (k < M)[:, None] & inside[None, :]
+    rounded = tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty)
+    W = rounded.to(tl.float32)
+    product = tl.dot(C, W, input_precision="tf32x3")
+    tl.store(low + at, rounded, mask=both)
+    tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
+    tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
+    variance = tl.maximum(tl.sum(W * product, 0), 0.0)
+    mean = tl.sum(W * means[:, None], 0)
+    _scale_and_shift(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    if BIAS:
+        mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
+    variance *= positions / tl.maximum(positions - 1.0, 1.0)
+    if TRACK == 0:
+        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
+        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
+    else:
+        factor = tl.zeros((), tl.float32) + momentum
+        if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
+            factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
+        elif tl.program_id(0) == 0:
+            tl.store(tracked, tl.load(tracked) + 1)
+        before = tl.load(running_mean + n, mask=inside, other=0.0).to(tl.float32)
+        after = before + factor * (mean - before)
+        tl.store(running_mean + n, after.to(running_mean.dtype.element_ty), mask=inside)
+        before = tl.load(running_var + n, mask=inside, other=0.0).to(tl.float32)
+        after = before + factor * (variance - before)
+        tl.store(running_var + n, after.to(running_var.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _statistics(
+    parts, y, w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, c0, c1, c2, known, low,
+    P, count, epsilon, momentum,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
+
+    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
+    to have them the mean over all batches.
+    """
+    epsilon, momentum = single(epsilon), single(momentum)
+    if tl.program_id(1) == 0:
+        _statistics_of(
+            parts, y, w, bias, g0, b0, m0, v0, c0, known, low, P, count, epsilon, momentum,
+            0, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+        )  # fmt: skip
+    elif tl.program_id(1) == 1:
+        _statistics_of(
+            parts, y, w, bias, g1, b1, m1, v1, c1, known, low, P, count, epsilon, momentum,
+            1, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+        )  # fmt: skip
+    elif T == 3:
+        _statistics_of(
+            parts, y, w, bias, g2, b2, m2, v2, c2, known, low, P, count, epsilon, momentum,
+            2, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fixed_of(
+    w, bias, gamma, beta, running_mean, running_var, known, low, epsilon,
+    t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
+    BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(2) * BM + tl.arange(0, BM)
+    inside = n < N
+    at = (t * M + m)[:, None] * N + n[None, :]
+    both = (m < M)[:, None] & inside[None, :]
+    tl.store(low + at, tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty), mask=both)
+    if tl.program_id(2) == 0:
+        mean = tl.load(running_mean + n, mask=inside, other=0.0).to(tl.float32)
+        variance = tl.load(running_var + n, mask=inside, other=1.0).to(tl.float32)
+        if BIAS:
+            mean -= tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
+        _scale_and_shift(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+
+
+@triton.jit
+def _fixed(
+    w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, known, low, epsilon,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scale, shift, mean (less the bias) and inverse deviation from the running statistics; the weights rounded."""
+    epsilon = single(epsilon)
+    if tl.program_id(1) == 0:
+        _fixed_of(w, bias, g0, b0, m0, v0, known, low, epsilon, 0, N, M, T, BIAS, GAMMA, BETA, BM, BN)
+    elif tl.program_id(1) == 1:
+        _fixed_of(w, bias, g1, b1, m1, v1, known, low, epsilon, 1, N, M, T, BIAS, GAMMA, BETA, BM, BN)
+    elif T == 3:
+        _fixed_of(w, bias, g2, b2, m2, v2, known, low, epsilon, 2, N, M, T, BIAS, GAMMA, BETA, BM, BN)
+
+
+@triton.jit
+def _gradients(
+    sums, dws, known, w, dw, numbers, P, of_sums, sums_apart, of_dws, dws_apart, dws_first,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, FIXED: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of weights, γ, β and biases for a few outputs of a branch, and the slopes of `passes.backward_rows`.
+
+    ``sums`` has the parts of h, ``[of_sums, sums_apart]``, whose first T·N numbers count; ``dws`` those of D,
+    ``[of_dws, dws_apart]``, of which T·M·N count, from ``dws_first`` on.
+    """
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    part = tl.arange(0, AT_ONCE)
+    inside = n < N
+    both = (k < M)[:, None] & inside[None, :]
+    at = (t * M + k)[:, None] * N + n[None, :]
+    h = tl.zeros((BN,), tl.float32)
+    D = tl.zeros((BK, BN), tl.float32)
+    for first in range(0, of_sums, AT_ONCE):
+        own = sums + (first + part).to(tl.int64)[:, None] * sums_apart + (t * N + n)[None, :]
+        h += tl.sum(tl.load(own, mask=(first + part < of_sums)[:, None] & inside[None, :], other=0.0), 0)
+    for first in range(0, of_dws, AT_ONCE):
+        own = dws + dws_first + (first + part).to(tl.int64)[:, None, None] * dws_apart + at[None, :, :]
+        D += tl.sum(tl.load(own, mask=(first + part < of_dws)[:, None, None] & both[None, :, :], other=0.0), 0)
+    of = known + t * N + n
+    scale = tl.load(of, mask=inside, other=0.0)
+    mean = tl.load(of + 2 * T * N, mask=inside, other=0.0)
+    rstd = tl.load(of + 3 * T * N, mask=inside, other=0.0)
+    W = tl.load(w + at, mask=both, other=0.0).to(tl.float32)
+    s = tl.sum(W * D, 0) - mean * h
+    gradient = D * scale[None, :]
+    to = numbers + t * N + n
+    tl.store(to, s * rstd, mask=inside)
+    tl.store(to + T * N, h, mask=inside)
+    if FIXED:
+        tl.store(to + 2 * T * N, scale * h, mask=inside)
+    else:
+        U = -scale * h
+        V = -0.5 * s * scale * rstd * rstd
+        means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
+        product = tl.load(known + (6 * T * N + T * M) + at, mask=both, other=0.0)
+        gradient += means[:, None] * U[None, :] + product * (2.0 * V)[None, :]
+        positions = tl.zeros((), tl.float32) + P
+        tl.store(to + 2 * T * N, tl.zeros((BN,), tl.float32), mask=inside)  # a bias before a norm has no effect
+        tl.store(to + 3 * T * N, 2.0 * V / positions, mask=inside)
+        tl.store(to + 4 * T * N, (U - 2.0 * V * mean) / positions, mask=inside)
+    tl.store(dw + at, gradient.to(dw.dtype.element_ty), mask=both)
+
+
+class Statistics:
+    """The launches for norms of one size: of the batch's statistics, or of fixed ones, and of their gradients.
+
+    Args:
+        P: Positions.
+        M: Filters of a branch.
+        T: Branches.
+        N: Outputs.
+        device: Where.
+        norms: Their settings; of their tensors only which there are.
+        bias: Whether there are biases before them.
+        track: Whether to update running statistics.
+    """
+
+    def __init__(
+        self, P: int, M: int, T: int, N: int, device: torch.device, norms: Norms, *, bias: bool, track: bool
+    ) -> None:
+        self.P, self.M, self.T, self.N, self.fixed = P, M, T, N, norms.fixed
+        self.cumulative = track and norms.momentum is None
+        self.track = track
+        self._differentiate: Launch | None = None
+        BK = max(16, next_power_of_2(M))
+        flags = {"BIAS": bias, "GAMMA": bool(norms.gammas), "BETA": bool(norms.betas)}
+        sizes = {"N": N, "M": M, "T": T, **flags, "epsilon": norms.eps}
+        if self.fixed:
+            values = {**sizes, "BM": 32, "BN": 128}
+            self._find = Launch(_fixed, (cdiv(N, 128), T, cdiv(M, 32)), values, {"num_warps": 4, **OPTIONS})
+            return
+        side = min(_SIDE, BK)
+        tiles = cdiv(M, side)
+        # A part is a sum of at least so many positions that writing and reading it costs less than they do.
+        parts = max(1, min(cdiv(P, 4 * max(_POSITIONS, M)), 2 * processors(device) // (tiles * tiles * T)))
+        share = cdiv(cdiv(P, parts), _POSITIONS) * _POSITIONS
+        self.parts = cdiv(P, share)
+        values = {"P": P, "share": share, "M": M, "T": T, "BK": side, "TILES": tiles, "BM": _POSITIONS}
+        options = {"num_warps": 4, "num_stages": 3, **OPTIONS}
+        self._add = Launch(_moments, (self.parts, tiles * tiles, T), values, options)
+        how = (2 if self.cumulative else 1) if track else 0
+        values = {**sizes, "P": P, "count": self.parts, "momentum": norms.momentum or 0.0, "TRACK": how}
+        options = {"num_warps": 8 if BK > _SIDE else 4, "num_stages": 3, **OPTIONS}
+        self._find = Launch(_statistics, (cdiv(N, _TILE), T), {**values, "BK": BK, "BN": _TILE}, options)
+
+    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms) -> tuple[Tensor, Tensor]:
+        """What the projection and its backward pass know of their norms, and the weights in the type of y.
+
+        Args:
+            y: ``[P, T·M]``.
+            weight: ``[T·M, N]``, contiguous.
+            bias: ``[T, N]``, contiguous, or None.
+            norms: Their tensors; running statistics are updated in place if they are to be tracked.
+
+        Returns:
+            Scale, shift, mean, inverse deviation, and the batch's mean and variance if they are not tracked, each
+            ``[T, N]``; behind them the means of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
+        """
+        M, T, N, device = self.M, self.T, self.N, y.device
+        low = torch.empty(T * M, N, dtype=y.dtype, device=device)
+        of_bias = low if bias is None else bias
+        if self.fixed:
+            known = torch.empty(4 * T * N, dtype=torch.float32, device=device)
+            self._find(
+                weight, of_bias, *_three(norms.gammas, known), *_three(norms.betas, known),
+                *_three(norms.means, known), *_three(norms.variances, known), known, low,
+            )  # fmt: skip
+            return known, low
+        parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
+        known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
+        self._add(y, parts)
+        running = (norms.means, norms.variances, norms.counts) if self.track else ((), (), ())
+        self._find(
+            parts, y, weight, of_bias, *_three(norms.gammas, known), *_three(norms.betas, known),
+            *_three(running[0], known), *_three(running[1], known), *_three(running[2], known), known, low,
+        )  # fmt: skip
+        if self.cumulative:
+            torch._foreach_add_(list(norms.counts), 1)
+        return known, low
+
+    def gradients(
+        self, known: Tensor, low: Tensor, sums: Tensor, dws: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Finish the backward pass of the parameters.
+
+        Args:
+            known: From the forward pass.
+            low: Likewise.
+            sums: h in parts, ``[parts, T or more, N]``.
+            dws: D in parts, ``[parts, T·M, N]``, perhaps with other rows in front: it may be the same tensor.
+            dtype: Of the weights' gradient.
+
+        Returns:
+            The gradient of the weights ``[T·M, N]``; and in float32 ``[5·T, N]`` those of γ, β and biases, and the
+            slopes of `passes.backward_rows`.
+        """
+        dw = torch.empty(low.shape, dtype=dtype, device=low.device)
+        numbers = torch.empty(5 * self.T, self.N, dtype=torch.float32, device=low.device)
+        if self._differentiate is None:
+            self._differentiate = self._launch_gradients(*sums.shape[:2], *dws.shape[:2])
+        self._differentiate(sums, dws, known, low, dw, numbers)
+        return dw, numbers
+
+    def _launch_gradients(self, of_sums: int, sums_rows: int, of_dws: int, dws_rows: int) -> Launch:
+        M, T, N, BK = self.M, self.T, self.N, max(16, next_power_of_2(self.M))
+        values = {
+            "P": self.P, "of_sums": of_sums, "sums_apart": sums_rows * N, "of_dws": of_dws, "dws_apart": dws_rows * N,
+            "dws_first": (dws_rows - T * M) * N, "N": N, "M": M, "T": T, "FIXED": self.fixed,
+            "AT_ONCE": max(1, 256 // BK), "BK": BK, "BN": _TILE,
+        }  # fmt: skip
+        return Launch(_gradients, (cdiv(N, _TILE), T), values, {"num_warps": 4, "num_stages": 2, **OPTIONS})
+
+
+def _three(tensors: Sequence[Tensor], otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One pointer for each of up to three branches."""
+    if not tensors:
+        return otherwise, otherwise, otherwise
+    return tensors[0], tensors[1], tensors[-1]

@@ -1,0 +1,177 @@
+"""Which kernels compute stage 2 of one size, decided once: see `Plan`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_dcl.kernels import launch
+from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launcher import kept
+
+__all__ = ["Plan", "plan_for"]
+
+Known = tuple[Tensor | None, ...]
+"""What a forward pass leaves for the backward pass: the weights as they were computed with, and two more."""
+
+
+class Plan:
+    """Stage 2 for branch outputs of one shape, type and layout, with one set of settings: what runs, and where to.
+
+    Args:
+        shape: Of the branch outputs.
+        stride: Theirs.
+        dtype: Theirs, which is that of z.
+        device: Where.
+        N: Outputs.
+        of_weight: The type of the weights.
+        of_bias: That of the biases, or None.
+        channels: The dimension of the channels.
+        T: Branches.
+        eps: ε.
+        pairs: Whether to take the mean over pairs instead of fusing all.
+        keep: Whether to keep the responses for the backward pass; not behind norms.
+        norms: The settings of norms with the types of their tensors, or None.
+        tf32: Whether products of float32 may be of TF32.
+        track: Whether to update running statistics.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, N: int,
+        of_weight: torch.dtype, of_bias: torch.dtype | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
+        norms: tuple[Any, ...] | None, tf32: bool, track: bool,
+    ) -> None:  # fmt: skip
+        from torch_dcl.kernels import moments, project  # noqa: PLC0415
+
+        self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
+        width = shape[channels]
+        P = 1
+        for size in (*shape[:channels], *shape[channels + 1 :]):
+            P *= size
+        self.P, self.width, self.M = P, width, width // T
+        self.last = channels == len(shape) - 1
+        """Whether the channels are the last dimension, as in a linear layer, so that there is one layout."""
+        self.rows = launch.room_for(shape, channels)
+        """The strides of branch outputs that have their channels last in memory, as kernels want them."""
+        self.turned = P > 0 and not launch.lies_as(shape, stride, self.rows)
+        """Whether the branch outputs lie otherwise, so that they are transposed, and z back."""
+        self.z_shape = (*shape[:channels], N, *shape[channels + 1 :])
+        self.z_stride = launch.room_for(self.z_shape, channels)
+        self.statistics = None
+        norm = 0
+        if norms is not None:
+            norm, of_bias = 2 - norms[0].fixed, torch.float32
+            self.statistics = moments.Statistics(P, self.M, T, N, device, norms[0], bias=norms[1], track=track)
+        self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
+
+    def forward(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None) -> tuple[Tensor, Known]:
+        """z, and what backward wants; the device of y must be the current one."""
+        rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
+        z = torch.empty_strided(self.z_shape, self.z_stride, dtype=y.dtype, device=y.device)
+        known: Known
+        if self.statistics is not None and norms is not None:
+            about, low = self.statistics(rows, weight.contiguous(), None if bias is None else bias.contiguous(), norms)
+            self.projection(rows, low, about, z)
+            known = (low, about)
+        else:
+            low = (weight if weight.dtype is y.dtype else weight.to(y.dtype)).contiguous()
+            known = (low, self._project(rows, low, bias, z))
+        if self.turned and not self.last:
+            z = launch.turn(z, self.channels, False, z.dtype)
+        return z, known
+
+    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor | None:
+        """Write z; give the responses if they are kept."""
+        if self.keep:
+            from torch_dcl.kernels import kept as responses  # noqa: PLC0415
+
+            into = z.view(self.P, -1) if z.dim() != 2 else z
+            return responses.kept_forward(self._matrix(y), weight, bias, into, self.T, self.eps, self.pairs)
+        hopper = launch.takes_hopper(self, y, weight)
+        if hopper is not None:
+            hopper.project_forward(self._matrix(y), weight, bias, z, self.eps)
+        else:
+            self.projection(y, weight, bias, z)
+        return None
+
+    def _matrix(self, y: Tensor) -> Tensor:
+        """``[P, C]`` of what has its channels last in memory."""
+        return y if y.dim() == 2 else y.as_strided((self.P, self.width), (self.width, 1))
+
+    def backward(
+        self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The gradients of branch outputs, weights and biases; behind norms all that `moments` gives instead of these.
+
+        Args:
+            grad: Of z.
+            y: The branch outputs.
+            bias: As given to the forward pass.
+            known: From the forward pass.
+            dtype: What gradients of weights and biases are computed in.
+        """
+        if grad.stride() != self.z_stride:
+            grad = grad.contiguous() if self.last else launch.turn(grad, self.channels, True, grad.dtype)
+        rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
+        low, other = known
+        assert low is not None
+        numbers = dbias = None
+        if self.statistics is not None:
+            dy, dweight, numbers = self._normed(grad, rows, low, other, dtype)
+        else:
+            dy, dweight, dbias = self._gradients(grad, rows, low, bias, other, dtype)
+        if self.turned and not self.last:
+            dy = launch.turn(dy, self.channels, False, dy.dtype)
+        return dy, dweight, dbias, numbers
+
+    def _normed(
+        self, grad: Tensor, y: Tensor, low: Tensor, about: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from torch_dcl.kernels import project  # noqa: PLC0415
+
+        projection, statistics = self.projection, self.statistics
+        assert statistics is not None
+        assert about is not None
+        dpre, parts = projection.response_gradients(grad, y, low, about)
+        dws = parts if projection.inside else project.weight_gradient(self._matrix(y), dpre, torch.float32)[None]
+        dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
+        return projection.by_rows(grad, y, low, about, numbers), dweight, numbers
+
+    def _gradients(
+        self, grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        hopper = None if self.keep else launch.takes_hopper(self, y, low)
+        if pre is None and hopper is None:
+            return self.projection.gradients(grad, y, low, bias, dtype)
+        matrix, N = self._matrix(y), low.shape[1]
+        flat = grad if grad.dim() == 2 else grad.as_strided((self.P, N), (N, 1))
+        if pre is not None:
+            from torch_dcl.kernels import kept as responses  # noqa: PLC0415
+
+            found = responses.kept_backward(flat, matrix, low, bias, pre, self.T, self.eps, self.pairs, dtype)
+        else:
+            found = hopper.project_backward(flat, matrix, low, bias, self.eps, dtype)  # type: ignore[union-attr]
+        dy, dweight, dbias = found
+        return dy if y.dim() == 2 else dy.as_strided(y.shape, y.stride()), dweight, dbias
+
+
+_plan = kept(Plan)
+
+
+def plan_for(
+    y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
+    norms: Norms | None, *, track: bool = True,
+) -> Plan:  # fmt: skip
+    """The plan for these, made once for all that have their sizes, types, layouts and settings."""
+    key = None
+    if norms is not None:
+        settings = Norms(*(bool(part) for part in norms[:5]), *norms[5:])  # type: ignore[arg-type]
+        types = tuple(part[0].dtype if part else None for part in norms[:5])
+        key = settings, bias is not None, types
+        track = track and bool(norms.means) and not norms.fixed
+    tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
+    return _plan(
+        y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,
+        channels, T, eps, pairs, keep, key, tf32, track,
+    )  # fmt: skip
