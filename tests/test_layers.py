@@ -424,7 +424,7 @@ def test_like_carries_everything_of_a_convolution(spatial):
         assert getattr(layer.branch, name) == getattr(plain, name), name
     assert (layer.in_channels, layer.out_channels) == (4, 12)
     assert layer.fusion.bias is None
-    for tensor in layer.state_dict().values():
+    for tensor in (*layer.parameters(), *layer.buffers()):
         assert tensor.is_meta
         assert tensor.dtype in (torch.bfloat16, torch.int64)
     assert not any(module.training for module in layer.modules())
@@ -453,14 +453,15 @@ def keys(layer):
 
 
 def test_the_keys_of_the_state_dict_are_those_documented():
-    assert keys(DCLLinear(4, 8)) == ["branch.weight", "fusion.bias", "fusion.weight"]
-    assert keys(DCLConv2d(4, 8, 3, bias=False)) == ["branch.weight", "fusion.weight"]
+    eps = "fusion._extra_state"
+    assert keys(DCLLinear(4, 8)) == ["branch.weight", eps, "fusion.bias", "fusion.weight"]
+    assert keys(DCLConv2d(4, 8, 3, bias=False)) == ["branch.weight", eps, "fusion.weight"]
     stochastic = DCLConv1d(4, 8, 3, branches=3, strategy="stochastic")
-    assert keys(stochastic) == ["branch.weight", "fusion.active", "fusion.bias", "fusion.key", "fusion.weight"]
+    assert keys(stochastic) == ["branch.weight", eps, "fusion.active", "fusion.bias", "fusion.key", "fusion.weight"]
     full = DCLConv3d(4, 8, 3, norm_layer=nn.BatchNorm3d, branch_activation=nn.PReLU)
     norm = ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
     assert keys(full) == sorted(
-        ["branch.weight", "branch.bias", "branch_activation.weight", "fusion.weight", "fusion.bias"]
+        ["branch.weight", "branch.bias", "branch_activation.weight", "fusion.weight", "fusion.bias", eps]
         + [f"fusion.norm.{t}.{name}" for t in (0, 1) for name in norm]
     )
     documented = set(re.findall(r"^``([a-z_.*]+)``", layers_module.__doc__, re.MULTILINE))
@@ -479,6 +480,7 @@ def test_the_shapes_of_the_state_dict_are_those_documented():
         "fusion.bias": (3, 9),
         "fusion.key": (3,),
         "fusion.active": (2,),
+        "fusion._extra_state": (),
     }
 
 
@@ -554,7 +556,7 @@ def test_construction_on_the_meta_device_allocates_nothing_and_can_be_filled_lat
         4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU, device="meta"
     )
     for layer in (within, named):
-        assert all(tensor.is_meta for tensor in layer.state_dict().values())
+        assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
         layer.to_empty(device="cpu")
         for tensor in layer.state_dict().values():
             tensor.fill_(77)

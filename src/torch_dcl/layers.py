@@ -13,6 +13,7 @@ key                      shape                      what it is
 ``fusion.norm.t.*``      as ``norm_layer`` has it   the normalisation of branch t, with ``norm_layer``
 ``fusion.key``           ``[3]`` int64              seed, layer, step of the draw (stochastic strategy)
 ``fusion.active``        ``[2]`` int64              the two branches drawn for this step (stochastic strategy)
+``fusion._extra_state``  ``[]`` float64             ε, on the CPU; a state dict without it leaves ε as it is
 =======================  =========================  =======================================================
 
 Biases, and only biases, end in ``bias``.

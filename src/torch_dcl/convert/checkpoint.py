@@ -100,6 +100,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     _check_state(model.state_dict())
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
     changes = _rebuild(model, content, path)
+    _reconcile_epsilon(tensors, content, path)
     _check_fit(model, changes, tensors, path)
     for names, new in changes:
         swap(model, names, new)
@@ -268,6 +269,16 @@ def _place(model: nn.Module, names: list[str], places: Mapping[nn.Module, list[s
     if sorted(places[module]) != sorted(names):
         raise _misfit(path, f"one module has the names {places[module]} there, {names} in the file")
     return module
+
+
+def _reconcile_epsilon(tensors: dict[str, Tensor], content: Mapping[str, Any], path: str | Path) -> None:
+    """Compare ε among the tensors with the description. Add it for older files, which have it there alone."""
+    for entry in content["layers"]:
+        described = torch.tensor(entry["eps"], dtype=torch.float64)
+        for name in entry["names"]:
+            given = tensors.setdefault(f"{name}.fusion._extra_state".removeprefix("."), described)
+            if not _same(given, described):
+                raise _misfit(path, f"eps of {name!r} is {given} among its tensors, {entry['eps']} in its description")
 
 
 def _check_fit(
