@@ -47,6 +47,11 @@ class Responses(NamedTuple):
     """Their fusion: over all branches (deterministic), or the mean over all pairs (stochastic)."""
 
 
+def _of_branch(name: str) -> property:
+    """An attribute that all branches have in common: stage 1's, read only."""
+    return property(lambda layer: getattr(layer.branch, name), doc=f"``{name}`` of stage 1, as in the plain layer.")
+
+
 class _DCL(nn.Module):
     """What the linear and the convolutional layers share: stage 1 in ``branch``, stage 2 in ``fusion``."""
 
@@ -102,6 +107,25 @@ class _DCL(nn.Module):
     def eps(self) -> float:
         """ε."""
         return self.fusion.eps
+
+    @property
+    def weight(self) -> Tensor:
+        """θ, which is ``branch.weight``: of the plain layer's dtype, device and shape, but with ΣM filters, not K2."""
+        return self.branch.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``fusion.bias``, one bias a branch; None where the layer has no bias."""
+        return self.fusion.bias
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch does it, but nothing takes the place of θ or of the biases, as pruning would."""
+        if name.startswith(("weight", "bias")):
+            raise ValueError(
+                f"{name!r} cannot become a parameter of a {type(self).__name__}: its weights are the submodules' "
+                "branch.weight (θ) and fusion.weight (W), its biases fusion.bias; prune or parametrize those instead"
+            )
+        super().register_parameter(name, param)
 
     def _activate(self, y: Tensor) -> Tensor:
         return y if self.branch_activation is None else self.branch_activation(y)
@@ -206,6 +230,9 @@ class _DCLConv(_DCL):
 
     _plain: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
     _spatial: int
+    kernel_size, stride, padding, dilation = map(_of_branch, ("kernel_size", "stride", "padding", "dilation"))
+    groups, padding_mode = map(_of_branch, ("groups", "padding_mode"))
+    transposed, output_padding = map(_of_branch, ("transposed", "output_padding"))
 
     def __init__(
         self,
@@ -304,7 +331,8 @@ class DCLConv2d(_DCLConv):
     It stands for ``nn.Conv2d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv2d``: stride, padding
     (numbers, "same", "valid"), dilation, bias, padding_mode, device, dtype; ``groups`` other than 1 is refused. All
     branches share kernel size, stride, padding and dilation, and stage 1 is one convolution of ΣM filters. The
-    arguments after ``dtype`` are those of :class:`DCLLinear`.
+    arguments after ``dtype`` are those of :class:`DCLLinear`. The attributes are those of ``nn.Conv2d``; ``weight``
+    is θ, and ``bias`` has one row a branch.
 
     Shape:
         Input ``[N, in_channels, H, W]`` or without N, output as ``nn.Conv2d`` gives it.
