@@ -115,10 +115,10 @@ class _Holder:
         for parameter, idle in _idle_rows(self.model):
             if id(parameter) not in held or parameter.grad is None:
                 continue
-            self.saved.append((parameter, parameter.clone(), idle))
             state = optimizer.state.get(parameter, {})
             moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
-            self.saved.extend((s, s.clone(), idle) for s in moments.values())
+            own = [_local(tensor) for tensor in (parameter, *moments.values())]
+            self.saved.extend((tensor, tensor.clone(), idle) for tensor in own)
             self.fresh.append((parameter, set(moments), idle))
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class _Holder:
         for parameter, known, idle in self.fresh:  # moments that this step created: an idle branch has none yet
             for name, moment in optimizer.state[parameter].items():
                 if name not in known and _is_moment(moment, parameter):
-                    moment.masked_fill_(idle.expand_as(moment), 0)
+                    _local(moment).masked_fill_(idle, 0)
         self.saved, self.fresh = [], []
 
     fresh: list[tuple[Tensor, set[Any], Tensor]]
@@ -139,7 +139,7 @@ def _is_moment(state: Any, parameter: Tensor) -> bool:
 
 
 def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Every parameter of a stochastic layer with a mask, broadcast over it, of what belongs to idle branches."""
+    """Every parameter of a stochastic layer with a mask, broadcast over its shard, of what idle branches own."""
     rows: list[tuple[Tensor, Tensor]] = []
     for module in model.modules():
         if not isinstance(module, _DCL) or module.strategy != "stochastic":
@@ -155,7 +155,25 @@ def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
             rows.append((fusion.bias, idle[:, None]))
         for t, norm in enumerate(fusion.norm or ()):
             rows += [(p, idle[t]) for p in norm.parameters()]
-    return rows
+    return [(parameter, _shard_like(parameter, mask)) for parameter, mask in rows]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that FSDP2 has sharded; any other as it is. Writing to it writes to the tensor."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
+def _shard_like(parameter: Tensor, mask: Tensor) -> Tensor:
+    """The part of the mask that belongs to this rank's shard of the parameter."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return mask
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  (import torch_dcl loads nothing heavy)
+
+    whole = DTensor.from_local(mask.expand(parameter.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    shard = whole.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return _local(shard).to(_local(parameter).device)  # which is the CPU where parameters are offloaded
 
 
 def _own_name(name: str) -> str:
