@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
 
 from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.units import (
@@ -43,8 +44,8 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     DCL layer can be saved too.
 
     Args:
-        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel`` or
-            ``DistributedDataParallel``, the network inside is written.
+        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel``,
+            ``DistributedDataParallel`` or ``AveragedModel``, the network inside is written.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
     Raises:
@@ -183,9 +184,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of ``torch.compile`` and of data parallelism."""
+    """The network inside the wrappers of ``torch.compile``, of data parallelism and of averaging."""
     wrapped = getattr(model, "_orig_mod", None)
-    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel):
         wrapped = model.module
     return model if wrapped is None else _bare(wrapped)
 
