@@ -1,6 +1,7 @@
 """The layers: against plain torch layers built from slices of their weights, over all their arguments."""
 
 import copy
+import inspect
 import io
 import math
 import re
@@ -541,6 +542,25 @@ def test_a_forward_that_reads_attributes_of_its_layers_plans_converts_and_runs(c
     torch.testing.assert_close(run(x), expected)
     run(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_positional_arguments_are_those_of_the_plain_linear_layer():
+    for arguments in ((), (False,), (True, "meta"), (False, "cpu", torch.float64)):
+        layer, plain = DCLLinear(64, 32, *arguments), nn.Linear(64, 32, *arguments)
+        assert (layer.bias is None) == (plain.bias is None)
+        assert (layer.weight.device, layer.weight.dtype) == (plain.weight.device, plain.weight.dtype)
+        assert (layer.fusion.weight.device, layer.fusion.weight.dtype) == (plain.weight.device, plain.weight.dtype)
+    first = list(inspect.signature(nn.Linear).parameters)
+    assert list(inspect.signature(DCLLinear).parameters)[: len(first)] == first
+    with pytest.raises(TypeError, match="positional"):
+        DCLLinear(64, 32, True, "cpu", torch.float32, 3)
+
+
+@pytest.mark.parametrize("bias", [3, "no", 0.5])
+def test_a_number_of_branches_in_the_place_of_bias_is_refused(bias):
+    for make in (lambda: DCLLinear(64, 32, bias), lambda: DCLConv2d(3, 32, 3, 1, 0, 1, 1, bias)):
+        with pytest.raises(TypeError, match=rf"bias must be True or False, got {bias!r}.*branches=3"):
+            make()
 
 
 # Keys of the state dict

@@ -149,11 +149,15 @@ class _DCL(nn.Module):
 class DCLLinear(_DCL):
     """A linear layer with its ReLU, as T branches: ``z = (Π_t relu(W_t·θ_t·x + b_t) + ε)^(1/T)``.
 
-    It stands for ``nn.Linear`` followed by ``nn.ReLU``. The output is positive: at least ``ε^(1/T)``.
+    It stands for ``nn.Linear`` followed by ``nn.ReLU`` and takes its arguments first. The output is positive: at least
+    ``ε^(1/T)``.
 
     Args:
         in_features: K1.
         out_features: K2.
+        bias: Whether each branch's response has a bias.
+        device: Where the parameters live.
+        dtype: Of which type they are.
         branches: T, from 1 to 8. T = 1 is the low-rank layer ``relu(W·θ·x + b) + ε``: a comparison for free
             (with ``eps=0`` exactly the low-rank layer).
         ratio: Filters of one branch as a fraction of the output channels, rounded to ``round_to``.
@@ -167,9 +171,6 @@ class DCLLinear(_DCL):
             ``nn.BatchNorm1d``.
         branch_activation: Makes an activation after stage 1, for example ``nn.ReLU``. The paper's definition has
             none, the last line of its derivation shows one. With it, stage 1 has a bias.
-        bias: Whether each branch's response has a bias.
-        device: Where the parameters live.
-        dtype: Of which type they are.
 
     Shape:
         Input ``[*, in_features]``, output ``[*, out_features]``.
@@ -183,6 +184,9 @@ class DCLLinear(_DCL):
         self,
         in_features: int,
         out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         branches: int = 2,
         ratio: float = 0.25,
@@ -192,12 +196,10 @@ class DCLLinear(_DCL):
         eps: float | None = None,
         norm_layer: Callable[[int], nn.Module] | None = None,
         branch_activation: Callable[[], nn.Module] | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         _check_channels(in_features=in_features, out_features=out_features)
+        _check_bias(bias)
         widths = branch_widths(out_features, branches=branches, ratio=ratio, width=width, round_to=round_to)
         self.in_features, self.out_features = in_features, out_features
         self.fusion = ConceptFusion(
@@ -259,6 +261,7 @@ class _DCLConv(_DCL):
     ) -> None:
         super().__init__()
         _check_channels(in_channels=in_channels, out_channels=out_channels)
+        _check_bias(bias)
         sizes = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         if any(size < 1 for size in sizes):
             raise ValueError(f"kernel_size must be at least 1 in every direction, got {kernel_size!r}")
@@ -351,6 +354,11 @@ def _check_channels(**channels: int) -> None:
     for name, value in channels.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_bias(bias: object) -> None:
+    if bias not in (True, False, None):
+        raise TypeError(f"bias must be True or False, got {bias!r}; DCL's own arguments go by name, as in branches=3")
 
 
 def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
