@@ -1,6 +1,7 @@
 """The layers: against plain torch layers built from slices of their weights, over all their arguments."""
 
 import copy
+import inspect
 import io
 import math
 import re
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from tests.reference import plain_fusion, plain_pair_fusion, starts_of
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.utils import parametrize, prune
 
+import torch_dcl as dcl
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, fuse_branches, seed_branches_
 from torch_dcl import layers as layers_module
 from torch_dcl.fusion import branch_widths, response_spread
@@ -424,7 +427,7 @@ def test_like_carries_everything_of_a_convolution(spatial):
         assert getattr(layer.branch, name) == getattr(plain, name), name
     assert (layer.in_channels, layer.out_channels) == (4, 12)
     assert layer.fusion.bias is None
-    for tensor in layer.state_dict().values():
+    for tensor in (*layer.parameters(), *layer.buffers()):
         assert tensor.is_meta
         assert tensor.dtype in (torch.bfloat16, torch.int64)
     assert not any(module.training for module in layer.modules())
@@ -445,6 +448,121 @@ def test_positional_arguments_are_those_of_the_plain_layer(spatial):
     assert layer.branch.padding_mode == "replicate"
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_the_attributes_of_a_convolution_are_those_of_the_plain_layer(spatial, bias):
+    arguments = {"stride": 2, "padding": 1, "dilation": 3, "padding_mode": "reflect", "bias": bias}
+    plain = PLAIN[spatial](4, 12, 3, **arguments)
+    layer = DCL[spatial](4, 12, 3, **arguments, width=5)
+    for name in plain.__constants__:
+        assert getattr(layer, name) == getattr(plain, name), name
+    for name in ("kernel_size", "transposed", "output_padding"):
+        assert getattr(layer, name) == getattr(plain, name), name
+    assert layer.weight is layer.branch.weight
+    assert layer.weight.shape[1:] == plain.weight.shape[1:]
+    assert (layer.bias is None) == (plain.bias is None)
+    with pytest.raises(AttributeError, match="stride"):
+        layer.stride = 1
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_attributes_of_a_linear_layer_are_those_of_the_plain_layer(bias):
+    layer, plain = DCLLinear(4, 12, bias=bias, branches=3), nn.Linear(4, 12, bias=bias)
+    for name in plain.__constants__:
+        assert getattr(layer, name) == getattr(plain, name), name
+    assert layer.weight is layer.branch.weight
+    assert layer.bias is layer.fusion.bias
+    assert (layer.bias is None) == (plain.bias is None)
+    assert not hasattr(layer, "kernel_size")
+
+
+def test_weight_and_bias_are_no_parameters_beside_those_of_the_stages():
+    layer = DCLLinear(4, 8)
+    names = ["fusion.weight", "fusion.bias", "branch.weight"]
+    assert [name for name, _ in layer.named_parameters(remove_duplicate=False)] == names
+    assert not {"weight", "bias"} & layer.state_dict().keys()
+    assert copy.deepcopy(layer).weight is not layer.weight
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda layer, name: prune.l1_unstructured(layer, name, 0.5), ValueError, "prune or parametrize those instead"),
+        (lambda layer, name: setattr(layer, name, nn.Parameter(torch.ones(8))), ValueError, "branch.weight"),
+        (lambda layer, name: parametrize.register_parametrization(layer, name, nn.ReLU()), ValueError, "parameter"),
+        (lambda layer, name: setattr(layer, name, None), AttributeError, "no setter"),
+    ],
+    ids=["prune", "assign", "parametrize", "remove"],
+)
+def test_what_would_replace_weight_or_bias_is_refused_and_leaves_the_layer_alone(name, change, error, message):
+    layer = DCLLinear(4, 8)
+    before = {n: id(p) for n, p in layer.named_parameters()}
+    with pytest.raises(error, match=message):
+        change(layer, name)
+    assert {n: id(p) for n, p in layer.named_parameters()} == before
+    assert not layer._forward_pre_hooks
+
+
+def test_the_stages_can_be_pruned():
+    layer = DCLLinear(16, 8)
+    prune.l1_unstructured(layer.branch, "weight", 0.5)
+    assert (layer.weight == 0).float().mean() == 0.5
+    layer.fusion.bias.detach().zero_()
+    assert torch.equal(layer(torch.zeros(1, 16)), torch.full((1, 8), 0.1))
+
+
+class Casting(nn.Module):
+    """What forwards in the wild read of their layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 32)
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x):
+        conv, fc = self.conv, self.fc
+        x = x.to(conv.weight.dtype).to(conv.weight.device)
+        assert x.shape[1] == conv.in_channels == conv.weight.shape[1] == conv.weight.size(1)
+        x = torch.relu(conv(x))[..., :: conv.stride[0], conv.kernel_size[1] // 2 :]
+        x = x.mean((2, 3)).view(-1, fc.in_features)
+        x = torch.relu(fc(x if fc.bias is not None else -x)).view(-1, fc.out_features)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_forward_that_reads_attributes_of_its_layers_plans_converts_and_runs(compiled):
+    model, x = Casting().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    plan = dcl.plan(model, example=x, branches=1, width=16, eps=0)
+    dcl.convert_(model, plan.only("conv", "fc"), init="random")
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+
+    y = model.conv(x.float())[..., 1:]
+    expected = model.head(model.fc(y.mean((2, 3))))
+    torch.testing.assert_close(run(x), expected)
+    run(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_positional_arguments_are_those_of_the_plain_linear_layer():
+    for arguments in ((), (False,), (True, "meta"), (False, "cpu", torch.float64)):
+        layer, plain = DCLLinear(64, 32, *arguments), nn.Linear(64, 32, *arguments)
+        assert (layer.bias is None) == (plain.bias is None)
+        assert (layer.weight.device, layer.weight.dtype) == (plain.weight.device, plain.weight.dtype)
+        assert (layer.fusion.weight.device, layer.fusion.weight.dtype) == (plain.weight.device, plain.weight.dtype)
+    first = list(inspect.signature(nn.Linear).parameters)
+    assert list(inspect.signature(DCLLinear).parameters)[: len(first)] == first
+    with pytest.raises(TypeError, match="positional"):
+        DCLLinear(64, 32, True, "cpu", torch.float32, 3)
+
+
+@pytest.mark.parametrize("bias", [3, "no", 0.5])
+def test_a_number_of_branches_in_the_place_of_bias_is_refused(bias):
+    for make in (lambda: DCLLinear(64, 32, bias), lambda: DCLConv2d(3, 32, 3, 1, 0, 1, 1, bias)):
+        with pytest.raises(TypeError, match=rf"bias must be True or False, got {bias!r}.*branches=3"):
+            make()
+
+
 # Keys of the state dict
 
 
@@ -453,14 +571,15 @@ def keys(layer):
 
 
 def test_the_keys_of_the_state_dict_are_those_documented():
-    assert keys(DCLLinear(4, 8)) == ["branch.weight", "fusion.bias", "fusion.weight"]
-    assert keys(DCLConv2d(4, 8, 3, bias=False)) == ["branch.weight", "fusion.weight"]
+    eps = "fusion._extra_state"
+    assert keys(DCLLinear(4, 8)) == ["branch.weight", eps, "fusion.bias", "fusion.weight"]
+    assert keys(DCLConv2d(4, 8, 3, bias=False)) == ["branch.weight", eps, "fusion.weight"]
     stochastic = DCLConv1d(4, 8, 3, branches=3, strategy="stochastic")
-    assert keys(stochastic) == ["branch.weight", "fusion.active", "fusion.bias", "fusion.key", "fusion.weight"]
+    assert keys(stochastic) == ["branch.weight", eps, "fusion.active", "fusion.bias", "fusion.key", "fusion.weight"]
     full = DCLConv3d(4, 8, 3, norm_layer=nn.BatchNorm3d, branch_activation=nn.PReLU)
     norm = ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
     assert keys(full) == sorted(
-        ["branch.weight", "branch.bias", "branch_activation.weight", "fusion.weight", "fusion.bias"]
+        ["branch.weight", "branch.bias", "branch_activation.weight", "fusion.weight", "fusion.bias", eps]
         + [f"fusion.norm.{t}.{name}" for t in (0, 1) for name in norm]
     )
     documented = set(re.findall(r"^``([a-z_.*]+)``", layers_module.__doc__, re.MULTILINE))
@@ -479,6 +598,7 @@ def test_the_shapes_of_the_state_dict_are_those_documented():
         "fusion.bias": (3, 9),
         "fusion.key": (3,),
         "fusion.active": (2,),
+        "fusion._extra_state": (),
     }
 
 
@@ -554,7 +674,7 @@ def test_construction_on_the_meta_device_allocates_nothing_and_can_be_filled_lat
         4, 8, 3, branches=3, strategy="stochastic", norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU, device="meta"
     )
     for layer in (within, named):
-        assert all(tensor.is_meta for tensor in layer.state_dict().values())
+        assert all(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
         layer.to_empty(device="cpu")
         for tensor in layer.state_dict().values():
             tensor.fill_(77)

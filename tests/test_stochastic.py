@@ -1,16 +1,21 @@
 """The stochastic strategy: which pair is drawn, who moves the step on, and what idle branches do meanwhile."""
 
 import copy
+import gc
 import itertools
 import warnings
+import weakref
 
 import pytest
 import torch
 from tests.reference import plain_fusion, starts_of
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+import torch_dcl as dcl
 from torch_dcl import (
     DCLConv1d,
     DCLConv2d,
@@ -521,7 +526,7 @@ def test_two_ranks_draw_the_same_pairs_and_keep_equal_weights(tmp_path):
     untrained = network().state_dict()
     for name, tensor in one["state"].items():
         assert torch.equal(tensor, other["state"][name]), name
-        assert not torch.equal(tensor, untrained[name]) or name.endswith("active"), name
+        assert not torch.equal(tensor, untrained[name]) or name.endswith(("active", "_extra_state")), name
 
 
 # Following an optimiser
@@ -696,6 +701,168 @@ def test_a_removed_handle_follows_no_more(hold_idle):
     assert layer.fusion.key[2] == 1
     new, old = (idle_part(at_this_step, "fusion.weight", m.fusion.weight) for m in (layer, at_this_step))
     assert not torch.equal(new, old)
+
+
+def steps_of(model):
+    return [fusion.key[2].item() for fusion in fusions(model)]
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["the same", "wrapped"])
+@pytest.mark.parametrize("hold_idle", [True, False])
+def test_following_the_same_optimiser_twice_advances_once_a_step(hold_idle, wrap):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    first = follow_optimizer(model, optimizer, hold_idle=not hold_idle)
+    for _ in range(3):
+        second = follow_optimizer(wrap(model), optimizer, hold_idle=hold_idle)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    for step in range(1, 4):
+        gradients(model, images())
+        before = copy.deepcopy(model)
+        optimizer.step()
+        assert steps_of(model) == [step] * 3
+    idle = [idle_part(before[0], "fusion.weight", m[0].fusion.weight) for m in (before, model)]
+    assert torch.equal(*idle) == hold_idle
+    first.remove()
+    gradients(model, images())
+    optimizer.step()
+    assert steps_of(model) == [4] * 3
+    second.remove()
+    optimizer.step()
+    assert steps_of(model) == [4] * 3
+
+
+def test_a_part_that_follows_again_leaves_the_rest_with_the_first_call():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    follow_optimizer(model, optimizer)
+    part = follow_optimizer(model[0], optimizer)
+    gradients(model, images())
+    optimizer.step()
+    assert steps_of(model) == [1] * 3
+    part.remove()
+    optimizer.step()
+    assert steps_of(model) == [1, 2, 2]
+
+
+def test_a_new_optimiser_takes_over_from_one_that_is_not_used_any_more():
+    model = network()
+    old = torch.optim.SGD(model.parameters(), lr=0.01)
+    follow_optimizer(model, old)
+    new = torch.optim.SGD(model.parameters(), lr=0.01)
+    follow_optimizer(model, new)
+    gradients(model, images())
+    new.step()
+    assert steps_of(model) == [1] * 3
+
+
+def test_two_optimisers_of_one_layer_hold_its_idle_branches_and_advance_once():
+    """Matrices in one, biases in another, as with Muon and AdamW."""
+    layer = stochastic_conv()
+    twin = copy.deepcopy(layer)
+
+    def make(parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    weights = [p for p in layer.parameters() if p.dim() > 2 or p is layer.fusion.weight]
+    two = [make(weights), make([layer.fusion.bias])]
+    one = [make(twin.parameters())]
+    for model, optimizers in ((layer, two), (twin, one)):
+        for optimizer in optimizers:
+            follow_optimizer(model, optimizer)
+    for step in range(1, 6):
+        x = images()
+        for model, optimizers in ((layer, two), (twin, one)):
+            gradients(model, x)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert steps_of(layer) == steps_of(twin) == [step]
+        for mine, other in zip(layer.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_an_optimiser_is_not_kept_alive_by_being_followed():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    follow_optimizer(model, optimizer)
+    seen = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("hold_idle", [True, False])
+def test_an_optimiser_made_before_the_conversion_is_refused(hold_idle):
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = dcl.plan(model, example=torch.randn(2, 6), branches=3, strategy="stochastic", width=2)
+    dcl.convert_(model, plan.only("0"), init="random")
+    message = r"the AdamW holds no parameter of the stochastic layers \(the first is '0'\).*make it afterwards"
+    with pytest.raises(ValueError, match=message):
+        follow_optimizer(model, optimizer, hold_idle=hold_idle)
+    follow_optimizer(model, torch.optim.AdamW(model.parameters()), hold_idle=hold_idle)
+
+
+def test_an_optimiser_without_frozen_stochastic_layers_is_followed():
+    model = network()
+    for layer in (model[0], model[2], model[4]):
+        layer.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    follow_optimizer(model, optimizer)
+    model(images()).sum().backward()
+    optimizer.step()
+    assert steps_of(model) == [1] * 3
+
+
+def test_idle_branches_of_a_pruned_second_stage_cannot_be_held():
+    layer = stochastic_conv()
+    prune.l1_unstructured(layer.fusion, "weight", 0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"fusion\.weight is flattened, pruned or parametrized.*hold_idle=False"):
+        follow_optimizer(nn.Sequential(layer), optimizer)
+    follow_optimizer(nn.Sequential(layer), optimizer, hold_idle=False)
+
+
+# Averaging
+
+
+AVERAGES = {
+    "mean": {},
+    "moving": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "moving, one by one": {"avg_fn": get_ema_avg_fn(0.9)},
+}
+
+
+@pytest.mark.parametrize("arguments", AVERAGES.values(), ids=AVERAGES)
+def test_an_average_with_buffers_computes_saves_loads_and_trains_on(arguments, tmp_path):
+    """Torch averages the integers of the draw as well, which eval does not look at."""
+    torch.manual_seed(0)
+    model = stochastic_conv("with norm")
+    seed_branches_(model, 2**40 + 3)
+    averaged = AveragedModel(model, use_buffers=True, **arguments)
+    expected, share = None, 1.0
+    for step in range(5):
+        advance_branches_(model, step)
+        model(images())
+        with torch.no_grad():
+            model.fusion.weight.add_(torch.randn_like(model.fusion.weight))
+        averaged.update_parameters(model)
+        now = {n: t.clone() for n, t in model.state_dict().items() if t.is_floating_point()}
+        share = 1 / (step + 1) if not arguments else 0.1 if step else 1.0
+        expected = now if expected is None else {n: (1 - share) * t + share * now[n] for n, t in expected.items()}
+    by_hand = stochastic_conv("with norm").eval()
+    by_hand.load_state_dict(expected, strict=False)
+    x = images()
+    torch.testing.assert_close(averaged.eval()(x), by_hand(x), rtol=1e-4, atol=1e-5)
+
+    dcl.save_model(averaged, tmp_path / "averaged.safetensors")
+    loaded = dcl.load_model(stochastic_conv("with norm"), tmp_path / "averaged.safetensors").eval()
+    assert torch.equal(loaded(x), averaged(x))
+
+    follow_optimizer(loaded, torch.optim.SGD(loaded.parameters(), lr=0.1))
+    assert drawn(loaded) == [tuple(draw_pair(loaded.fusion.key, 4).tolist())]
+    seed_branches_(loaded, 2**40 + 3)
+    assert trajectory(loaded, range(9)) == trajectory(model, range(9))
 
 
 def test_following_goes_on_after_a_resume():

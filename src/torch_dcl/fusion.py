@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ class ConceptFusion(nn.Module):
         if strategy == "stochastic" and T < 3:
             raise ValueError(f"the stochastic strategy draws a pair from three or more branches, got branches = {T}")
         self.widths, self.out_channels, self.spatial, self.strategy = widths, out_channels, spatial, strategy
-        self.eps = check_eps(eps, 2 if strategy == "stochastic" else T)
+        self.eps = check_eps(eps, self.fused)
         self.weight = nn.Parameter(torch.empty(sum(widths), out_channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(T, out_channels, device=device, dtype=dtype)) if bias else None
         self.norm = None
@@ -133,6 +133,44 @@ class ConceptFusion(nn.Module):
         """T."""
         return len(self.widths)
 
+    @property
+    def fused(self) -> int:
+        """How many branches are fused at once: all of them, or the two of a pair."""
+        return 2 if self.strategy == "stochastic" else self.branches
+
+    def get_extra_state(self) -> Tensor:
+        """ε for the state dict: float64 on the CPU whatever the parameters are, so that no cast rounds it."""
+        return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Any) -> None:
+        """Adopt the ε of a state dict.
+
+        Raises:
+            TypeError: not a tensor of one real number.
+            ValueError: a number that ε cannot be.
+        """
+        if not isinstance(state, Tensor) or state.numel() != 1 or not state.is_floating_point() or state.is_meta:
+            found = type(state).__name__
+            if isinstance(state, Tensor):
+                found += f" of shape {tuple(state.shape)}, {state.dtype}, {state.device}"
+            raise TypeError(f"eps in a state dict must be a tensor of one real number, got a {found}")
+        self.eps = check_eps(state.item(), self.fused)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """As torch does it. A state dict without ε, as older ones are, leaves ε as it is; a wrong ε is named."""
+        name = f"{prefix}_extra_state"
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        except (TypeError, ValueError) as error:
+            error_msgs.append(f"{name}: {error}")
+        if name in missing_keys:
+            missing_keys.remove(name)
+
     def reset_parameters(self, incoming: float = 1.0) -> None:
         """Initialise so that z has the variance of the ReLU layer that the module replaces, for unit inputs.
 
@@ -142,7 +180,7 @@ class ConceptFusion(nn.Module):
         Args:
             incoming: The mean square of a branch's output y, 1 unless an activation changed it.
         """
-        fused = 2 if self.strategy == "stochastic" else self.branches
+        fused = self.fused
         shifts = [self.bias] if self.norm is None else [getattr(norm, "bias", None) for norm in self.norm]
         lean = LEAN if fused > 1 and all(isinstance(shift, Tensor) for shift in shifts) else 0.0
         # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.

@@ -13,6 +13,7 @@ key                      shape                      what it is
 ``fusion.norm.t.*``      as ``norm_layer`` has it   the normalisation of branch t, with ``norm_layer``
 ``fusion.key``           ``[3]`` int64              seed, layer, step of the draw (stochastic strategy)
 ``fusion.active``        ``[2]`` int64              the two branches drawn for this step (stochastic strategy)
+``fusion._extra_state``  ``[]`` float64             ε, on the CPU; a state dict without it leaves ε as it is
 =======================  =========================  =======================================================
 
 Biases, and only biases, end in ``bias``.
@@ -44,6 +45,11 @@ class Responses(NamedTuple):
     """The T responses after ReLU, ``K2`` channels each."""
     z: Tensor
     """Their fusion: over all branches (deterministic), or the mean over all pairs (stochastic)."""
+
+
+def _of_branch(name: str) -> property:
+    """An attribute that all branches have in common: stage 1's, read only."""
+    return property(lambda layer: getattr(layer.branch, name), doc=f"``{name}`` of stage 1, as in the plain layer.")
 
 
 class _DCL(nn.Module):
@@ -125,6 +131,25 @@ class _DCL(nn.Module):
         """ε."""
         return self.fusion.eps
 
+    @property
+    def weight(self) -> Tensor:
+        """θ, which is ``branch.weight``: of the plain layer's dtype, device and shape, but with ΣM filters, not K2."""
+        return self.branch.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``fusion.bias``, one bias a branch; None where the layer has no bias."""
+        return self.fusion.bias
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As torch does it, but nothing takes the place of θ or of the biases, as pruning would."""
+        if name.startswith(("weight", "bias")):
+            raise ValueError(
+                f"{name!r} cannot become a parameter of a {type(self).__name__}: its weights are the submodules' "
+                "branch.weight (θ) and fusion.weight (W), its biases fusion.bias; prune or parametrize those instead"
+            )
+        super().register_parameter(name, param)
+
     def _activate(self, y: Tensor) -> Tensor:
         return y if self.branch_activation is None else self.branch_activation(y)
 
@@ -147,11 +172,15 @@ class _DCL(nn.Module):
 class DCLLinear(_DCL):
     """A linear layer with its ReLU, as T branches: ``z = (Π_t relu(W_t·θ_t·x + b_t) + ε)^(1/T)``.
 
-    It stands for ``nn.Linear`` followed by ``nn.ReLU``. The output is positive: at least ``ε^(1/T)``.
+    It stands for ``nn.Linear`` followed by ``nn.ReLU`` and takes its arguments first. The output is positive: at least
+    ``ε^(1/T)``.
 
     Args:
         in_features: K1.
         out_features: K2.
+        bias: Whether each branch's response has a bias.
+        device: Where the parameters live.
+        dtype: Of which type they are.
         branches: T, from 1 to 8. T = 1 is the low-rank layer ``relu(W·θ·x + b) + ε``: a comparison for free
             (with ``eps=0`` exactly the low-rank layer).
         ratio: Filters of one branch as a fraction of the output channels, rounded to ``round_to``.
@@ -165,9 +194,6 @@ class DCLLinear(_DCL):
             ``nn.BatchNorm1d``.
         branch_activation: Makes an activation after stage 1, for example ``nn.ReLU``. The paper's definition has
             none, the last line of its derivation shows one. With it, stage 1 has a bias.
-        bias: Whether each branch's response has a bias.
-        device: Where the parameters live.
-        dtype: Of which type they are.
 
     Shape:
         Input ``[*, in_features]``, output ``[*, out_features]``.
@@ -181,6 +207,9 @@ class DCLLinear(_DCL):
         self,
         in_features: int,
         out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
         branches: int = 2,
         ratio: float = 0.25,
@@ -190,12 +219,10 @@ class DCLLinear(_DCL):
         eps: float | None = None,
         norm_layer: Callable[[int], nn.Module] | None = None,
         branch_activation: Callable[[], nn.Module] | None = None,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         _check_channels(in_features=in_features, out_features=out_features)
+        _check_bias(bias)
         widths = branch_widths(out_features, branches=branches, ratio=ratio, width=width, round_to=round_to)
         self.in_features, self.out_features = in_features, out_features
         self.fusion = ConceptFusion(
@@ -228,6 +255,9 @@ class _DCLConv(_DCL):
 
     _plain: type[nn.Conv1d | nn.Conv2d | nn.Conv3d]
     _spatial: int
+    kernel_size, stride, padding, dilation = map(_of_branch, ("kernel_size", "stride", "padding", "dilation"))
+    groups, padding_mode = map(_of_branch, ("groups", "padding_mode"))
+    transposed, output_padding = map(_of_branch, ("transposed", "output_padding"))
 
     def __init__(
         self,
@@ -254,6 +284,7 @@ class _DCLConv(_DCL):
     ) -> None:
         super().__init__()
         _check_channels(in_channels=in_channels, out_channels=out_channels)
+        _check_bias(bias)
         sizes = (kernel_size,) if isinstance(kernel_size, int) else tuple(kernel_size)
         if any(size < 1 for size in sizes):
             raise ValueError(f"kernel_size must be at least 1 in every direction, got {kernel_size!r}")
@@ -328,7 +359,8 @@ class DCLConv2d(_DCLConv):
     It stands for ``nn.Conv2d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv2d``: stride, padding
     (numbers, "same", "valid"), dilation, bias, padding_mode, device, dtype; ``groups`` other than 1 is refused. All
     branches share kernel size, stride, padding and dilation, and stage 1 is one convolution of ΣM filters. The
-    arguments after ``dtype`` are those of :class:`DCLLinear`.
+    arguments after ``dtype`` are those of :class:`DCLLinear`. The attributes are those of ``nn.Conv2d``; ``weight``
+    is θ, and ``bias`` has one row a branch.
 
     Shape:
         Input ``[N, in_channels, H, W]`` or without N, output as ``nn.Conv2d`` gives it.
@@ -347,6 +379,11 @@ def _check_channels(**channels: int) -> None:
     for name, value in channels.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_bias(bias: object) -> None:
+    if bias not in (True, False, None):
+        raise TypeError(f"bias must be True or False, got {bias!r}; DCL's own arguments go by name, as in branches=3")
 
 
 def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:

@@ -15,11 +15,12 @@ weight decay still move the idle ones. ``follow_optimizer`` therefore holds them
 """
 
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torch_dcl.functional import draw_pair
 from torch_dcl.fusion import ConceptFusion
@@ -46,7 +47,6 @@ def seed_branches_(model: nn.Module, seed: int) -> None:
         fusion.active.copy_(draw_pair(fusion.key, fusion.branches))
 
 
-@torch.no_grad()
 def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> None:
     """Draw the branches of a training step in every stochastic layer. Nothing else is touched.
 
@@ -56,7 +56,12 @@ def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> Non
         model: The network; without a stochastic layer this does nothing.
         step: The number of the step, as an int or a tensor on the device; None takes the next one.
     """
-    for _, fusion in _stochastic(model):
+    _advance([fusion for _, fusion in _stochastic(model)], step)
+
+
+@torch.no_grad()
+def _advance(fusions: Iterable[ConceptFusion], step: int | Tensor | None = None) -> None:
+    for fusion in fusions:
         if step is None:
             fusion.key[2] += 1
         else:
@@ -65,22 +70,74 @@ def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> Non
         fusion.advanced = True
 
 
-class Following(NamedTuple):
+class Following:
     """What :func:`follow_optimizer` set up."""
 
-    hooks: tuple[RemovableHandle, ...]
+    def __init__(self, layers: Iterable[_DCL], optimizer: torch.optim.Optimizer, *, hold_idle: bool) -> None:
+        self._held = set(layers) if hold_idle else set()
+        self._advanced = set(layers)
+        self._saved: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._fresh: list[tuple[Tensor, set[Any], Tensor]] = []
+        for other, followings in list(_FOLLOWINGS.items()):
+            for following in tuple(followings):
+                following._advanced -= self._advanced
+                if other is optimizer:
+                    following._held -= self._advanced
+                if not following._advanced and not following._held:
+                    following.remove()
+        _FOLLOWINGS.setdefault(optimizer, []).append(self)
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
 
     def remove(self) -> None:
         """Take the hooks off the optimiser again."""
-        for hook in self.hooks:
+        for hook in self._hooks:
             hook.remove()
+        for followings in _FOLLOWINGS.values():
+            if self in followings:
+                followings.remove(self)
+
+    @torch.no_grad()
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Keep the rows of idle branches, and the optimiser's moments of them."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._saved, self._fresh = [], []
+        for parameter, idle in _idle_rows(self._held):
+            if id(parameter) not in held or parameter.grad is None:
+                continue
+            state = optimizer.state.get(parameter, {})
+            moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
+            own = [_local(tensor) for tensor in (parameter, *moments.values())]
+            self._saved.extend((tensor, tensor.clone(), idle) for tensor in own)
+            self._fresh.append((parameter, set(moments), idle))
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Put them back, and draw the next pair."""
+        for tensor, old, idle in self._saved:
+            tensor.copy_(torch.where(idle, old, tensor))
+        for parameter, known, idle in self._fresh:  # moments that this step created: an idle branch has none yet
+            for name, moment in optimizer.state[parameter].items():
+                if name not in known and _is_moment(moment, parameter):
+                    _local(moment).masked_fill_(idle, 0)
+        self._saved, self._fresh = [], []
+        _advance(layer.fusion for layer in self._advanced)
+
+
+_FOLLOWINGS: WeakKeyDictionary[torch.optim.Optimizer, list[Following]] = WeakKeyDictionary()
 
 
 def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold_idle: bool = True) -> Following:
     """Advance the branches of ``model`` after every ``optimizer.step()``.
 
+    Call it after the optimiser is made, and that after ``convert_``. A second call for the same optimiser takes the
+    place of the first. Where several optimisers share the layers, call it for each: all of them hold idle branches
+    still, and the one that was given last moves the step on, so it must step last.
+
     Args:
-        model: The network.
+        model: The network; without a stochastic layer this does nothing.
         optimizer: Any torch optimiser that holds its parameters.
         hold_idle: Whether the branches that were not drawn stay exactly as they are, as in the paper: no momentum,
             no weight decay, no change of their moments. False lets the optimiser treat them as it treats any
@@ -88,74 +145,75 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
 
     Returns:
         A handle whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: the optimiser holds no parameter of the stochastic layers, or ``hold_idle`` is wanted of layers
+            whose parameters do not have their shape, as under FSDP1.
     """
-    for _, fusion in _stochastic(model):
+    layers = {name: layer for name, layer in _layers(model) if layer.strategy == "stochastic"}
+    _check_held(layers, optimizer)
+    for name, layer in layers.items():
+        fusion = layer.fusion
+        if hold_idle and not (isinstance(fusion.weight, nn.Parameter) and fusion.weight.dim() == 2):
+            raise ValueError(
+                f"hold_idle=True needs the parameters of {name!r} in their own shape, and fusion.weight is "
+                "flattened, pruned or parametrized; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
+            )
+        fusion.active.copy_(draw_pair(fusion.key, fusion.branches))  # which an average of buffers may have mixed up
         fusion.advanced = True
-    handles = []
-    if hold_idle:
-        holder = _Holder(model)
-        handles.append(optimizer.register_step_pre_hook(holder.before))
-        handles.append(optimizer.register_step_post_hook(holder.after))
-    handles.append(optimizer.register_step_post_hook(lambda *_: advance_branches_(model)))
-    return Following(tuple(handles))
+    return Following(layers.values(), optimizer, hold_idle=hold_idle)
 
 
-class _Holder:
-    """Puts the rows of idle branches, and the optimiser's moments of them, back after a step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.saved: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    @torch.no_grad()
-    def before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.saved = []
-        self.fresh = []
-        for parameter, idle in _idle_rows(self.model):
-            if id(parameter) not in held or parameter.grad is None:
-                continue
-            self.saved.append((parameter, parameter.clone(), idle))
-            state = optimizer.state.get(parameter, {})
-            moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
-            self.saved.extend((s, s.clone(), idle) for s in moments.values())
-            self.fresh.append((parameter, set(moments), idle))
-
-    @torch.no_grad()
-    def after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for tensor, old, idle in self.saved:
-            tensor.copy_(torch.where(idle, old, tensor))
-        for parameter, known, idle in self.fresh:  # moments that this step created: an idle branch has none yet
-            for name, moment in optimizer.state[parameter].items():
-                if name not in known and _is_moment(moment, parameter):
-                    moment.masked_fill_(idle.expand_as(moment), 0)
-        self.saved, self.fresh = [], []
-
-    fresh: list[tuple[Tensor, set[Any], Tensor]]
+def _check_held(layers: Mapping[str, _DCL], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimiser that trains none of the layers, although they are there to be trained."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for layer in layers.values() for p in layer.parameters()]
+    if any(p.requires_grad for p in parameters) and not any(id(p) in held for p in parameters):
+        raise ValueError(
+            f"the {type(optimizer).__name__} holds no parameter of the stochastic layers (the first is "
+            f"{next(iter(layers))!r}); an optimiser made before convert_ or fully_shard holds the old parameters: "
+            "make it afterwards"
+        )
 
 
 def _is_moment(state: Any, parameter: Tensor) -> bool:
     return isinstance(state, Tensor) and state.shape == parameter.shape
 
 
-def _idle_rows(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Every parameter of a stochastic layer with a mask, broadcast over it, of what belongs to idle branches."""
+def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
+    """Every parameter of stochastic layers with a mask, broadcast over its shard, of what idle branches own."""
     rows: list[tuple[Tensor, Tensor]] = []
-    for module in model.modules():
-        if not isinstance(module, _DCL) or module.strategy != "stochastic":
-            continue
-        fusion = module.fusion
+    for layer in layers:
+        fusion = layer.fusion
         branch = torch.arange(fusion.branches, device=fusion.active.device)
         idle = (branch[:, None] != fusion.active).all(-1)
         sizes = torch.tensor(fusion.widths, device=idle.device)
         by_row = idle.repeat_interleave(sizes, output_size=sum(fusion.widths))
-        parameters = [*module.branch.parameters(), fusion.weight]
+        parameters = [*layer.branch.parameters(), fusion.weight]
         rows += [(p, by_row.view(-1, *(1,) * (p.dim() - 1))) for p in parameters]
         if fusion.bias is not None:
             rows.append((fusion.bias, idle[:, None]))
         for t, norm in enumerate(fusion.norm or ()):
             rows += [(p, idle[t]) for p in norm.parameters()]
-    return rows
+    return [(parameter, _shard_like(parameter, mask)) for parameter, mask in rows]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor that FSDP2 has sharded; any other as it is. Writing to it writes to the tensor."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
+def _shard_like(parameter: Tensor, mask: Tensor) -> Tensor:
+    """The part of the mask that belongs to this rank's shard of the parameter."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return mask
+    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  (import torch_dcl loads nothing heavy)
+
+    whole = DTensor.from_local(mask.expand(parameter.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    shard = whole.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return _local(shard).to(_local(parameter).device)  # which is the CPU where parameters are offloaded
 
 
 def _own_name(name: str) -> str:
@@ -163,6 +221,9 @@ def _own_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
+def _layers(model: nn.Module) -> list[tuple[str, _DCL]]:
+    return [(_own_name(name), module) for name, module in model.named_modules() if isinstance(module, _DCL)]
+
+
 def _stochastic(model: nn.Module) -> list[tuple[str, ConceptFusion]]:
-    layers = ((_own_name(name), module.fusion) for name, module in model.named_modules() if isinstance(module, _DCL))
-    return [(name, fusion) for name, fusion in layers if fusion.strategy == "stochastic"]
+    return [(name, layer.fusion) for name, layer in _layers(model) if layer.strategy == "stochastic"]

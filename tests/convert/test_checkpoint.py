@@ -86,7 +86,11 @@ def left_alone(model):
 
     def look():
         modules = [(n, id(m), m.training) for n, m in model.named_modules(remove_duplicate=False)]
-        tensors = [(n, id(t), t.dtype, t.requires_grad) for n, t in model.state_dict(keep_vars=True).items()]
+        tensors = [
+            (n, id(t), t.dtype, t.requires_grad)
+            for n, t in model.state_dict(keep_vars=True).items()
+            if not n.endswith("_extra_state")  # made anew for every state dict
+        ]
         return modules, tensors
 
     before, values = look(), copy.deepcopy(model.state_dict())
@@ -409,7 +413,7 @@ def test_the_device_of_the_network_is_kept_whatever_the_file_was_saved_from(tmp_
     other = "cuda" if device == "cpu" else "cpu"
     dcl.save_model(copy.deepcopy(model).to(other), tmp_path / "m.safetensors")
     loaded = dcl.load_model(network().to(device), tmp_path / "m.safetensors")
-    assert {t.device.type for t in loaded.state_dict().values()} == {device}
+    assert {t.device.type for t in (*loaded.parameters(), *loaded.buffers())} == {device}
     assert_same_network(model, loaded.cpu())
 
 
@@ -856,6 +860,41 @@ def test_a_newer_version_is_named_with_the_remedy(saved, tmp_path):
     expected = ("is of version 2", "reads up to 1", "update torch-dcl")
     refused(forge(tmp_path / "newer.safetensors", tensors, sealed(tensors, newer)), network(), *expected)
     refused(forge(tmp_path / "newer.safetensors", tensors, newer), network(), *expected)
+
+
+def with_another_epsilon(model):
+    for i, layer in enumerate(module for module in model.modules() if isinstance(module, dcl.layers._DCL)):
+        layer.fusion.eps = 0.0123 + i / 7
+    return model
+
+
+def test_the_tensors_of_a_file_are_a_state_dict_with_epsilon(tmp_path):
+    model, path = with_another_epsilon(converted()), tmp_path / "m.safetensors"
+    dcl.save_model(model, path)
+    other = converted(seed=1)
+    assert not torch.equal(output(other), output(model))
+    other.load_state_dict(safetensors.torch.load_file(path))
+    assert torch.equal(output(other), output(model))
+
+
+def test_a_file_without_epsilon_among_its_tensors_takes_it_from_the_description(tmp_path):
+    """As files were before the state dict had it."""
+    model, path = with_another_epsilon(converted()), tmp_path / "m.safetensors"
+    dcl.save_model(model, path)
+    tensors, content = contents(path)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_extra_state")}
+    older = forge(tmp_path / "older.safetensors", tensors, sealed(tensors, content))
+    assert_same_network(dcl.load_model(network(), older), model)
+    assert_same_network(dcl.load_model(with_another_epsilon(converted(seed=1)), older), model)
+
+
+@pytest.mark.parametrize("value", [0.5, torch.nan, [0.01, 0.01], 1])
+def test_an_epsilon_that_contradicts_the_description_is_refused(saved, tmp_path, value):
+    _, path = saved
+    tensors, content = contents(path)
+    tensors["fc1.fusion._extra_state"] = torch.tensor(value)
+    forged = forge(tmp_path / "forged.safetensors", tensors, sealed(tensors, content))
+    refused(forged, network(), "eps of 'fc1'", "0.01 in its description")
 
 
 def test_a_plain_safetensors_file_is_not_ours(tmp_path):

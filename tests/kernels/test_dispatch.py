@@ -79,7 +79,7 @@ def test_the_first_stage_of_a_linear_layer_is_a_plain_layer_of_torch():
     copies = (deepcopy(layer), pickle.loads(pickle.dumps(layer)))
     x = torch.randn(2, 6)
     for copy in copies:
-        assert list(copy.state_dict()) == ["fusion.weight", "fusion.bias", "branch.weight"]
+        assert list(copy.state_dict()) == ["fusion.weight", "fusion.bias", "fusion._extra_state", "branch.weight"]
         assert torch.equal(copy(x), layer(x))
 
 

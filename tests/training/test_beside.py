@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcl import DCLLinear, convert_
+from torch_dcl.files import read_sealed
 from torch_dcl.models import bignet, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.models.bilinear import BilinearFusion
 from torch_dcl.training import Fleet, Inputs, Member, Schedule, SideBySide
@@ -241,7 +242,7 @@ def test_other_precisions_train_to_much_the_same(precision):
     other.train()
     for i in range(2):
         found = other.network(i)
-        assert {value.dtype for value in found.state_dict().values()} == {torch.float32, torch.int64}
+        assert {value.dtype for value in (*found.parameters(), *found.buffers())} == {torch.float32, torch.int64}
         assert learnt_otherwise(found.double(), exact.network(i), networks[i].double()) < WORST[precision]
     if precision == "bfloat16":
         for name, parameter in other.stack.named_stacked():
@@ -270,6 +271,18 @@ def test_networks_come_back_as_they_went_in():
         assert same_bits(beside.network(i), network)
         assert beside.network(i).state_dict().keys() == network.state_dict().keys()
         assert all(value.is_contiguous() for value in beside.network(i).state_dict().values())
+
+
+def test_a_checkpoint_holds_parameters_and_buffers_so_that_older_ones_still_fit(tmp_path):
+    """ε is the network's own; a checkpoint from before the state dict had it must load."""
+    network = nn.Sequential(nn.Flatten(), DCLLinear(36, 8, eps=0.3), nn.Linear(8, CLASSES))
+    fleet = Fleet([network], all_different(1), three_sets((1, 6, 6)), batch=4, stacked=False)
+    fleet.save(tmp_path / "fleet.safetensors")
+    tensors, _ = read_sealed(tmp_path / "fleet.safetensors", "torch_dcl_fleet")
+    held = {name.removeprefix("state.") for name in tensors if name.startswith("state.")}
+    assert held == dict(network.named_parameters()).keys()
+    fleet.load(tmp_path / "fleet.safetensors")
+    assert fleet.network(0)[1].eps == 0.3
 
 
 def test_the_networks_given_are_left_as_they_were():

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, seed_branches_
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.paper import columns
-from torch_dcl.training import Stack, StackedLayer, register_stacked, stacked
+from torch_dcl.training import SideBySide, Stack, StackedLayer, register_stacked, stacked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own word on an even kernel
 
@@ -346,6 +346,16 @@ def test_names_in_a_stack_are_those_of_the_plain_network():
     parameters = dict(stack.named_stacked())
     assert parameters.keys() == dict(networks[0].named_parameters()).keys()
     assert all(parameters[name].shape == (3, *plain[name].shape) for name in parameters)
+
+
+@pytest.mark.parametrize("kind", [Stack, SideBySide])
+def test_epsilon_comes_back_as_it_went_in(kind):
+    networks = [nn.Sequential(DCLLinear(5, 8, eps=0.3), nn.Linear(8, 2)) for _ in range(2)]
+    stack = kind(networks)
+    assert stack.network(1)[0].eps == 0.3
+    state, expected = stack.state_of(1), networks[1].state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def test_a_stack_holds_copies():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
 
 from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.units import (
@@ -43,8 +44,8 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     DCL layer can be saved too.
 
     Args:
-        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel`` or
-            ``DistributedDataParallel``, the network inside is written.
+        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel``,
+            ``DistributedDataParallel`` or ``AveragedModel``, the network inside is written.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
     Raises:
@@ -100,6 +101,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     _check_state(model.state_dict())
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
     changes = _rebuild(model, content, path)
+    _reconcile_epsilon(tensors, content, path)
     _check_fit(model, changes, tensors, path)
     for names, new in changes:
         swap(model, names, new)
@@ -182,9 +184,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of ``torch.compile`` and of data parallelism."""
+    """The network inside the wrappers of ``torch.compile``, of data parallelism and of averaging."""
     wrapped = getattr(model, "_orig_mod", None)
-    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel):
         wrapped = model.module
     return model if wrapped is None else _bare(wrapped)
 
@@ -268,6 +270,16 @@ def _place(model: nn.Module, names: list[str], places: Mapping[nn.Module, list[s
     if sorted(places[module]) != sorted(names):
         raise _misfit(path, f"one module has the names {places[module]} there, {names} in the file")
     return module
+
+
+def _reconcile_epsilon(tensors: dict[str, Tensor], content: Mapping[str, Any], path: str | Path) -> None:
+    """Compare ε among the tensors with the description. Add it for older files, which have it there alone."""
+    for entry in content["layers"]:
+        described = torch.tensor(entry["eps"], dtype=torch.float64)
+        for name in entry["names"]:
+            given = tensors.setdefault(f"{name}.fusion._extra_state".removeprefix("."), described)
+            if not _same(given, described):
+                raise _misfit(path, f"eps of {name!r} is {given} among its tensors, {entry['eps']} in its description")
 
 
 def _check_fit(

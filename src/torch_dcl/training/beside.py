@@ -19,7 +19,7 @@ from torch_dcl.fusion import ConceptFusion
 from torch_dcl.layers import _DCL
 from torch_dcl.training import operations
 from torch_dcl.training.operations import keep_low_copy, leaf
-from torch_dcl.training.stack import _check_alike
+from torch_dcl.training.stack import _check_alike, common_state, stacked_state
 
 __all__ = ["SideBySide"]
 
@@ -164,8 +164,9 @@ class SideBySide(nn.Module):
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state dict of one network."""
         laid_out = {name for name, _ in self.body.named_parameters()}
-        state = self.body.state_dict()
-        return {name: _natural(v[index]) if name in laid_out else v[index] for name, v in state.items()}
+        state = stacked_state(self.body)
+        rows = {name: _natural(v[index]) if name in laid_out else v[index] for name, v in state.items()}
+        return {**rows, **common_state(self._template)}
 
     def network(self, index: int) -> nn.Module:
         """One network by itself, on the CPU, with its weights copied."""

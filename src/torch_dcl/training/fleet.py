@@ -25,7 +25,7 @@ from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
 from torch_dcl.training.sgd import Learning, sgd_
-from torch_dcl.training.stack import Stack
+from torch_dcl.training.stack import Stack, stacked_state
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 
@@ -232,7 +232,7 @@ class Fleet:
         self.history = History(losses, {int(row): epoch for row, epoch in about["stopped"].items()})
 
     def _state(self) -> dict[str, Tensor]:
-        state = {f"state.{name}": value for name, value in self.stack.body.state_dict().items()}
+        state = {f"state.{name}": value for name, value in stacked_state(self.stack.body).items()}
         state |= {f"moment.{name}": value for name, value in self._moments.items()}
         return {**state, "alive": self._alive}
 

@@ -27,6 +27,8 @@ from torch_dcl.training.stacked import (
 
 __all__ = ["Stack"]
 
+_EXTRA_STATE = "_extra_state"
+
 
 class Stack(nn.Module):
     """E networks of one architecture as one module.
@@ -117,8 +119,9 @@ class Stack(nn.Module):
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state dict of one network."""
-        known = self._template.state_dict().keys()
-        return {name: value[index] for name, value in self.body.state_dict().items() if name in known}
+        known = self._template.state_dict()
+        rows = {name: value[index] for name, value in stacked_state(self.body).items() if name in known}
+        return {**rows, **common_state(self._template)}
 
     def network(self, index: int) -> nn.Module:
         """One network by itself, on the CPU, with its weights copied."""
@@ -248,6 +251,16 @@ def _both(value: int | tuple[int, int]) -> tuple[int, int]:
 def _everything(network: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, also those that a state dict leaves out."""
     return {**dict(network.named_buffers()), **network.state_dict()}
+
+
+def stacked_state(body: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a state dict, ``[E, ...]`` each."""
+    return {name: value for name, value in body.state_dict().items() if not name.endswith(_EXTRA_STATE)}
+
+
+def common_state(network: nn.Module) -> dict[str, Tensor]:
+    """The rest of a state dict, which all networks have in common: ε of DCL layers."""
+    return {name: value for name, value in network.state_dict().items() if name.endswith(_EXTRA_STATE)}
 
 
 def _settings(network: nn.Module) -> list[tuple[str, type, dict[str, object]]]:
