@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
-from torch_dcl.kernels.launcher import Launch, kept
+from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.project import by_branch, by_weights, weight_gradient
 from torch_dcl.kernels.sizes import cdiv
 
@@ -149,9 +149,13 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
     if bias is None:
         pre = torch.bmm(parts, weights)
     else:
-        pre, low = torch.empty(T, P, N, dtype=y.dtype, device=y.device), bias.to(y.dtype)
-        for t in range(T):
-            torch.addmm(low[t], parts[t], weights[t], out=pre[t])
+        low = bias.to(y.dtype)
+        if is_traced(y):
+            pre = torch.stack([torch.addmm(low[t], parts[t], weights[t]) for t in range(T)])
+        else:
+            pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
+            for t in range(T):
+                torch.addmm(low[t], parts[t], weights[t], out=pre[t])
     pointwise.fuse_forward(pre[None], None, eps, pairs=pairs, out=z[None])
     return pre
 

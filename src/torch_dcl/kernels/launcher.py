@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Launch", "kept"]
+__all__ = ["Launch", "is_traced", "kept"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _NOT_TRACED = ("maxnreg", "enable_fp_fusion")  # options that a compiler which traces a launch does not take
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether this stands for a tensor in the hands of a compiler, which knows no ``out=`` and no addresses."""
+    return type(tensor) is not Tensor and type(tensor) is not Parameter
 
 
 class Launch:
@@ -43,7 +48,7 @@ class Launch:
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on these tensors, whose device must be the current one."""
-        if type(tensors[0]) is not Tensor and type(tensors[0]) is not Parameter:  # a compiler's
+        if is_traced(tensors[0]):
             self._trace(*tensors)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from torch_dcl.kernels.launcher import is_traced
+
 __all__ = ["product_", "products"]
 
 
@@ -20,6 +22,8 @@ def products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``a_t · b_t`` of every t, of ``[T, M, P]`` and ``[T, P, N]``, in their type or in float32."""
     if a.dtype == dtype:
         return torch.bmm(a, b)
+    if is_traced(a):
+        return torch.stack([torch.mm(a[t], b[t], out_dtype=dtype) for t in range(len(a))])
     out = torch.empty(len(a), a.shape[1], b.shape[2], dtype=dtype, device=a.device)
     for t in range(len(a)):  # up to torch 2.11 FlopCounterMode stumbles over one bmm of two types
         product_(out[t], a[t], b[t])

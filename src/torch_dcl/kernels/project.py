@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
 from torch_dcl.kernels.launch import DEEPEST
-from torch_dcl.kernels.launcher import Launch, kept
+from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
@@ -184,7 +184,10 @@ def as_rows(y: Tensor, channels: int) -> Tensor:
 
 def by_weights(dpre: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     """The gradient of the branch outputs, in their shape, from those of the responses ``[T, P, K2]``."""
-    T, _, N = dpre.shape
+    T, P, N = dpre.shape
+    if is_traced(y):
+        dy = torch.bmm(dpre, weight.view(T, -1, N).transpose(1, 2))
+        return dy.transpose(0, 1).reshape(P, len(weight))
     dy = torch.empty_like(y)
     torch.bmm(dpre, weight.view(T, -1, N).transpose(1, 2), out=by_branch(as_rows(dy, len(weight)), T))
     return dy
@@ -209,7 +212,7 @@ def weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
     """``y_t^T · dpre_t`` of every branch, ``[T·M, K2]``."""
     T, P, N = dpre.shape
     M = y.shape[1] // T
-    if P < _MANY:
+    if P < _MANY or is_traced(y):
         return products(by_branch(y, T).transpose(1, 2), dpre, dtype).view(T * M, N)
     parts = _parts(P, M, N) if y.dtype == torch.float32 else 1  # in a half type each part would be rounded
     dw = torch.empty(T, parts, M, N, dtype=dtype, device=y.device)
