@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_dcl.data.batches import cut
-from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
 from torch_dcl.data.folder import class_folders, image_files
+from torch_dcl.data.images import read_image
 
 __all__ = ["ImageNetBatches"]
 
@@ -127,12 +127,8 @@ class _Decoded(Dataset[tuple[Tensor, int, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        from PIL import Image  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
+        from PIL.Image import Resampling  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
 
         path, label = self.files[index]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB").resize((self.resize, self.resize), Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}); repair or remove it") from error
+        image = read_image(path, "RGB").resize((self.resize, self.resize), Resampling.BILINEAR)
         return torch.from_numpy(np.array(image).transpose(2, 0, 1).copy()), label, index

@@ -60,7 +60,7 @@ def load(
         root: Where a named set is.
         download: Fetch a named set that is not found, into `root`, `$TORCH_DCL_DATA` or the user's cache.
         size: For `folder:`, height and width to resize every image to.
-        mode: For `folder:`, `"RGB"` or `"L"` to convert every image to.
+        mode: For `folder:`, `"RGB"` or `"L"` to convert every image to; `images.read_image` says how.
         extra: For `svhn`, whether its extra images take part, as in the paper.
         seed: For `svhn`, which images are set aside for validation.
 
