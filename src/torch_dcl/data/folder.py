@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data.dataset import DataError, Dataset
-from torch_dcl.data.formats import read_npy
+from torch_dcl.data.formats import read_bytes, read_npy
 from torch_dcl.data.images import SUFFIXES, read_image
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ __all__ = ["class_folders", "has_arrays", "image_files", "read_arrays", "read_fo
 
 _ARRAYS = [f"{split}_{kind}.npy" for split in ("train", "test") for kind in ("images", "labels")]
 _CHANNELS = (1, 3)
+_MAX_NAMES = 2**24  # bytes of a list of class names, of which 65,536 are possible
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -236,7 +237,9 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = json.loads(read_bytes(path, _MAX_NAMES))
+    except DataError:
+        raise
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); write a list of class names, or remove it") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
