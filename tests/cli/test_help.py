@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import torch_dcl
 from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets
 
 VERBS = ("demo", "plan", "run", "ls", "data", "report", "doctor")
@@ -31,7 +32,20 @@ def test_nothing_typed_shows_the_help(dcl):
 
 
 def test_the_version(dcl):
-    assert dcl("--version").startswith("torch-dcl ")
+    assert dcl("--version") == f"torch-dcl {torch_dcl.__version__}\n"
+
+
+def test_the_version_of_a_source_tree_that_was_never_installed(folder, environment):
+    program = (
+        "import importlib.metadata as m, sys\n"
+        "def absent(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = m.distribution = absent\n"
+        "sys.argv = ['dcl', '--version']\n"
+        "from torch_dcl.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, f"torch-dcl {torch_dcl.__version__}\n"), done.stderr
 
 
 LEAN = """
@@ -52,8 +66,6 @@ print(json.dumps([code, sorted(sys.modules)]))
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["data", "--help"], ["rn"]])
 def test_help_loads_nothing_heavy(words):
-    import torch_dcl
-
     program = LEAN.format(path=torch_dcl.__path__[0], words=words)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     code, loaded = json.loads(done.stdout.splitlines()[-1])

@@ -31,9 +31,9 @@ DATA_HELP = (
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib import metadata  # noqa: PLC0415
+        from torch_dcl import __version__  # noqa: PLC0415
 
-        sys.stdout.write(f"torch-dcl {metadata.version('torch-dcl')}\n")
+        sys.stdout.write(f"torch-dcl {__version__}\n")
         raise typer.Exit
 
 

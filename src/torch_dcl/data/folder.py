@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data.dataset import DataError, Dataset
+from torch_dcl.data.draws import whole_number
 from torch_dcl.data.formats import read_bytes, read_npy
 from torch_dcl.data.images import SUFFIXES, read_image
 
@@ -109,13 +110,20 @@ def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | No
     return Dataset(folder.name, *read["train"], *read["test"], tuple(classes), source, *held)
 
 
+def _read_size(size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Height and width from one number or two; (1, 1) for none."""
+    both = size if isinstance(size, tuple | list) else (1, 1) if size is None else (size, size)
+    if len(both) != 2:
+        raise ValueError(f"size must be one whole number, or height and width, not {size!r}")
+    height, width = (whole_number("size", side, 1) for side in both)
+    return height, width
+
+
 class _Form:
     """The size and mode that all images share: given, or those of the first image."""
 
     def __init__(self, size: int | tuple[int, int] | None, mode: str | None):
-        height, width = (size, size) if isinstance(size, int) else size or (1, 1)
-        if height < 1 or width < 1:
-            raise ValueError(f"size must be positive, not {size!r}")
+        height, width = _read_size(size)
         self.resized, self.converted = size is not None, mode
         self.size: tuple[int, int] | None = (width, height) if self.resized else None
         self.mode = mode

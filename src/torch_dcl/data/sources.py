@@ -15,6 +15,7 @@ from torch_dcl.data.cifar import ADDRESS, CIFAR, read_cifar_set
 from torch_dcl.data.content import KNOWN, examine
 from torch_dcl.data.dataset import Dataset
 from torch_dcl.data.download import fetch, write_members
+from torch_dcl.data.draws import whole_number
 from torch_dcl.data.excerpt import mnist_excerpt
 from torch_dcl.data.folder import read_arrays, read_folder
 from torch_dcl.data.formats import read_idx
@@ -75,6 +76,7 @@ def load(
     """
     prefix, colon, path = name.partition(":")
     _check_name(name, prefix, bool(colon), path)
+    whole_number("seed", seed)
     if prefix != "folder" and (size is not None or mode is not None):
         raise ValueError(f"size and mode are for folder:PATH, not for {name!r}")
     if prefix == "folder":
