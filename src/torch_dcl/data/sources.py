@@ -220,5 +220,6 @@ def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
     else:
         files, folder = [CIFAR[name].archive], place
         rest = "or arrays into a folder of that name"
-    fetch = "" if failed else f", or fetch them with `dcl data fetch {name}`"
-    return f"put {', '.join(files)} into {folder}{fetch} ({rest})"
+    if failed:
+        return f"put {', '.join(files)} into {folder}"
+    return f"put {', '.join(files)} into {folder}, or fetch them with `dcl data fetch {name}` ({rest})"
