@@ -15,7 +15,6 @@ SHA-256 that belongs into `src/torch_dcl/data/excerpt.py`.
 """
 
 import argparse
-import gzip
 import io
 import zipfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torch_dcl.data.formats import read_idx
 from torch_dcl.files import sha256_bytes, write_bytes
 
 Array = npt.NDArray[np.uint8]
@@ -30,19 +30,6 @@ Array = npt.NDArray[np.uint8]
 SPLITS = {"train": ("train", 600), "test": ("t10k", 100)}
 CLASSES = 10
 OUT = Path(__file__).resolve().parent.parent / "src" / "torch_dcl" / "data" / "mnist_excerpt.npz"
-
-
-def read_idx(path: Path) -> Array:
-    """Read one gzipped idx file of unsigned bytes: two zeros, type 8, the number of axes, their sizes, the data."""
-    content = gzip.decompress(path.read_bytes())
-    if content[:3] != b"\x00\x00\x08":
-        raise ValueError(f"{path} is not an idx file of unsigned bytes")
-    axes = content[3]
-    shape = np.frombuffer(content, ">u4", count=axes, offset=4).tolist()
-    data = np.frombuffer(content, np.uint8, offset=4 + 4 * axes)
-    if data.size != np.prod(shape):
-        raise ValueError(f"{path} holds {data.size} values, its header says {shape}")
-    return data.reshape(shape)
 
 
 def choose(labels: Array, split: str, per_class: int) -> npt.NDArray[np.int64]:
@@ -62,8 +49,8 @@ def excerpt(folder: Path) -> dict[str, Array]:
     """Read MNIST from a folder of gzipped idx files and choose the digits of both splits."""
     arrays = {}
     for split, (prefix, per_class) in SPLITS.items():
-        images = read_idx(folder / f"{prefix}-images-idx3-ubyte.gz")
-        labels = read_idx(folder / f"{prefix}-labels-idx1-ubyte.gz")
+        images = read_idx(folder / f"{prefix}-images-idx3-ubyte.gz", 3)
+        labels = read_idx(folder / f"{prefix}-labels-idx1-ubyte.gz", 1)
         chosen = choose(labels, split, per_class)
         arrays[f"{split}_images"] = images[chosen]
         arrays[f"{split}_labels"] = labels[chosen]

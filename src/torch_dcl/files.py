@@ -211,11 +211,17 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
         raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {found}, it carries {carried}")
     try:
         with safe_open(path, "pt") as opened:
-            about: dict[str, Any] = json.loads((opened.metadata() or {})[key])
+            metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        about = json.loads(metadata[key])
+    except KeyError:
+        kinds = ", ".join(sorted(metadata)) or "none"
+        raise SealedError(f"{path} is no file of the kind {key}; the kind that it names: {kinds}") from None
+    # Whoever seals a file again may write anything: nested beyond measure, or no object at all.
+    except (SafetensorError, ValueError, RecursionError) as error:
         raise SealedError(f"{path} is no file of the kind {key} ({error})") from error
-    about.pop(_SEAL)
+    if not isinstance(about, dict) or about.pop(_SEAL, None) != carried:
+        raise SealedError(f"{path} is no file of the kind {key}: its description is not an object with its seal")
     return tensors, about
 
 

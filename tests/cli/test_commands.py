@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def sized():
     model = make()
     model.input_size = (1, 28, 28)
     return model
+
+def boom():
+    raise KeyError("boom")
+
+def torn():
+    return nn.Linear("wide", 3)
+
+def unnamed():
+    return nn.Lineal(3, 3)
+
+def inner():
+    return len(3)
 """
 
 
@@ -54,6 +67,82 @@ def test_plan_of_ones_own_network(dcl, folder):
     assert "784→512" in shown
     assert dcl("plan", "my_own_net:sized") == shown
     assert "ms" in dcl("plan", "my_own_net.py:sized", "--measure")
+
+
+@pytest.mark.parametrize("home", ["theirs.py", "theirs"])
+@pytest.mark.parametrize(
+    ("function", "kind", "line"),
+    [
+        ("boom", "KeyError: 'boom'", 13),
+        ("torn", "TypeError: ", 16),
+        ("unnamed", "AttributeError: ", 19),
+        ("inner", "TypeError: object of type 'int' has no len", 22),
+    ],
+)
+def test_an_error_in_ones_own_factory_says_whose_it_is_and_where(dcl, folder, monkeypatch, home, function, kind, line):
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "theirs.py").write_text(NET)
+    told = dcl("plan", f"{home}:{function}", code=1)
+    assert told.startswith(f"Error: {home}:{function} raised {kind}")
+    assert f"theirs.py, line {line})" in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def make(:", "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("x = 1\nassert x == 2, 'no'", "AssertionError: no"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+@pytest.mark.parametrize("home", ["broken.py", "broken"])
+def test_an_error_in_ones_own_module_says_whose_it_is_and_where(dcl, folder, monkeypatch, home, source, told):
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    monkeypatch.syspath_prepend(folder)
+    (folder / "broken.py").write_text(source)
+    shown = dcl("plan", f"{home}:make", code=1)
+    assert shown.startswith(f"Error: the import of {home} raised {told}")
+    assert f"broken.py, line {len(source.splitlines())})" in shown
+
+
+def test_budget_strategy_width_eps_and_without_reach_the_plan(dcl, folder):
+    (folder / "three.py").write_text(THREE)
+
+    def rows(*words):
+        return {row["name"]: row for row in json.loads(dcl("plan", "three.py:make", *words, "--json"))["rows"]}
+
+    def kept(found):
+        after = sum(row["weights_after"] if row["selected"] else row["weights"] for row in found.values())
+        return after / sum(row["weights"] for row in found.values())
+
+    plain = rows()
+    assert [name for name, row in plain.items() if row["selected"]] == ["a", "b", "c"]
+    assert kept(rows("--budget", 0.4)) <= 0.4 < kept(rows("--budget", 0.6)) <= 0.6
+    assert [rows("--round-to", 100)[name]["widths"] for name in "abc"] == [[100, 100]] * 3
+    three = rows("--branches", 3, "--width", "32,16,8", "--strategy", "stochastic", "--eps", 0.5)
+    assert (three["b"]["widths"], three["b"]["strategy"], three["b"]["eps"]) == ([32, 16, 8], "stochastic", 0.5)
+    assert rows("--width", 24)["b"]["widths"] == [24, 24]
+    assert [name for name, row in rows("--without", "b").items() if row["selected"]] == ["a", "c"]
+    assert [name for name, row in rows("--without", "a,c").items() if row["selected"]] == ["b"]
+    assert [name for name, row in rows("--without", "a", "--without", "b").items() if row["selected"]] == ["c"]
+    assert [name for name, row in rows("--only", "[ab]", "--without", "a").items() if row["selected"]] == ["b"]
+
+
+THREE = """
+from collections import OrderedDict
+from torch import nn
+
+def make():
+    model = nn.Sequential(OrderedDict(
+        a=nn.Linear(800, 400), r=nn.ReLU(), b=nn.Linear(400, 200), s=nn.ReLU(), c=nn.Linear(200, 100), t=nn.ReLU(),
+        head=nn.Linear(100, 10),
+    ))
+    model.input_size = (800,)
+    return model
+"""
 
 
 def test_plan_of_a_batch_in_another_type_and_memory_format(dcl):
@@ -92,7 +181,9 @@ def test_plan_refuses_a_unit_that_is_not_there(dcl):
 
 def test_plan_of_an_input_that_does_not_fit_is_an_error_of_the_run(dcl):
     shown = dcl("plan", "alexnet", "--input-size", "3,8,8", code=1)
-    assert shown.startswith("Error: ")
+    assert shown.startswith("Error: alexnet does not run on an input of 3×8×8: RuntimeError: ")
+    assert shown.rstrip().endswith("check --input-size, which is without the batch")
+    assert "example=" not in shown
 
 
 def test_data_says_what_is_here_and_where_it_looks(dcl, folder):
@@ -101,7 +192,12 @@ def test_data_says_what_is_here_and_where_it_looks(dcl, folder):
     assert rows["mnist-excerpt"]["found"]
     assert rows["mnist"]["found"] is None
     assert shown["places"] == ["data", str(folder / "cache" / "torch_dcl")]
-    assert "put its four idx files into data/mnist" in dcl("data")
+    told = " ".join(dcl("data").split())
+    assert "not found; dcl data fetch mnist, or put its four idx files into data/mnist" in told
+    assert all(f"dcl data fetch {name}" in told for name in ("mnist", "cifar10", "cifar100", "svhn", "NAME"))
+    (folder / "data").mkdir()
+    (folder / "data/gone.safetensors").symlink_to("nowhere")
+    assert "prepared" not in {row["name"] for row in json.loads(dcl("data", "--json"))["data"]}
 
 
 def test_digits_are_written_and_checked(dcl, folder):
@@ -308,6 +404,20 @@ def test_a_set_is_fetched_into_a_folder_that_is_looked_in(dcl, monkeypatch):
 def test_a_set_that_nobody_offers_is_refused_with_the_nearest(dcl):
     said = dcl("data", "fetch", "cifar1000", code=2)
     assert "there is no set 'cifar1000' to fetch; did you mean cifar100?" in said
+
+
+def test_a_failed_download_speaks_of_no_arguments_of_python(dcl, monkeypatch):
+    pytest.importorskip("torchvision")
+
+    def refuse(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torchvision.datasets.utils.download_url", refuse)
+    for name in ("mnist", "svhn", "cifar10"):
+        told = dcl("data", "fetch", name, code=1)
+        assert "no route to host" in told
+        assert "put " in told
+        assert not re.search(r"\broot\b|\w=", told.replace("data/", ""))
 
 
 def test_files_that_were_written_are_told_to_machines(dcl_for_machines):

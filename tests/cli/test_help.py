@@ -1,13 +1,16 @@
 """Help, names, exit codes: what a newcomer meets first."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets
+import torch_dcl
+from torch_dcl.cli.names import UsageError, in_options, nearest, read_names, read_sets
 
+NESTED = (("data", "fetch"), ("data", "digits"), ("data", "sheet"), ("data", "check"))
 VERBS = ("demo", "plan", "run", "ls", "data", "report", "doctor")
 
 
@@ -16,9 +19,14 @@ def test_help_lists_the_seven_verbs(dcl):
     assert all(f"│ {verb} " in shown for verb in VERBS)
 
 
-@pytest.mark.parametrize(
-    "words", [*((verb,) for verb in VERBS), ("data", "digits"), ("data", "sheet"), ("data", "check")]
-)
+@pytest.mark.parametrize("words", [(), *((verb,) for verb in VERBS), *NESTED])
+def test_flags_show_as_flags(dcl, words):
+    shown = dcl(*words, "--help")
+    assert "bool" not in shown.lower()
+    assert re.search(r"│ --help +-h +Show this message and exit\. +│", shown)
+
+
+@pytest.mark.parametrize("words", [*((verb,) for verb in VERBS), *NESTED])
 def test_every_command_has_examples_in_its_help(dcl, words):
     for option in ("--help", "-h"):
         shown = dcl(*words, option)
@@ -31,7 +39,20 @@ def test_nothing_typed_shows_the_help(dcl):
 
 
 def test_the_version(dcl):
-    assert dcl("--version").startswith("torch-dcl ")
+    assert dcl("--version") == f"torch-dcl {torch_dcl.__version__}\n"
+
+
+def test_the_version_of_a_source_tree_that_was_never_installed(folder, environment):
+    program = (
+        "import importlib.metadata as m, sys\n"
+        "def absent(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = m.distribution = absent\n"
+        "sys.argv = ['dcl', '--version']\n"
+        "from torch_dcl.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, f"torch-dcl {torch_dcl.__version__}\n"), done.stderr
 
 
 LEAN = """
@@ -52,8 +73,6 @@ print(json.dumps([code, sorted(sys.modules)]))
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["data", "--help"], ["rn"]])
 def test_help_loads_nothing_heavy(words):
-    import torch_dcl
-
     program = LEAN.format(path=torch_dcl.__path__[0], words=words)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     code, loaded = json.loads(done.stdout.splitlines()[-1])
@@ -109,6 +128,32 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["run", "knowledge"], "needs network; give --set network="),
         (["run", "knowledge", "--set", "network=time:time"], "needs weights"),
         (["plan", "vgg16", "--input-size", "big"], "3,224,224"),
+        (["plan", "net.py:make", "--branches", "0"], "--branches must be from 1 to 8, got 0"),
+        (["plan", "net.py:make", "--ratio", "0"], "--ratio must be above 0 and at most 1"),
+        (["plan", "net.py:make", "--ratio", "nan"], "--ratio must be above 0 and at most 1"),
+        (["plan", "net.py:make", "--ratio", "half"], "Invalid value for '--ratio'"),
+        (["plan", "net.py:make", "--batch", "0"], "--batch must be a whole number of at least 1, got 0"),
+        (["plan", "net.py:make", "--budget", "2"], "--budget is the fraction of the weights to keep"),
+        (["plan", "net.py:make", "--budget", "0.001"], "--budget 0.001 is out of reach"),
+        (["plan", "net.py:make", "--budget", "0.5", "--width", "8"], "leave --width out, or leave --budget out"),
+        (["plan", "net.py:make", "--width", "0"], "--width 0 does not fit"),
+        (["plan", "net.py:make", "--width", "8,8,8"], "--width names 3 branches, but --branches 2;"),
+        (["plan", "net.py:make", "--width", "wide"], "--width 'wide' is not of the form 64, or 64,32"),
+        (["plan", "net.py:make", "--strategy", "random"], '--strategy must be "deterministic" or "stochastic"'),
+        (["plan", "net.py:make", "--strategy", "stochastic"], "three or more branches, got --branches 2"),
+        (["plan", "net.py:make", "--eps", "-1"], "--eps must be a finite positive number, got -1.0"),
+        (["plan", "net.py:make", "--eps", "0"], "--eps 0 leaves the gradient"),
+        (["plan", "net.py:make", "--round-to", "0"], "--round-to must be a whole number of at least 1"),
+        (["plan", "net.py:make", "--without", "frst"], "'frst' matches no unit; nearest: 'first'"),
+        (["plan", "net.py:make", "-o", "missing/plan.json"], "the folder missing does not exist"),
+        (["plan", "net.py:make", "-o", "."], "it is a folder; name a file inside it"),
+        (["plan", "net.py:needs"], "cannot be called without arguments (missing a required argument: 'width')"),
+        (["plan", "net.py:COUNT"], "net.py:COUNT gives int, not a torch network"),
+        (["data", "sheet", "-o", "missing/sheet.png"], "the folder missing does not exist"),
+        (["data", "digits", "--out", "net.py"], "a file is in the way; choose another --out"),
+        (["data", "digits", "--out", "net.py/digits"], "a file is in the way"),
+        (["data", "fetch", "mnist", "--out", "net.py"], "a file is in the way"),
+        (["demo", "--out", "net.py"], "a file is in the way"),
         (["plan", "nowhere:net"], "no module"),
         (["plan", "nowhere.py:net"], "does not exist"),
         (["plan", "json:dump"], "without arguments"),
@@ -126,10 +171,45 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["demo", "--seeds", "0"], "at least 1"),
     ],
 )
-def test_wrong_usage_says_what_to_type_and_ends_with_2(dcl, words, told):
+def test_wrong_usage_says_what_to_type_and_ends_with_2(dcl, folder, words, told):
+    (folder / "net.py").write_text(NET)
     shown = dcl(*words, code=2)
     assert told in " ".join(shown.split())
     assert "Traceback" not in shown
+
+
+NET = """
+from torch import nn
+
+COUNT = 3
+
+def make():
+    model = nn.Sequential()
+    model.first, model.relu = nn.Linear(784, 256), nn.ReLU()
+    model.last = nn.Linear(256, 10)
+    model.input_size = (784,)
+    return model
+
+def needs(width):
+    return nn.Linear(width, width)
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("ratio must be above 0", "--ratio must be above 0"),
+        ("width 0 fits no layer; budget is too small", "--width 0 fits no layer; --budget is too small"),
+        ("lower round_to (now 8)", "lower --round-to (now 8)"),
+        ("'fc' is left alone: a head; force=True converts it", "'fc' is left alone: a head; --force converts it"),
+        ("a budget on a network of ratio 3 with force", "a budget on a network of ratio 3 with force"),
+        ("pass width=64, or round_to=4", "pass --width 64, or --round-to 4"),
+        ("pass width= and no budget", "pass --width and no budget"),
+        ("got ratio = 2", "got --ratio 2"),
+    ],
+)
+def test_messages_of_the_library_name_options_where_options_were_typed(message, told):
+    assert in_options(message, ["budget", "force", "ratio", "round-to", "width"]) == told
 
 
 def test_sets_may_be_named_short_or_long_in_any_order():

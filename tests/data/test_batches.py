@@ -212,6 +212,77 @@ def test_wrong_settings_are_named(change, message):
         Batches(**settings)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({"seed": wrong}, f"seed must be a whole number, not {wrong!r}") for wrong in (1.5, "a", None, True)),
+        ({"batch": 2.0}, "batch must be a whole number, not 2.0"),
+        ({"pad": 0.5}, "pad must be a whole number"),
+        ({"crop": "8"}, "crop must be a whole number, not '8'"),
+        ({"train": "no"}, "train must be True or False, not 'no'"),
+        ({"flip": 1}, "flip must be True or False"),
+        ({"drop_last": "x"}, "drop_last must be True or False"),
+        ({"dtype": torch.int64}, "dtype must be a floating type of torch, not torch.int64"),
+        ({"dtype": float}, "dtype must be a floating type of torch"),
+        ({"images": np.zeros((4, 1, 8, 8), np.uint8)}, "images must be a tensor, not ndarray"),
+        ({"labels": [0, 1, 2, 3]}, "labels must be a tensor, not list"),
+    ],
+)
+def test_settings_of_another_type_are_named(change, message):
+    settings = {"images": torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "labels": torch.arange(4), "batch": 2} | change
+    with pytest.raises(TypeError, match=message):
+        Batches(**settings)
+
+
+@pytest.mark.parametrize("shape", [(0, 1, 8, 8), (4, 0, 8, 8), (4, 1, 0, 8)])
+def test_images_without_pixels_are_refused(shape):
+    with pytest.raises(ValueError, match=r"images must be uint8 \[N, C, H, W\] and not empty"):
+        Batches(torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape[0], dtype=torch.int64), 1)
+
+
+def test_whole_numbers_of_numpy_are_those_of_python():
+    images, labels = images_of(8)
+    theirs = Batches(images, labels, np.int64(4), np.int32(3), flip=True, pad=np.uint8(2))
+    for (a, _), (b, _) in zip(
+        theirs.epoch(np.int64(2)), Batches(images, labels, 4, 3, flip=True, pad=2).epoch(2), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "start", "error", "message"),
+    [
+        (0, -1, ValueError, "start must be at least 0, not -1"),
+        (-1, 0, ValueError, "epoch must be at least 0, not -1"),
+        (0, 1.0, TypeError, "start must be a whole number, not 1.0"),
+        (0, None, TypeError, "start must be a whole number"),
+        (0, True, TypeError, "start must be a whole number, not True"),
+        ("0", 0, TypeError, "epoch must be a whole number, not '0'"),
+        (0.5, 0, TypeError, "epoch must be a whole number"),
+    ],
+)
+def test_an_epoch_is_checked_when_it_is_asked_for(folder, epoch, start, error, message):
+    images, labels = images_of(8)
+    for batches in (
+        Batches(images, labels, 4),
+        Batches(images, labels, 4, train=False),
+        ImageNetBatches(folder, "train", 4, resize=8, crop=8, workers=0),
+    ):
+        with pytest.raises(error, match=message):
+            batches.epoch(epoch, start)
+
+
+def test_a_draw_needs_whole_numbers():
+    for wrong in (1.5, "a", None, True):
+        with pytest.raises(TypeError, match=f"seed must be a whole number, not {wrong!r}"):
+            draw(wrong, "x", 0, torch.arange(3))
+        with pytest.raises(TypeError, match=f"epoch must be a whole number, not {wrong!r}"):
+            draw(0, "x", wrong, torch.arange(3))
+        with pytest.raises(TypeError, match=f"seed must be a whole number, not {wrong!r}"):
+            svhn.set_aside(torch.arange(10), 1, "train", wrong)
+    assert torch.equal(draw(-1, "x", 0, torch.arange(3)), draw(np.int64(-1), "x", np.uint8(0), torch.arange(3)))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_gives_the_same_images():
@@ -283,6 +354,19 @@ def test_what_is_wrong_with_a_large_folder_is_named(folder):
         ImageNetBatches(folder, "test", 1)
     with pytest.raises(ValueError, match="crop 300, resize 256"):
         ImageNetBatches(folder, "train", 1, crop=300)
+    for name, wrong in (
+        ("seed", 1.5),
+        ("seed", None),
+        ("batch", 1.0),
+        ("crop", "8"),
+        ("workers", True),
+        ("resize", 8.0),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a whole number, not {wrong!r}"):
+            ImageNetBatches(**({"root": folder, "split": "train", "batch": 1} | {name: wrong}))
+    for name, wrong, least in (("batch", 0, 1), ("workers", -1, 0), ("crop", 0, 1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}, not {wrong}"):
+            ImageNetBatches(**({"root": folder, "split": "train", "batch": 1} | {name: wrong}))
     with pytest.raises(ValueError, match=r"mean must have shape \[3\] or \[3, 256, 256\]"):
         ImageNetBatches(folder, "train", 1, mean=(1, 2))
     with pytest.raises(ValueError, match="8 images do not fill one batch of 9"):

@@ -144,7 +144,7 @@ def test_too_few_digits_are_named(maker):
         maker.choose(np.zeros(3, np.uint8), "test", 4)
 
 
-def test_a_file_of_another_format_is_named(maker, tmp_path):
-    (tmp_path / "x.gz").write_bytes(gzip.compress(b"something else"))
-    with pytest.raises(ValueError, match=r"x\.gz is not an idx file"):
-        maker.read_idx(tmp_path / "x.gz")
+def test_a_file_of_another_format_is_named(maker, small_mnist):
+    (small_mnist / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"something else"))
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte\.gz is not an idx file"):
+        maker.excerpt(small_mnist)

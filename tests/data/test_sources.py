@@ -566,8 +566,17 @@ def test_folders_that_are_missing_are_named(tmp_path, folder):
 def test_options_are_checked(folder):
     with pytest.raises(ValueError, match="mode must be"):
         load(f"folder:{folder}", mode="CMYK")
-    with pytest.raises(ValueError, match="size must be positive"):
+    with pytest.raises(ValueError, match="size must be at least 1, not 0"):
         load(f"folder:{folder}", size=0)
+    for wrong in (1.5, "8", True, (8, 8.0), (8, None)):
+        with pytest.raises(TypeError, match="size must be a whole number, not"):
+            load(f"folder:{folder}", size=wrong)
+    for wrong in ((8,), (3, 8, 8), []):
+        with pytest.raises(ValueError, match="size must be one whole number, or height and width, not"):
+            load(f"folder:{folder}", size=wrong)
+    for wrong in (1.5, "a", None, True):
+        with pytest.raises(TypeError, match=f"seed must be a whole number, not {wrong!r}"):
+            load("mnist-excerpt", seed=wrong)
     with pytest.raises(ValueError, match="size and mode are for folder:PATH"):
         load("mnist", size=28)
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_dcl.data import DataError, load, svhn
 
-scipy_io = pytest.importorskip("scipy.io", reason="the extra svhn is not installed")
+scipy_io = pytest.importorskip("scipy.io", reason="SciPy is not installed")
 RNG = np.random.default_rng(0)
 
 

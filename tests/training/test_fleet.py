@@ -607,6 +607,33 @@ def test_networks_of_two_architectures_are_refused():
         Fleet([tiny(), tiny(norm=True)], [member(), member()], {"one": (IMAGES, LABELS)}, batch=3)
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_fleet_of_frozen_networks_evaluates_and_says_why_it_does_not_train(stacked):
+    networks = [tiny().requires_grad_(False) for _ in range(2)]
+    fleet = Fleet(networks, [member(), member()], {"one": (IMAGES, LABELS)}, batch=3, stacked=stacked)
+    assert fleet.evaluate({"one": (IMAGES, LABELS)}).errors.shape == (2,)
+    with pytest.raises(ValueError, match=r"every parameter of the networks is frozen.* call requires_grad_\(\)"):
+        fleet.train()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_parameter_frozen_in_one_network_of_two_is_named(frozen):
+    networks = [tiny(), tiny()]
+    name, parameter = list(networks[frozen].named_parameters())[-1]
+    parameter.requires_grad_(False)
+    names = ["first", "second"]
+    told = f"'{name}' is frozen in the network of '{names[frozen]}' and not in that of '{names[1 - frozen]}'"
+    with pytest.raises(ValueError, match=told):
+        Fleet(networks, [member(name=name) for name in names], {"one": (IMAGES, LABELS)}, batch=3)
+
+
+def test_what_is_no_network_that_learns_is_named():
+    with pytest.raises(ValueError, match="the network of 'mine' has no parameters"):
+        Fleet([nn.Flatten()], [member()], {"one": (IMAGES, LABELS)}, batch=3)
+    with pytest.raises(TypeError, match="the network of 'mine' must be a torch module, got function"):
+        Fleet([tiny], [member()], {"one": (IMAGES, LABELS)}, batch=3)
+
+
 def test_a_stochastic_layer_that_a_fleet_cannot_train_is_named():
     network = nn.Sequential(nn.Flatten(), DCLLinear(36, 4, branches=3, width=(1, 2, 3), strategy="stochastic"))
     with pytest.raises(TypeError, match=r"layer '1'.*branches of one width"):

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_dcl.cli.data_app import HELP, AsJson, AsJsonEnd, data_app
-from torch_dcl.cli.names import UsageError, nearest, split
+from torch_dcl.cli.data_app import AsJson, AsJsonEnd, data_app
+from torch_dcl.cli.help import HELP, SETTINGS, PlainGroup
+from torch_dcl.cli.names import UsageError, nearest
 from torch_dcl.cli.recipes import ABOUT
 from torch_dcl.cli.screen import command, console, for_machines, print_json
 
@@ -15,6 +16,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="dcl",
+    cls=PlainGroup,
     context_settings=HELP,
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -31,9 +33,9 @@ DATA_HELP = (
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib import metadata  # noqa: PLC0415
+        from torch_dcl import __version__  # noqa: PLC0415
 
-        sys.stdout.write(f"torch-dcl {metadata.version('torch-dcl')}\n")
+        sys.stdout.write(f"torch-dcl {__version__}\n")
         raise typer.Exit
 
 
@@ -47,7 +49,7 @@ def main(
     del version
 
 
-@app.command(context_settings=HELP)
+@app.command(**SETTINGS)
 @command(
     "dcl demo",
     "dcl demo --epochs 8 --seeds 5 --out my-demo",
@@ -68,12 +70,14 @@ def demo(
     run_demo(out, images=images, epochs=epochs, seeds=seeds, as_json=as_json)
 
 
-@app.command(context_settings=HELP)
+@app.command(**SETTINGS)
 @command(
     "dcl plan vgg16",
     "dcl plan torchvision:vgg16 --measure --only 'classifier.*'",
+    "dcl plan vgg16 --budget 0.5",
+    "dcl plan vgg16 --ratio 0.125 --without 'features.*'",
     "dcl plan vgg16 --measure --device cuda --batch 64 --dtype bfloat16",
-    "dcl plan timm:resnet50 --branches 3 --ratio 0.2 -o plan.json",
+    "dcl plan timm:resnet50 --branches 3 --strategy stochastic -o plan.json",
     "dcl plan my_package.nets:make --input-size 1,28,28",
 )
 def plan(
@@ -81,11 +85,27 @@ def plan(
         str, typer.Argument(help="torchvision:NAME, timm:NAME, a bare name, module:function or file.py:function.")
     ],
     measure: Annotated[bool, typer.Option("--measure", help="Time every unit, plain and converted.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.", metavar="NAMES")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Units or globs to leave out. May be repeated.", metavar="NAMES")
+    ] = None,
     branches: Annotated[int, typer.Option(help="Branches of a unit.")] = 2,
     ratio: Annotated[float, typer.Option(help="Filters of a branch, as a part of the unit's.")] = 0.25,
+    width: Annotated[
+        str | None, typer.Option(help="Filters of a branch instead: 64, or 64,32 for each.", metavar="M[,M…]")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Part of the weights to keep at most: 0.5. Picks units and widths.")
+    ] = None,
+    round_to: Annotated[int, typer.Option(help="What --ratio and --budget round widths to a multiple of.")] = 8,
+    strategy: Annotated[
+        str, typer.Option(help="deterministic, or stochastic for 3 or more branches.")
+    ] = "deterministic",
+    eps: Annotated[float | None, typer.Option(help="ε.  [dim]\\[default: the paper's, 10^-T][/dim]")] = None,
     input_size: Annotated[str | None, typer.Option(help="Of one input: 3,224,224.", metavar="C,H,W")] = None,
-    batch: Annotated[int, typer.Option(help="Inputs to run and measure with.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Inputs to run and measure with.")] = 1,
     device: Annotated[str, typer.Option(help="Where to run and measure: cpu, cuda, auto.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
     memory: Annotated[str, typer.Option(help="channels_last or contiguous; auto is the first on a GPU.")] = "auto",
@@ -93,23 +113,17 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
 ) -> None:
     """Which layers of a network pay, which do not, and why."""
-    from torch_dcl.cli.places import read_device  # noqa: PLC0415
-    from torch_dcl.cli.plans import find_model, prepared, read_size  # noqa: PLC0415
-    from torch_dcl.convert import plan as make_plan  # noqa: PLC0415
+    from torch_dcl.cli.places import check_output  # noqa: PLC0415
+    from torch_dcl.cli.plans import plan_network, read_width  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
 
-    size = read_size(input_size) if input_size else None
-    network, known = find_model(model)
-    size = size or known
-    if size is None:
-        raise UsageError(f"the size of {model}'s input is not known; give it, such as --input-size 3,224,224")
-    network = prepared(network, read_device(device), dtype, memory)
-    made = make_plan(network, size, batch=batch, branches=branches, ratio=ratio, measure=measure)
-    if only:
-        try:
-            made = made.only(*split(only))
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    if output is not None:
+        check_output(output)
+    made = plan_network(
+        model, input_size, device=device, dtype=dtype, memory=memory, only=only, without=without, batch=batch,
+        branches=branches, ratio=ratio, width=read_width(width), budget=budget, round_to=round_to, strategy=strategy,
+        eps=eps, measure=measure,
+    )  # fmt: skip
     if output is not None:
         write_text(output, made.to_json() + "\n")
     if as_json:
@@ -135,7 +149,7 @@ def _complete_recipe_or_run(incomplete: str) -> list[str]:
     return _complete_recipe(incomplete) + _complete_run(incomplete)
 
 
-@app.command(context_settings=HELP)
+@app.command(**SETTINGS)
 @command(
     "dcl run table1 --dry-run",
     "dcl run table1 --smoke",
@@ -200,7 +214,7 @@ def run(
         run_task(task, as_json=as_json)
 
 
-@app.command("ls", context_settings=HELP)
+@app.command("ls", **SETTINGS)
 @command(
     "dcl ls",
     "dcl ls table1 > mine.toml",
@@ -258,7 +272,7 @@ def _in(runs: Path, name: str) -> str:
     return str(runs / name) if (runs / name).is_dir() else name
 
 
-@app.command(context_settings=HELP)
+@app.command(**SETTINGS)
 @command(
     "dcl report runs/table1",
     "dcl report table1 figures -o both.html",
@@ -288,7 +302,7 @@ def report(
         console().print(f"Written to [bold]{path}[/bold]", soft_wrap=True)
 
 
-@app.command(context_settings=HELP)
+@app.command(**SETTINGS)
 @command(
     "dcl doctor",
     "dcl doctor runs/table1 --json",

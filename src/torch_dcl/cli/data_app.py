@@ -5,15 +5,16 @@ from typing import Annotated
 
 import typer
 
+from torch_dcl.cli.help import HELP, SETTINGS, PlainGroup
 from torch_dcl.cli.names import read_sets
 from torch_dcl.cli.screen import command, for_machines, print_json
 
-__all__ = ["HELP", "AsJson", "AsJsonEnd", "data_app"]
+__all__ = ["AsJson", "AsJsonEnd", "data_app"]
 
-HELP = {"help_option_names": ["-h", "--help"]}
 data_app = typer.Typer(
-    context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True, pretty_exceptions_enable=False
-)
+    cls=PlainGroup, context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
@@ -38,7 +39,7 @@ def data(context: typer.Context, as_json: AsJson = False) -> None:
         show(as_json=as_json)
 
 
-@data_app.command(context_settings=HELP)
+@data_app.command(**SETTINGS)
 @command(
     "dcl data fetch mnist",
     "dcl data fetch cifar10 --out data",
@@ -53,7 +54,7 @@ def fetch(
     fetch_set(name, out)
 
 
-@data_app.command(context_settings=HELP)
+@data_app.command(**SETTINGS)
 @command(
     "dcl data digits --sets II-01",
     "dcl data digits --mnist mnist/ --out data/digits",
@@ -75,7 +76,7 @@ def digits(
         print_json(files)
 
 
-@data_app.command(context_settings=HELP)
+@data_app.command(**SETTINGS)
 @command(
     "dcl data sheet -o sheet.png",
     "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
@@ -98,7 +99,7 @@ def sheet(
         print_json({"sheet": str(output), "sets": read_sets(sets)})
 
 
-@data_app.command("check", context_settings=HELP)
+@data_app.command("check", **SETTINGS)
 @command(
     "dcl data check data/digits",
     "dcl data check data/digits/MNIST-II-01.safetensors",

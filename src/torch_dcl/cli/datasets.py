@@ -5,7 +5,7 @@ from typing import Any
 
 from torch_dcl.cli.bar import Bar
 from torch_dcl.cli.names import UsageError, nearest
-from torch_dcl.cli.places import find_mnist, mnist_in, read_device
+from torch_dcl.cli.places import check_output, find_mnist, make_folder, mnist_in, read_device
 from torch_dcl.cli.screen import console, print_json
 
 __all__ = ["check", "fetch_set", "is_here", "show", "what_is_here", "write_digits", "write_sheet"]
@@ -21,10 +21,11 @@ def what_is_here() -> list[dict[str, Any]]:
     looked = places()
     for name, about, marks in _NAMED:
         found = next((str(place) for place in looked if _has(place, name, marks)), None)
-        remedy = f"put {_FILES.get(name, marks[0])} into {looked[0] / _FOLDERS.get(name, '')}"
+        folder = looked[0] / _FOLDERS.get(name, "")
+        remedy = f"dcl data fetch {name}, or put {_FILES.get(name, marks[0])} into {folder}"
         rows.append({"name": name, "found": found, "about": about, "remedy": None if found else remedy})
     for place in looked:
-        files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
+        files = [file for file in sorted(place.rglob("*.safetensors")) if file.is_file()] if place.is_dir() else []
         if files:
             size = sum(file.stat().st_size for file in files) / 2**20
             about = f"{len(files)} prepared files, {size:,.0f} MiB"
@@ -77,7 +78,8 @@ def show(*, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     screen.print(f"Looked for in {', '.join(str(place) for place in places())}  (set TORCH_DCL_DATA to add a place)")
-    screen.print("Multi-digit sets are written when needed. Files: dcl data digits · a picture: dcl data sheet")
+    screen.print("Multi-digit sets are written when needed.")
+    screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
 
 
 def write_digits(
@@ -91,8 +93,8 @@ def write_digits(
     if images is not None and images < 1:
         raise UsageError(f"--images must be at least 1, not {images}")
     place, folder = read_device(device), find_mnist(mnist)
+    make_folder(out)
     cut = {split: segment(folder, split) for split in SIZES}
-    out.mkdir(parents=True, exist_ok=True)
     screen = console()
     screen.print(f"Writing with {source(folder)} to {out}")
     written: list[dict[str, str]] = []
@@ -123,6 +125,7 @@ def fetch_set(name: str, out: Path) -> None:
 
     if name not in FETCHED:
         raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, FETCHED)}")
+    make_folder(out)
     console().print(str(load(name, root=out, download=True)))
 
 
@@ -133,6 +136,7 @@ def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) ->
 
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {path} does not")
+    check_output(path)
     if samples < 1:
         raise UsageError(f"--samples must be at least 1, not {samples}")
     contact_sheet(path, mnist=find_mnist(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch_dcl.cli.bar import Bar
 from torch_dcl.cli.names import UsageError
+from torch_dcl.cli.places import make_folder
 from torch_dcl.cli.screen import bullets, console, print_json, say_minutes
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
     for name, value, least in (("--images", images, 100), ("--epochs", epochs, 1), ("--seeds", seeds, 1)):
         if value < least:
             raise UsageError(f"{name} must be at least {least}, not {value}")
+    make_folder(out)
     screen, start = console(), time.perf_counter()
     threads = use_free_cores()
     screen.print(
@@ -63,7 +65,6 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
     found, words = demo.responses(networks["A2"], sets)
     *told, caveat = demo.verdict(entries)
     bullets(screen, [*told, words, caveat])
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "report.html"
     write_text(path, demo.demo_page(entries, found, words, images, epochs, seeds))
     spent = say_minutes(time.perf_counter() - start)

@@ -46,7 +46,7 @@ def _versions() -> list[Check]:
         found = _version(name)
         rows.append(_check(name, "ok" if found else "problem", found or "missing",
                            "" if found else f"pip install {name} ({use})"))  # fmt: skip
-    for name, use in (("timm", "dcl plan timm:NAME"), ("scipy", "SVHN"), ("onnx", "export to ONNX")):
+    for name, use in (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX")):
         found = _version(name)
         rows.append(_check(name, "ok" if found else "note", found or "not installed",
                            "" if found else f"only for {use}: pip install {name}"))  # fmt: skip

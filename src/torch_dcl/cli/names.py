@@ -1,13 +1,34 @@
-"""Names as people type them: the nearest one for a wrong one, sets with or without ``MNIST-``, ``key=value``."""
+"""Names as people type them: the nearest one for a wrong one, sets with or without ``MNIST-``, options."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["UsageError", "nearest", "read_names", "read_sets", "split"]
+__all__ = ["UsageError", "in_options", "nearest", "read_names", "read_sets", "split"]
 
 
 class UsageError(ValueError):
-    """Something that was typed cannot be meant; the message says what to type instead. Exit code 2."""
+    """An invalid argument; the message says what to type instead. Exit code 2."""
+
+
+def in_options(message: str, options: Iterable[str]) -> str:
+    """A message of the library with options of the command in place of Python's arguments.
+
+    Args:
+        message: For example ``ratio must be above 0, or pass force=True``.
+        options: Those that the command has, such as ``round-to``.
+
+    Returns:
+        The message with ``--ratio must be above 0, or pass --force``.
+    """
+    for option in options:
+        name = option.replace("-", "_")
+        message = re.sub(rf"\b{name}(=True\b|=(?!\w))", f"--{option}", message)
+        message = re.sub(rf"\b{name}( = |=)", f"--{option} ", message)
+        # A name of one word may be a plain word as well, except where a sentence begins with it.
+        before = "()" if "_" in name else "(^|; |leave )"
+        message = re.sub(rf"{before}\b{name}\b", rf"\g<1>--{option}", message)
+    return message
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

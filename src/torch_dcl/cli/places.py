@@ -1,10 +1,10 @@
-"""Where MNIST is, and which device to use."""
+"""Where MNIST is, where output may go, and which device to use."""
 
 from pathlib import Path
 
 from torch_dcl.cli.names import UsageError
 
-__all__ = ["find_mnist", "mnist_in", "read_device"]
+__all__ = ["check_output", "find_mnist", "make_folder", "mnist_in", "read_device"]
 
 _FIRST = "train-images-idx3-ubyte"
 _INSIDE = ("MNIST/raw", "mnist", ".")
@@ -44,6 +44,30 @@ def find_mnist(given: str | None) -> Path | None:
             )
         return found
     return next((found for place in places() if (found := mnist_in(place)) is not None), None)
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before any work goes into its content.
+
+    Raises:
+        UsageError: Its folder does not exist, or it is a folder itself.
+    """
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise UsageError(f"{path} cannot be written: it is a folder; name a file inside it")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder to write to, with those above it.
+
+    Raises:
+        UsageError: A file is in the way.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another --out") from None
 
 
 def read_device(given: str) -> str:

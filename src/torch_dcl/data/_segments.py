@@ -1,17 +1,15 @@
 """The digits that numbers are written with: read, checked, and cut out by their tight boxes."""
 
-import gzip
 import os
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_dcl.data.excerpt import mnist_excerpt
+from torch_dcl.data.formats import read_idx
 
 __all__ = ["INK", "MnistLike", "Segments", "read_digits", "segment", "source"]
 
@@ -190,20 +188,8 @@ def _read_folder(folder: Path, split: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_idx(folder: Path, name: str, axes: int) -> Tensor:
-    """Read one idx file of unsigned bytes: two zeros, type 8, the number of axes, their sizes, the data."""
+    """Read one idx file, gzipped or not."""
     path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{folder} has neither {name} nor {name}.gz; put the MNIST file there")
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or no gzip file ({error}); fetch it again") from None
-    if content[:4] != bytes([0, 0, 8, axes]) or len(content) < 4 + 4 * axes:
-        raise ValueError(f"{path} is not an idx file of unsigned bytes with {axes} axes; fetch it again")
-    shape = [int.from_bytes(content[4 + 4 * a : 8 + 4 * a], "big") for a in range(axes)]
-    size, held = int(np.prod(shape, dtype=object)), len(content) - 4 - 4 * axes
-    if size != held:
-        raise ValueError(f"{path} holds {held} values where its header says {shape}; fetch it again")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * axes).reshape(shape)
+    return torch.from_numpy(read_idx(path, axes))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torch_dcl.data.draws import below, draw
+from torch_dcl.data.draws import below, draw, whole_number
 
 __all__ = ["Batches", "cut", "mean_image"]
 
@@ -44,6 +44,7 @@ class Batches:
 
     Raises:
         ValueError: Images, labels or settings do not fit together.
+        TypeError: A setting of another type.
     """
 
     def __init__(
@@ -63,14 +64,16 @@ class Batches:
         dtype: torch.dtype = torch.float32,
     ):
         _check(images, labels, batch, pad, crop)
+        drop_last = train if drop_last is None else drop_last
+        _check_types(seed, dtype, {"train": train, "flip": flip, "drop_last": drop_last})
         device = images.device if device is None else torch.device(device)
         self.images = images.to(device).contiguous()
         self.labels = labels.to(device)
-        self.batch, self.seed, self.train, self.flip = batch, seed, train, flip
-        self.pad = pad if train else 0
+        self.batch, self.seed, self.train, self.flip = int(batch), int(seed), train, flip
+        self.pad = int(pad) if train else 0
         height, width = images.shape[2:]
-        self.size = (height, width) if crop is None else (crop, crop)
-        self.drop_last = train if drop_last is None else drop_last
+        self.size = (height, width) if crop is None else (int(crop), int(crop))
+        self.drop_last = drop_last
         self.dtype = dtype
         if train and self.drop_last and len(labels) < batch:
             raise ValueError(
@@ -107,6 +110,7 @@ class Batches:
         Returns:
             The indices of all images, int64 on the device.
         """
+        epoch = whole_number("epoch", epoch, 0)
         index = torch.arange(len(self.labels), device=self.labels.device)
         return draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
 
@@ -115,12 +119,20 @@ class Batches:
 
         Args:
             epoch: Its number.
-            start: The batch to begin with, to resume.
+            start: The batch to begin with, to resume; from 0.
 
-        Yields:
-            Floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
+        Returns:
+            An iterator of floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels
+            `[B]`.
+
+        Raises:
+            TypeError: `epoch` or `start` is not a whole number.
+            ValueError: One of them is below 0.
         """
-        order = self.order(epoch)
+        order, start = self.order(epoch), whole_number("start", start, 0)
+        return self._from(order, epoch, start)
+
+    def _from(self, order: Tensor, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         for number in range(start, len(self), self._at_once):
             index = order[number * self.batch : min(number + self._at_once, len(self)) * self.batch]
             together, labels = self.take(index, epoch), self.labels[index]
@@ -218,17 +230,27 @@ def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -
 
 
 def _check(images: Tensor, labels: Tensor, batch: int, pad: int, crop: int | None) -> None:
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise ValueError(f"images must be uint8 [N, C, H, W], not {images.dtype} {list(images.shape)}")
-    if labels.dtype != torch.int64 or labels.shape != images.shape[:1] or not len(labels):
+    for name, given in (("images", images), ("labels", labels)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(given).__name__}; torch.as_tensor makes one")
+    if images.dtype != torch.uint8 or images.ndim != 4 or not images.numel():
+        raise ValueError(f"images must be uint8 [N, C, H, W] and not empty, not {images.dtype} {list(images.shape)}")
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
         raise ValueError(
-            f"labels must be int64 [{len(images)}] like the images and not empty, not {labels.dtype} "
-            f"{list(labels.shape)}"
+            f"labels must be int64 [{len(images)}] like the images, not {labels.dtype} {list(labels.shape)}"
         )
     side = min(images.shape[2:])
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, not {batch}")
-    if not 0 <= pad < side:
+    whole_number("batch", batch, 1)
+    if not 0 <= whole_number("pad", pad) < side:
         raise ValueError(f"pad must be from 0 to {side - 1} for images of {list(images.shape[2:])}, not {pad}")
-    if crop is not None and not 1 <= crop <= side:
+    if crop is not None and not 1 <= whole_number("crop", crop) <= side:
         raise ValueError(f"crop must be from 1 to {side} for images of {list(images.shape[2:])}, not {crop}")
+
+
+def _check_types(seed: int, dtype: torch.dtype, flags: dict[str, bool]) -> None:
+    whole_number("seed", seed)
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, not {flag!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating type of torch, not {dtype!r}")

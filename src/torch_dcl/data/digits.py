@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl.data._segments import INK, MnistLike, Segments, segment, source
+from torch_dcl.data.draws import whole_number
 from torch_dcl.data.layouts import Layout, find_layout
 from torch_dcl.files import sha256_bytes
 
@@ -75,7 +76,7 @@ def generate(
 
     Raises:
         ValueError: There is no such set or split, an index is outside the set, or the digits cannot be used.
-        TypeError: The digits or the indices are of a wrong type.
+        TypeError: The digits, the indices, the seed or the batch are of a wrong type.
         FileNotFoundError: An idx file is missing.
         RuntimeError: The device is not available.
     """
@@ -86,8 +87,7 @@ def generate(
     chosen = _indices(indices, SIZES[split], layout, split).to(place)
     if batch is None:
         batch = 256 if place.type == "cpu" else 4096
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, not {batch}")
+    batch, seed = whole_number("batch", batch, 1), whole_number("seed", seed)
     digits = segment(mnist, split).to(place)
     stream = _Stream(layout.name, split, seed)
     numbers = _numbers(layout, stream, SIZES[split]).to(place)[chosen]

@@ -1,6 +1,8 @@
 """Fetching the original files, and taking out of an archive what is expected and nothing else."""
 
+import gzip
 import http.client
+import io
 import tarfile
 import zlib
 from collections.abc import Mapping
@@ -11,8 +13,11 @@ from torch_dcl.files import replacing, write_bytes
 
 __all__ = ["fetch", "read_members", "write_members"]
 
-_MAX_MEMBERS = 1000
-_MAX_BYTES = 2**30  # announced by all members of an archive together
+_BLOCK = tarfile.BLOCKSIZE
+_MAX_OTHERS = 2**19  # bytes of members that are not asked for, and of all headers: room for about a thousand members
+_WITHOUT_DATA = (
+    tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE
+)  # fmt: skip
 
 
 def fetch(addresses: list[str], target: Path, md5: str) -> None:
@@ -64,24 +69,31 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
             regular file or has another size, or the archive is far larger than it may be.
     """
     found: dict[str, bytes] = {}
-    announced = 0
-    try:
-        with tarfile.open(archive, "r|gz") as tar:
-            for count, member in enumerate(tar):
-                announced += member.size
-                if count >= _MAX_MEMBERS or announced > _MAX_BYTES:
-                    raise DataError(f"{archive} is far larger than the published archive; remove it and fetch it again")
-                if member.name not in expected:
-                    continue
-                if member.name in found:
-                    raise DataError(f"{archive} holds {member.name} twice; remove it and fetch it again")
-                found[member.name] = _content(archive, tar, member, expected[member.name])
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
-        raise DataError(
-            f"{archive} is not a whole gzipped tar archive ({error}); remove it and fetch it again"
-        ) from error
+    announced, most = 0, sum(expected.values()) + _MAX_OTHERS
+    with archive.open("rb") as packed:
+        try:
+            with gzip.GzipFile(fileobj=packed) as file:
+                while (member := _header(file)) is not None:
+                    # Pax headers and long names are members like others, and are not looked into.
+                    size = 0 if member.type in _WITHOUT_DATA else member.size
+                    announced += _BLOCK + size
+                    if size < 0 or announced > most:
+                        raise DataError(
+                            f"{archive} is far larger than the published archive: its members announce "
+                            f"{announced:,} bytes, at most {most:,} are expected; remove it and fetch it again"
+                        )
+                    if member.name not in expected:
+                        _skip(file, size + -size % _BLOCK)
+                        continue
+                    if member.name in found:
+                        raise DataError(f"{archive} holds {member.name} twice; remove it and fetch it again")
+                    _check_member(archive, member, expected[member.name])
+                    found[member.name] = content = file.read(size)
+                    _skip(file, size - len(content) + -size % _BLOCK)
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            raise DataError(
+                f"{archive} is not a whole gzipped tar archive ({error}); remove it and fetch it again"
+            ) from error
     missing = [name for name in expected if name not in found]
     if missing:
         raise DataError(f"{archive} lacks {', '.join(missing)}; remove it and fetch it again")
@@ -106,17 +118,28 @@ def write_members(archive: Path, expected: Mapping[str, int], folder: Path) -> N
         write_bytes(target, content)
 
 
-def _content(archive: Path, tar: tarfile.TarFile, member: tarfile.TarInfo, size: int) -> bytes:
-    """The bytes of one expected member."""
-    if not member.isreg():
+def _header(file: io.BufferedIOBase) -> tarfile.TarInfo | None:
+    """The header of the next member, and None at the end of the archive."""
+    block = file.read(_BLOCK)
+    if not block.strip(b"\0"):
+        return None
+    return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+
+
+def _skip(file: io.BufferedIOBase, size: int) -> None:
+    while size > 0:
+        skipped = len(file.read(min(size, 2**20)))
+        if not skipped:
+            raise EOFError(f"it ends {size:,} bytes early")
+        size -= skipped
+
+
+def _check_member(archive: Path, member: tarfile.TarInfo, size: int) -> None:
+    """Refuse an expected member that is not what it must be."""
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
         raise DataError(f"{archive}: {member.name} is not a regular file; remove the archive and fetch it again")
     if member.size != size:
         raise DataError(
             f"{archive}: {member.name} has {member.size:,} bytes, expected {size:,}; remove the archive and fetch it "
             "again"
         )
-    file = tar.extractfile(member)
-    content = b"" if file is None else file.read()
-    if len(content) != member.size:
-        raise DataError(f"{archive} is truncated in {member.name}; remove it and fetch it again")
-    return content

@@ -4,10 +4,12 @@ The number of a sample does not change with the batch size, the order, the devic
 """
 
 import hashlib
+import operator
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["below", "draw"]
+__all__ = ["below", "draw", "whole_number"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -25,7 +27,11 @@ def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
     Returns:
         int64 of the same shape and device; all 64 bits are uniform, so half of the numbers are negative. The
         splitmix64 generator's mixing of the index, started from the SHA-256 of the rest.
+
+    Raises:
+        TypeError: Seed or epoch is not a whole number.
     """
+    seed, epoch = whole_number("seed", seed), whole_number("epoch", epoch)
     key = hashlib.sha256(f"{seed}|{epoch}|{purpose}".encode()).digest()[:8]
     x = index * _signed(_GOLDEN) + _signed(int.from_bytes(key, "little"))
     for shift, factor in _FACTORS:
@@ -44,6 +50,32 @@ def below(drawn: Tensor, bound: int) -> Tensor:
         int64 from 0 to bound − 1, uniform to about bound / 2³².
     """
     return _right(drawn, 32) * bound >> 32
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Check an argument that must be a whole number; numpy's count, True and False do not.
+
+    Args:
+        name: What it is called in an error.
+        value: What was given.
+        least: The smallest that is allowed.
+
+    Returns:
+        The number.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It is too small.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}, not {number}")
+    return number
 
 
 def _signed(value: int) -> int:

@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data.dataset import DataError, Dataset
-from torch_dcl.data.formats import read_npy
+from torch_dcl.data.draws import whole_number
+from torch_dcl.data.formats import read_bytes, read_npy
+from torch_dcl.data.images import SUFFIXES, read_image
 
 if TYPE_CHECKING:
     from PIL import Image
 
 __all__ = ["class_folders", "has_arrays", "image_files", "read_arrays", "read_folder"]
 
-_IMAGES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 _ARRAYS = [f"{split}_{kind}.npy" for split in ("train", "test") for kind in ("images", "labels")]
 _CHANNELS = (1, 3)
+_MAX_NAMES = 2**24  # bytes of a list of class names, of which 65,536 are possible
 
 
 def class_folders(folder: Path) -> list[str]:
@@ -62,9 +64,9 @@ def image_files(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
         raise DataError(f"{folder} must have the same class folders as the training set; these differ: {differ[:5]}")
     files = []
     for label, name in enumerate(classes):
-        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in _IMAGES)
+        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not paths:
-            kinds = ", ".join(sorted(_IMAGES))
+            kinds = ", ".join(sorted(SUFFIXES))
             raise DataError(f"{folder / name} has no images; put some there ({kinds}), or remove the class everywhere")
         files += [(path, label) for path in paths]
     return files
@@ -79,7 +81,8 @@ def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | No
         folder: The folder above the splits.
         size: Height and width to bring every image to, once, by antialiased bilinear interpolation without keeping
             the ratio of its sides; one number for both. Without it all images must have one size.
-        mode: `"RGB"` or `"L"` to convert every image to. Without it all images must have one of these modes.
+        mode: `"RGB"` or `"L"` to convert every image to, see `images.read_image`. Without it all images must have one
+            of these modes.
 
     Returns:
         The dataset; classes are the folder names, sorted.
@@ -107,13 +110,20 @@ def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | No
     return Dataset(folder.name, *read["train"], *read["test"], tuple(classes), source, *held)
 
 
+def _read_size(size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """Height and width from one number or two; (1, 1) for none."""
+    both = size if isinstance(size, tuple | list) else (1, 1) if size is None else (size, size)
+    if len(both) != 2:
+        raise ValueError(f"size must be one whole number, or height and width, not {size!r}")
+    height, width = (whole_number("size", side, 1) for side in both)
+    return height, width
+
+
 class _Form:
     """The size and mode that all images share: given, or those of the first image."""
 
     def __init__(self, size: int | tuple[int, int] | None, mode: str | None):
-        height, width = (size, size) if isinstance(size, int) else size or (1, 1)
-        if height < 1 or width < 1:
-            raise ValueError(f"size must be positive, not {size!r}")
+        height, width = _read_size(size)
         self.resized, self.converted = size is not None, mode
         self.size: tuple[int, int] | None = (width, height) if self.resized else None
         self.mode = mode
@@ -135,16 +145,11 @@ class _Form:
         return torch.from_numpy(images), torch.tensor([label for _, label in files])
 
     def _open(self, path: Path) -> "Image.Image":
-        from PIL import Image  # noqa: PLC0415  (needed for folders alone)
+        from PIL.Image import Resampling  # noqa: PLC0415  (needed for folders alone)
 
-        try:
-            with Image.open(path) as file:
-                file.load()
-                image = file.convert(self.converted) if self.converted else file.copy()
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}); repair or remove it") from error
+        image = read_image(path, self.converted)
         self._check(path, image)
-        return image.resize(self.size, Image.Resampling.BILINEAR) if self.resized and self.size else image
+        return image.resize(self.size, Resampling.BILINEAR) if self.resized and self.size else image
 
     def _check(self, path: Path, image: "Image.Image") -> None:
         self.first = self.first or path
@@ -240,7 +245,9 @@ def _class_names(path: Path) -> tuple[str, ...] | None:
     if not path.is_file():
         return None
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+        names = json.loads(read_bytes(path, _MAX_NAMES))
+    except DataError:
+        raise
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); write a list of class names, or remove it") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -1,11 +1,14 @@
-"""The file formats of the sources: idx, CIFAR's binary records, MATLAB's mat, numpy's npy.
+"""The file formats of the sources: idx, CIFAR's binary records, numpy's npy.
 
 A reader takes one file and gives arrays, or a `DataError` that names the file, what is wrong and what to do. None of
-them runs code from a file: npy is read without pickle, mat by scipy's reader of plain arrays.
+them runs code from a file: npy is read without pickle. None allocates what a file merely announces: sizes are checked
+against the file or a bound first.
 """
 
 import gzip
 import io
+import math
+import os
 import zlib
 from pathlib import Path
 
@@ -14,10 +17,12 @@ import numpy.typing as npt
 
 from torch_dcl.data.dataset import DataError
 
-__all__ = ["read_cifar", "read_idx", "read_mat", "read_npy"]
+__all__ = ["read_bytes", "read_cifar", "read_idx", "read_npy"]
 
 _GZIP = b"\x1f\x8b"
-_LIMIT = 2**31  # bytes of an unpacked idx file; MNIST's largest has 47 million
+_LIMIT = 2**30  # bytes of an unpacked idx file; MNIST's largest has 47 million
+_PIECE = 2**20
+_MAX_NPY_HEADER = 10_000  # numpy's own limit, which it looks at after reading
 _PIXELS = 3 * 32 * 32
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,22 +41,73 @@ def read_idx(path: Path, dimensions: int) -> Bytes:
     Raises:
         DataError: The file is truncated, too long, wrongly packed or of another format.
     """
-    content = _unpacked(path)
+    packed = path.suffix == ".gz"
+    with path.open("rb") as file:
+        if (file.read(2) == _GZIP) != packed:
+            if packed:
+                raise DataError(f"{path} is not gzipped although its name ends in .gz: rename it to {path.stem}")
+            raise DataError(f"{path} is gzipped but its name does not end in .gz: rename it to {path.name}.gz")
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if not packed:
+            return _read_idx(path, file, dimensions, size)
+        try:
+            with gzip.GzipFile(fileobj=file) as unpacked:
+                return _read_idx(path, unpacked, dimensions, None)
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{path} is truncated or damaged ({error}); fetch it again") from error
+
+
+def _read_idx(path: Path, file: io.BufferedIOBase, dimensions: int, size: int | None) -> Bytes:
+    """Read an idx file, whose size is not known where it is packed."""
     start = 4 + 4 * dimensions
-    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
+    head = file.read(start)
+    if head[:4] != bytes([0, 0, 8, dimensions]) or len(head) < start:
         raise DataError(
             f"{path} is not an idx file of bytes with {dimensions} dimension{'s' * (dimensions > 1)}: it starts with "
-            f"{content[:4].hex(' ') or 'nothing'}, expected 00 00 08 {dimensions:02x}; fetch it again"
+            f"{head[:4].hex(' ') or 'nothing'}, expected 00 00 08 {dimensions:02x}; fetch it again"
         )
-    shape = [int(size) for size in np.frombuffer(content, ">u4", dimensions, 4)]
-    expected = start + int(np.prod(shape, dtype=object))
-    if len(content) != expected:
-        how = "truncated" if len(content) < expected else "too long"
+    shape = [int(length) for length in np.frombuffer(head, ">u4", dimensions, 4)]
+    expected = start + math.prod(shape)
+    content = bytearray()
+    if size in (None, expected):
+        if expected > _LIMIT:
+            raise DataError(
+                f"{path} announces {shape}, {expected:,} bytes, and at most {_LIMIT:,} are read; save larger sets as "
+                "arrays and load arrays:PATH"
+            )
+        # One byte more than expected tells a file that is too long, however long it is.
+        while piece := file.read(min(_PIECE, expected + 1 - start - len(content))):
+            content += piece
+        size = start + len(content)
+    if size != expected:
+        how, there = ("truncated", f"{size:,}") if size < expected else ("too long", f"{size:,} or more")
         raise DataError(
-            f"{path} is {how}: its header announces {shape}, so {expected:,} bytes, and there are {len(content):,}; "
+            f"{path} is {how}: its header announces {shape}, so {expected:,} bytes, and there are {there}; "
             "fetch it again"
         )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+    return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Read a whole file that is not too large.
+
+    Args:
+        path: The file.
+        most: How many bytes it may have.
+
+    Returns:
+        Its content.
+
+    Raises:
+        DataError: The file is larger.
+    """
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size > most:
+            raise DataError(f"{path} has {size:,} bytes, at most {most:,} are expected; remove it, or fetch it again")
+        file.seek(0)
+        return file.read(size)
 
 
 def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tuple[Bytes, Bytes]:
@@ -87,48 +143,6 @@ def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tup
     return records[:, label_bytes:].reshape(-1, 3, 32, 32).copy(), labels
 
 
-def read_mat(path: Path) -> tuple[Bytes, Bytes]:
-    """Read a file of SVHN's cropped digits: X of 32 × 32 × 3 × N bytes, y of N labels from 1 to 10, where 10 is zero.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Images `[N, 3, 32, 32]` and labels `[N]` from 0 to 9.
-
-    Raises:
-        DataError: The file is truncated, of another format, or does not hold such arrays.
-        ModuleNotFoundError: scipy is not installed.
-    """
-    try:
-        from scipy.io import loadmat  # noqa: PLC0415  (needed for this format alone)
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"scipy is needed to read {path}: install it with `pip install torch-dcl[svhn]`", name="scipy"
-        ) from None
-    with path.open("rb") as file:
-        head = file.read(19)
-    if head != b"MATLAB 5.0 MAT-file":
-        packed = ": it is gzipped, unpack it first" if head[:2] == _GZIP else "; fetch it again"
-        raise DataError(f"{path} is not a MATLAB 5.0 file{packed}")
-    try:
-        found = loadmat(path, variable_names=("X", "y"))
-    except Exception as error:  # scipy raises many kinds on damaged files
-        raise DataError(f"{path} is truncated or damaged ({type(error).__name__}: {error}); fetch it again") from error
-    images, labels = found.get("X"), found.get("y")
-    if images is None or labels is None:
-        raise DataError(f"{path} has no arrays X and y: it is not one of SVHN's *_32x32.mat; fetch it again")
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or images.shape[:3] != (32, 32, 3):
-        raise DataError(f"{path}: X must be uint8 of 32 × 32 × 3 × N, not {images.dtype} of {list(images.shape)}")
-    images = images.reshape(32, 32, 3, -1)  # MATLAB drops a last dimension of 1
-    labels = labels.reshape(-1)
-    if not np.issubdtype(labels.dtype, np.number) or not ((labels >= 1) & (labels <= 10) & (labels % 1 == 0)).all():
-        raise DataError(f"{path}: y must hold whole numbers from 1 to 10, where 10 stands for zero; fetch it again")
-    if images.shape[3] != len(labels):
-        raise DataError(f"{path}: {images.shape[3]:,} images but {len(labels):,} labels; fetch it again")
-    return np.ascontiguousarray(images.transpose(3, 2, 0, 1)), (labels % 10).astype(np.uint8)
-
-
 def read_npy(path: Path) -> npt.NDArray[np.generic]:
     """Open a numpy file as a memory map. Writing to the array changes it in memory and never on the disk.
 
@@ -142,35 +156,22 @@ def read_npy(path: Path) -> npt.NDArray[np.generic]:
         DataError: The file is truncated, packed, pickled, or of another format.
     """
     with path.open("rb") as file:
-        head = file.read(6)
-    if head != b"\x93NUMPY":
+        head = file.read(12)
+    if head[:6] != b"\x93NUMPY":
         packed = {_GZIP: ": it is gzipped, unpack it first", b"PK": ": it is an npz archive, save one array a file"}
         raise DataError(f"{path} is not a numpy file{packed.get(head[:2], '; write it with numpy.save')}")
+    # Of the first version of the format the length of the header has two bytes, of later ones four.
+    length = int.from_bytes(head[8 : 10 if head[6:7] == b"\x01" else 12], "little")
+    if length > _MAX_NPY_HEADER:
+        raise DataError(
+            f"{path} announces a header of {length:,} bytes, at most {_MAX_NPY_HEADER:,} are read; write it again"
+        )
     try:
         array: npt.NDArray[np.generic] = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (ValueError, EOFError, OSError, OverflowError) as error:
+    except Exception as error:  # a header is an expression of Python, and a damaged one raises many kinds
         if "object" in str(error).lower():
             raise DataError(
                 f"{path} holds Python objects, which would be run as pickle; save numbers instead"
             ) from error
         raise DataError(f"{path} is truncated or damaged ({error}); write it again") from error
     return array
-
-
-def _unpacked(path: Path) -> bytes:
-    """The bytes of a file that is gzipped exactly when its name says so."""
-    content = path.read_bytes()
-    if path.suffix != ".gz":
-        if content[:2] == _GZIP:
-            raise DataError(f"{path} is gzipped but its name does not end in .gz: rename it to {path.name}.gz")
-        return content
-    if content[:2] != _GZIP:
-        raise DataError(f"{path} is not gzipped although its name ends in .gz: rename it to {path.stem}")
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            unpacked = file.read(_LIMIT + 1)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path} is truncated or damaged ({error}); fetch it again") from error
-    if len(unpacked) > _LIMIT:
-        raise DataError(f"{path} unpacks to more than {_LIMIT:,} bytes: it is not an idx file of this kind")
-    return unpacked

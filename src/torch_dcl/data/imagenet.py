@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_dcl.data.batches import cut
-from torch_dcl.data.dataset import DataError
-from torch_dcl.data.draws import draw
+from torch_dcl.data.draws import draw, whole_number
 from torch_dcl.data.folder import class_folders, image_files
+from torch_dcl.data.images import read_image
 
 __all__ = ["ImageNetBatches"]
 
@@ -44,6 +44,7 @@ class ImageNetBatches:
         FileNotFoundError: The folder is missing.
         DataError: A class folder is missing or empty.
         ValueError: A setting is out of range.
+        TypeError: A setting that must be a whole number is none.
     """
 
     def __init__(
@@ -61,11 +62,15 @@ class ImageNetBatches:
     ):
         if split not in ("train", "val"):
             raise ValueError(f"split must be 'train' or 'val', not {split!r}")
-        if batch < 1 or workers < 0 or not 1 <= crop <= resize:
-            raise ValueError(
-                f"batch ≥ 1, workers ≥ 0 and 1 ≤ crop ≤ resize are needed, got batch {batch}, workers {workers}, "
-                f"crop {crop}, resize {resize}"
-            )
+        for name, given, least in (
+            ("seed", seed, None),
+            ("batch", batch, 1),
+            ("workers", workers, 0),
+            ("crop", crop, 1),
+        ):
+            whole_number(name, given, least)
+        if whole_number("resize", resize) < crop:
+            raise ValueError(f"a crop must lie within the image: crop {crop}, resize {resize}")
         self.classes = tuple(class_folders(Path(root) / "train"))
         self.files = image_files(Path(root) / split, list(self.classes))
         self.train, self.batch, self.seed, self.crop, self.workers = split == "train", batch, seed, crop, workers
@@ -87,14 +92,19 @@ class ImageNetBatches:
 
         Args:
             epoch: Its number.
-            start: The batch to begin with, to resume.
+            start: The batch to begin with, to resume; from 0.
 
-        Yields:
-            float32 images `[B, 3, crop, crop]` and int64 labels `[B]`, on the device.
+        Returns:
+            An iterator of float32 images `[B, 3, crop, crop]` and int64 labels `[B]`, on the device. It raises
+            `DataError` where an image cannot be read.
 
         Raises:
-            DataError: An image cannot be read.
+            TypeError: `epoch` or `start` is not a whole number.
+            ValueError: One of them is below 0.
         """
+        return self._from(whole_number("epoch", epoch, 0), whole_number("start", start, 0))
+
+    def _from(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         index = torch.arange(len(self.files))
         order = draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
         wanted = [order[n * self.batch : (n + 1) * self.batch].tolist() for n in range(start, len(self))]
@@ -127,12 +137,8 @@ class _Decoded(Dataset[tuple[Tensor, int, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        from PIL import Image  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
+        from PIL.Image import Resampling  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
 
         path, label = self.files[index]
-        try:
-            with Image.open(path) as file:
-                image = file.convert("RGB").resize((self.resize, self.resize), Image.Resampling.BILINEAR)
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} cannot be read as an image ({error}); repair or remove it") from error
+        image = read_image(path, "RGB").resize((self.resize, self.resize), Resampling.BILINEAR)
         return torch.from_numpy(np.array(image).transpose(2, 0, 1).copy()), label, index

@@ -6,8 +6,10 @@ sealed (`torch_dcl.files.write_sealed`): a change of any byte is found.
 """
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from torch_dcl.data.dataset import DataError, Dataset
 from torch_dcl.files import SealedError, read_sealed, write_sealed
@@ -16,6 +18,7 @@ __all__ = ["read_prepared", "write_prepared"]
 
 VERSION = 1
 _KEY = "torch_dcl_data"
+_REQUIRED = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
@@ -71,15 +74,30 @@ def read_prepared(path: str | os.PathLike[str]) -> Dataset:
             f"remove {path} and prepare it again"
         )
     try:
-        parts: list[torch.Tensor] = [tensors.pop(f"{s}_{k}") for s in ("train", "test") for k in ("images", "labels")]
-        held = (tensors.pop("validation_images", None), tensors.pop("validation_labels", None))
-        train, train_labels, test, test_labels = parts
-        dataset = Dataset(
-            about["name"], train, train_labels, test, test_labels, tuple(about["classes"]), about["source"], *held
-        )
+        _check(tensors, about)
+        train, train_labels, test, test_labels = (tensors[name] for name in _REQUIRED)
+        held = (tensors.get("validation_images"), tensors.get("validation_labels"))
+        classes = tuple(about["classes"])
+        dataset = Dataset(about["name"], train, train_labels, test, test_labels, classes, about["source"], *held)
         statistics = tuple(about["mean"]), tuple(about["std"])
-    except (KeyError, TypeError, AttributeError) as error:
+        if {len(values) for values in statistics} != {dataset.shape[0]}:
+            raise DataError(f"mean and std must have {dataset.shape[0]} numbers each")  # noqa: TRY301
+    except DataError as error:
         raise DataError(f"{path} is not prepared data ({error}); remove it and prepare it again") from error
     # What was counted once need not be counted again.
     vars(dataset)["statistics"] = statistics
     return dataset
+
+
+def _check(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Refuse a description of other types: the seal says that the bytes are those written, not who wrote them."""
+    missing = [name for name in _REQUIRED if name not in tensors]
+    if missing:
+        raise DataError(f"it lacks {', '.join(missing)}")
+    for key in ("name", "source"):
+        if not isinstance(about.get(key), str):
+            raise DataError(f"{key} must be a text, not {about.get(key)!r:.80}")
+    for key, kind, what in (("classes", str, "texts"), ("mean", float, "numbers"), ("std", float, "numbers")):
+        values = about.get(key)
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise DataError(f"{key} must be a list of {what}, not {values!r:.80}")

@@ -15,6 +15,7 @@ from torch_dcl.data.cifar import ADDRESS, CIFAR, read_cifar_set
 from torch_dcl.data.content import KNOWN, examine
 from torch_dcl.data.dataset import Dataset
 from torch_dcl.data.download import fetch, write_members
+from torch_dcl.data.draws import whole_number
 from torch_dcl.data.excerpt import mnist_excerpt
 from torch_dcl.data.folder import read_arrays, read_folder
 from torch_dcl.data.formats import read_idx
@@ -60,7 +61,7 @@ def load(
         root: Where a named set is.
         download: Fetch a named set that is not found, into `root`, `$TORCH_DCL_DATA` or the user's cache.
         size: For `folder:`, height and width to resize every image to.
-        mode: For `folder:`, `"RGB"` or `"L"` to convert every image to.
+        mode: For `folder:`, `"RGB"` or `"L"` to convert every image to; `images.read_image` says how.
         extra: For `svhn`, whether its extra images take part, as in the paper.
         seed: For `svhn`, which images are set aside for validation.
 
@@ -75,6 +76,7 @@ def load(
     """
     prefix, colon, path = name.partition(":")
     _check_name(name, prefix, bool(colon), path)
+    whole_number("seed", seed)
     if prefix != "folder" and (size is not None or mode is not None):
         raise ValueError(f"size and mode are for folder:PATH, not for {name!r}")
     if prefix == "folder":
@@ -218,5 +220,6 @@ def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
     else:
         files, folder = [CIFAR[name].archive], place
         rest = "or arrays into a folder of that name"
-    fetch = "" if failed else f", or fetch them with `dcl data fetch {name}`"
-    return f"put {', '.join(files)} into {folder}{fetch} ({rest})"
+    if failed:
+        return f"put {', '.join(files)} into {folder}"
+    return f"put {', '.join(files)} into {folder}, or fetch them with `dcl data fetch {name}` ({rest})"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_dcl.data.dataset import DataError, Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.data.formats import read_mat
+from torch_dcl.data.mat import read_mat
 
 __all__ = ["contrast_normalise", "local_contrast_normalise", "preprocess", "read_svhn", "set_aside"]
 

@@ -21,7 +21,7 @@ from torch_dcl.training import checkpoint, operations
 from torch_dcl.training.beside import SideBySide
 from torch_dcl.training.capture import convolutions, same_bits, scratch_of_its_own
 from torch_dcl.training.inputs import Inputs
-from torch_dcl.training.member import Evaluation, History, Member
+from torch_dcl.training.member import Evaluation, History, Member, check_networks
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
 from torch_dcl.training.sgd import Learning, sgd_
@@ -277,6 +277,11 @@ class Fleet:
 
     def _begin_epoch(self) -> None:
         """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_abreast`."""
+        if not self._parameters:
+            raise ValueError(
+                "every parameter of the networks is frozen, so nothing would be trained; call requires_grad_() on what "
+                "shall learn before the fleet is made, or only evaluate"
+            )
         if self.device.type == "cuda" and self._graph is None:
             start = time.perf_counter()
             self._capture()
@@ -373,6 +378,7 @@ def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mappi
         raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
     if not networks:
         raise ValueError("a fleet needs at least one network")
+    check_networks(networks, members)
     count = check_data(data, [(member.name, member.data) for member in members])
     if not 1 <= batch <= count:
         raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")

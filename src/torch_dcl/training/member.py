@@ -1,13 +1,14 @@
-"""What is a network's own in a fleet, and what a fleet reports."""
+"""What is a network's own in a fleet, what a fleet reports, and which networks it takes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dcl.training.schedule import Schedule
 
-__all__ = ["Evaluation", "History", "Member"]
+__all__ = ["Evaluation", "History", "Member", "check_networks"]
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,31 @@ class History:
     """By epoch, by network: the mean loss over the steps of the epoch, dropout included."""
     stopped: dict[int, int] = field(default_factory=dict)
     """Networks whose loss left the finite numbers, with the epoch (from 0) in which that happened."""
+
+
+def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> None:
+    """Refuse networks that a fleet cannot train together.
+
+    Args:
+        networks: One for each member.
+        members: Whose they are.
+
+    Raises:
+        TypeError: One of them is not a network.
+        ValueError: One of them has no parameters, or a parameter is frozen in some of them.
+    """
+    learns: dict[str, bool] = {}
+    for member, network in zip(members, networks, strict=True):
+        if not isinstance(network, nn.Module):
+            raise TypeError(f"the network of {member.name!r} must be a torch module, got {type(network).__name__}")
+        flags = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
+        if not flags:
+            raise ValueError(f"the network of {member.name!r} has no parameters; a fleet is for networks that learn")
+        # A parameter of a fleet has one flag for all networks.
+        differ = next((name for name, flag in flags.items() if learns.setdefault(name, flag) != flag), None)
+        if differ is not None:
+            frozen, other = (members[0], member) if flags[differ] else (member, members[0])
+            raise ValueError(
+                f"{differ!r} is frozen in the network of {frozen.name!r} and not in that of {other.name!r}; freeze it "
+                "in all networks of a fleet or in none"
+            )

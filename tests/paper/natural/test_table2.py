@@ -389,7 +389,7 @@ if table is not None:
 
 
 def test_every_column_trains_on_cifar_and_on_svhn_from_files_of_the_right_form(root, tmp_path, monkeypatch):
-    savemat = pytest.importorskip("scipy.io", reason="the extra svhn is not installed").savemat
+    savemat = pytest.importorskip("scipy.io", reason="SciPy is not installed").savemat
     monkeypatch.setattr(svhn, "PER_CLASS", {"train": 1, "extra": 1})
     place = tmp_path / "data"
     write_cifar(place / "cifar-100-binary", "cifar100", count=4)
