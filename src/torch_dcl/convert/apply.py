@@ -16,6 +16,7 @@ from torch_dcl.convert.units import (
     build,
     is_idle,
     kind_of,
+    leave_fast_paths,
     names_of,
     norm_obstacle,
     obstacle,
@@ -63,7 +64,9 @@ def convert_(
     format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch (a frozen
     one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it
     has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A module with
-    several names is replaced once and stays shared. An optimiser made before holds the old parameters: make it after.
+    several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced layer, and a
+    ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer.
+    An optimiser made before holds the old parameters: make it after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -109,6 +112,7 @@ def convert_(
         if relu is not None:
             swap(model, names[relu], AbsorbedReLU().train(relu.training))
     if layers:
+        leave_fast_paths(model)
         seed_branches_(model, seed)
     return Conversion(tuple(row for row, *_ in units), fits)
 

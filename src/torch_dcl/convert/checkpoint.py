@@ -21,6 +21,7 @@ from torch_dcl.convert.units import (
     build,
     is_frozen_norm,
     is_idle,
+    leave_fast_paths,
     names_of,
     norm_obstacle,
     norm_settings,
@@ -103,6 +104,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     _check_fit(model, changes, tensors, path)
     for names, new in changes:
         swap(model, names, new)
+    leave_fast_paths(model)
     state = model.state_dict(keep_vars=True)
     for name, own in state.items():
         if own.dtype != tensors[name].dtype:

@@ -18,6 +18,7 @@ __all__ = [
     "build",
     "is_idle",
     "kind_of",
+    "leave_fast_paths",
     "names_of",
     "norm_obstacle",
     "norm_settings",
@@ -37,6 +38,8 @@ _NORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: nn.BatchNorm2d,
     nn.Conv3d: nn.BatchNorm3d,
 }
+_FAST_PATHS = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
+"""The attributes by which torch's transformers, and copies of them, choose their inference path, and "off"."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -205,3 +208,15 @@ def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
     for name in names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Switch off the inference path of every transformer layer and encoder that holds a DCL layer.
+
+    That path hands the weights of its layers to one fused operation and does not call them.
+    """
+    for module in model.modules():
+        flags = _FAST_PATHS.keys() & vars(module).keys()
+        if flags and any(isinstance(part, _DCL) for part in module.modules()):
+            for flag in flags:
+                setattr(module, flag, _FAST_PATHS[flag])
