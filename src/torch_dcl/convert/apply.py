@@ -1,6 +1,6 @@
 """``convert_``: put DCL layers in the places that a plan names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
+from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.table import count, tabulate
 from torch_dcl.convert.units import (
     AbsorbedNorm,
@@ -29,6 +30,8 @@ from torch_dcl.stochastic import seed_branches_
 __all__ = ["Conversion", "convert_"]
 
 Init = Literal["random", "fit"]
+_Unit = tuple[Row, nn.Module, nn.Module | None, nn.Module | None]
+"""A row, its layer, its batch norm, and its ReLU if that can go."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,12 @@ def convert_(
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
-    Either all of them are replaced or, after an error, none. A layer takes over geometry, dtype, device, memory
-    format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch (a frozen
-    one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it
-    has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A module with
-    several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced layer, and a
-    ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer.
+    Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
+    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a
+    branch (a frozen one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a
+    ReLU behind it has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A
+    module with several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced
+    layer, and a ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer.
     An optimiser made before holds the old parameters: make it after.
 
     Args:
@@ -81,16 +84,11 @@ def convert_(
         What was done, with the fit's errors.
 
     Raises:
-        ValueError: the plan does not fit the network, or a unit cannot be converted; nothing was changed.
+        ValueError: an argument out of its range, a plan that does not fit the network, or a unit that cannot be
+            converted.
+        TypeError: an argument of the wrong kind.
     """
-    if init not in get_args(Init):
-        raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
-    if calibration is not None and init != "fit":
-        raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
-    if isinstance(plan, nn.Module) or not isinstance(plan, Plan):
-        raise TypeError(
-            f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)"
-        )
+    _check(model, plan, init, calibration, seed)
     units = [(row, *_find(model, row)) for row in plan.selected]
     samples = {}
     if calibration is not None and units:
@@ -104,17 +102,30 @@ def convert_(
             fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
         _carry(layer, module, norm)
         layers.append(layer)
-    names = names_of(model)
-    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
-        swap(model, names[module], layer)
-        if norm is not None:
-            swap(model, names[norm], AbsorbedNorm().train(norm.training))
-        if relu is not None:
-            swap(model, names[relu], AbsorbedReLU().train(relu.training))
-    if layers:
-        leave_fast_paths(model)
-        seed_branches_(model, seed)
+    with all_or_nothing(model):
+        _swap_units(model, units, layers)
+        if layers:
+            leave_fast_paths(model)
+            seed_branches_(model, seed)
     return Conversion(tuple(row for row, *_ in units), fits)
+
+
+def _check(model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] | None, seed: int) -> None:
+    """Refuse wrong arguments."""
+    if init not in get_args(Init):
+        raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
+    if calibration is not None and init != "fit":
+        raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_ takes the network and then a Plan, got a {type(model).__name__} as the network")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be at least -2**63 and below 2**64, got {seed}")
 
 
 def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
@@ -135,6 +146,17 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
         raise ValueError(f"{row.name!r} is a {found}, the plan has a {row.kind} of {shape}; {other}")
     relu = dict(model.named_modules(remove_duplicate=False)).get(row.relu or "")
     return module, norm, relu if is_idle(relu) else None
+
+
+def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:
+    """Put every layer in the place of its unit."""
+    names = names_of(model)
+    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
+        swap(model, names[module], layer)
+        if norm is not None:
+            swap(model, names[norm], AbsorbedNorm().train(norm.training))
+        if relu is not None:
+            swap(model, names[relu], AbsorbedReLU().train(relu.training))
 
 
 def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
+from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
@@ -102,15 +103,16 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
     changes = _rebuild(model, content, path)
     _check_fit(model, changes, tensors, path)
-    for names, new in changes:
-        swap(model, names, new)
-    leave_fast_paths(model)
-    state = model.state_dict(keep_vars=True)
-    for name, own in state.items():
-        if own.dtype != tensors[name].dtype:
-            own.data = own.data.to(tensors[name].dtype)
-    state.update(tensors)  # which keeps the versions of its modules, that some want to see
-    model.load_state_dict(state)
+    with all_or_nothing(model):
+        for names, new in changes:
+            swap(model, names, new)
+        leave_fast_paths(model)
+        state = model.state_dict(keep_vars=True)
+        for name, own in state.items():
+            if own.dtype != tensors[name].dtype:
+                own.data = own.data.to(tensors[name].dtype)
+        state.update(tensors)  # which keeps the versions of its modules, that some want to see
+        model.load_state_dict(state)
     return model
 
 
