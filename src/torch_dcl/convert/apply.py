@@ -11,6 +11,7 @@ from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.table import count, tabulate
+from torch_dcl.convert.trial import Trial
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
@@ -59,7 +60,13 @@ class Conversion:
 
 
 def convert_(
-    model: nn.Module, plan: Plan, *, init: Init, calibration: Iterable[Any] | None = None, seed: int = 0
+    model: nn.Module,
+    plan: Plan,
+    *,
+    init: Init,
+    calibration: Iterable[Any] | None = None,
+    seed: int = 0,
+    check: bool = True,
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
@@ -79,34 +86,41 @@ def convert_(
         calibration: Batches of inputs for "fit": tensors, tuples that begin with the input, or dictionaries of
             keyword arguments. A few hundred images are enough. Without them the inputs are taken as white noise.
         seed: Of the fit, and of the branch pairs of the stochastic strategy.
+        check: Whether to run the example that the plan was made on, before and after: once in training mode, once in
+            eval mode without gradients. If the converted network fails where the plain one does not, nothing is
+            converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
+            no example, and one on the meta device nothing to run: nothing is checked.
 
     Returns:
         What was done, with the fit's errors.
 
     Raises:
-        ValueError: an argument out of its range, a plan that does not fit the network, or a unit that cannot be
-            converted.
+        ValueError: an argument out of its range, a plan that does not fit the network, a unit that cannot be
+            converted, or a network that would fail afterwards.
         TypeError: an argument of the wrong kind.
     """
     _check(model, plan, init, calibration, seed)
     units = [(row, *_find(model, row)) for row in plan.selected]
+    trial = Trial(model, plan.inputs if check and units else None)
     samples = {}
     if calibration is not None and units:
         samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
-    layers: list[_DCL] = []
+    layers = [
+        build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
+        for row, module, norm, _ in units
+    ]
     fits: dict[str, FitReport] = {}
-    for row, module, norm, _ in units:
-        layer = build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
-        if init == "fit":
-            trained = None if norm is None else thawed(norm)
-            fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
-        _carry(layer, module, norm)
-        layers.append(layer)
     with all_or_nothing(model):
         _swap_units(model, units, layers)
         if layers:
             leave_fast_paths(model)
             seed_branches_(model, seed)
+        trial.verify(model)  # before the fit, which may take minutes
+        for (row, module, norm, _), layer in zip(units, layers, strict=True):
+            if init == "fit":
+                trained = None if norm is None else thawed(norm)
+                fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
+            _carry(layer, module, norm)
     return Conversion(tuple(row for row, *_ in units), fits)
 
 

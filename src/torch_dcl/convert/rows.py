@@ -18,6 +18,8 @@ __all__ = ["Plan", "Row", "Timing"]
 
 VERSION = 1
 Status = Literal["pays", "left", "refused"]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a network."""
 Pattern = str | Callable[[str, nn.Module], bool]
 
 
@@ -115,6 +117,9 @@ class Plan:
     graphs. None after the selection has changed."""
     modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
     """The layers that the rows speak of, for predicates; not part of the JSON."""
+    inputs: Inputs | None = field(default=None, repr=False, compare=False)
+    """What the network was run on, one input where a size was given, for the check of ``convert_``; not part of the
+    JSON."""
 
     @property
     def selected(self) -> tuple[Row, ...]:
