@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
+from torch_dcl.convert.shards import Shards, is_sharded, own_class
 from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.units import (
     AbsorbedNorm,
@@ -46,20 +48,29 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel`` or
-            ``DistributedDataParallel``, the network inside is written.
+            ``DistributedDataParallel``, the network inside is written. One whose parameters are sharded
+            (``fully_shard``) is gathered: every process calls save_model, and the first one writes.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
     Raises:
         TypeError: not a network, or one that keeps something else than tensors in its state dict.
         ValueError: the network is on the meta device, without values.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model takes the network and then the path, got a {type(model).__name__} first")
     model = _bare(model)
-    state = model.state_dict()
+    state = model.state_dict(keep_vars=True)
     _check_state(state)
+    shards = Shards(state)
+    state = shards.gather(state)
+    with shards.one_writer() as writes:
+        if writes:
+            _write(model, state, Path(path))
+
+
+def _write(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
+
     shared = _ties(state)
     # Copies of their own: safetensors refuses two tensors in one storage, and wants them contiguous.
     tensors = {
@@ -88,7 +99,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is cut short, altered, of a newer version, not of save_model, or for another network.
-        ValueError: the network is on the meta device, where it cannot hold weights.
+        ValueError: the network is on the meta device, where it cannot hold weights, or sharded.
         TypeError: neither a network nor a function that makes one.
     """
     if not callable(model_or_factory):
@@ -99,7 +110,10 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_model takes a network or a function that makes one, got {type(model).__name__} from it")
-    _check_state(model.state_dict())
+    own = model.state_dict()
+    _check_state(own)
+    if sharded := [name for name, tensor in own.items() if is_sharded(tensor)]:
+        raise ValueError(f"{sharded[0]!r} is sharded; call load_model first, and fully_shard on what it returns")
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
     changes = _rebuild(model, content, path)
     _check_fit(model, changes, tensors, path)
@@ -131,7 +145,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
     return {
-        "type": type(layer).__name__,
+        "type": own_class(layer).__name__,
         "widths": list(layer.widths),
         "strategy": layer.strategy,
         "eps": layer.eps,
@@ -144,8 +158,9 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
 
 def _describe_part(module: nn.Module) -> dict[str, Any]:
     """A norm or an activation: its class, and whatever numbers and words it was made with."""
-    if type(module) in _NORMS.values():
-        return {"type": type(module).__name__, **norm_settings(module)}
+    kind = own_class(module)
+    if kind in _NORMS.values():
+        return {"type": kind.__name__, **norm_settings(module)}
     settings = {
         name: _as_json(value)
         for name, value in vars(module).items()
@@ -154,7 +169,7 @@ def _describe_part(module: nn.Module) -> dict[str, Any]:
         and name not in ("training", "inplace")
     }
     inner = {name: _describe_part(child) for name, child in module.named_children()}
-    return {"type": type(module).__name__, **settings, **inner}
+    return {"type": kind.__name__, **settings, **inner}
 
 
 def _as_json(value: Any) -> Any:
@@ -183,6 +198,12 @@ def _check_state(state: Mapping[str, Any]) -> None:
             )
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values; call model.to_empty(device=...) first")
+        if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+            kind = type(tensor).__name__
+            raise TypeError(
+                f"{name!r} in the network's state dict is a {kind}, which keeps its values in other tensors; "
+                "save the network before its weights are quantised or replaced otherwise"
+            )
 
 
 def _bare(model: nn.Module) -> nn.Module:
