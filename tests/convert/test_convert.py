@@ -53,7 +53,7 @@ def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over()
     layer = model[0]
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert not layer.training
-    assert not layer.fusion.norm[0].training
+    assert all(norm.training for norm in layer.fusion.norm)  # as the batch norm was
     assert model[3].training
     assert layer.branch.weight.is_contiguous(memory_format=torch.channels_last)
     free = {name for name, p in layer.named_parameters() if p.requires_grad}
@@ -70,6 +70,39 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     out = model(torch.randn(4, 16, 8, 8))
     out.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+@pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
+def test_the_statistics_of_a_batch_norm_in_eval_stay_still_in_training(init, strategy, tmp_path):
+    def fine_tuned(model):
+        """As people freeze batch norms: statistics and parameters."""
+        for module in model.train().modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval().requires_grad_(False)
+        return model
+
+    model = fine_tuned(network())
+    plan = dcl.plan(model, (16, 8, 8), branches=3, width=4, strategy=strategy)
+    dcl.convert_(model, plan, init=init)
+    dcl.save_model(model, tmp_path / "m.safetensors")
+    for each in (model, dcl.load_model(fine_tuned(network()), tmp_path / "m.safetensors")):
+        dcl.advance_branches_(each, 0)
+        norms = each[0].fusion.norm
+        before = copy.deepcopy(norms.state_dict())
+        each(torch.randn(4, 16, 8, 8)).sum().backward()
+        assert each[0].training
+        assert each[0].branch.weight.grad is not None
+        assert not any(norm.training or norm.weight.requires_grad or norm.bias.requires_grad for norm in norms)
+        torch.testing.assert_close(dict(norms.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_layer_that_is_compiled_by_itself_is_refused_and_left_alone():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+    model[2] = torch.compile(model[2], backend="eager")
+    plan = dcl.plan(model, (32,), width=2)
+    with left_as_it_was(model), pytest.raises(ValueError, match=r"'2\._orig_mod' is compiled by itself.*before torch"):
+        dcl.convert_(model, plan, init="random")
 
 
 def test_a_relu_behind_a_layer_is_not_run_any_more():

@@ -16,6 +16,7 @@ from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
     build,
+    carry_flags,
     is_idle,
     kind_of,
     leave_fast_paths,
@@ -72,11 +73,12 @@ def convert_(
 
     Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
     device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a
-    branch (a frozen one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a
-    ReLU behind it has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A
-    module with several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced
-    layer, and a ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer.
-    An optimiser made before holds the old parameters: make it after.
+    branch with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` stays in
+    its place. z is positive, so that a ReLU behind it has nothing to do: one that serves this layer alone becomes an
+    :class:`AbsorbedReLU`, others stay. A module with several names is replaced once and stays shared. A
+    ``nn.TransformerEncoderLayer`` around a replaced layer, and a ``nn.TransformerEncoder`` around that, lose their
+    fused inference path, which would not call the layer. An optimiser made before holds the old parameters: make it
+    after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -120,7 +122,7 @@ def convert_(
             if init == "fit":
                 trained = None if norm is None else thawed(norm)
                 fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
-            _carry(layer, module, norm)
+            carry_flags(layer, module, norm)
     return Conversion(tuple(row for row, *_ in units), fits)
 
 
@@ -171,14 +173,3 @@ def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
         if relu is not None:
             swap(model, names[relu], AbsorbedReLU().train(relu.training))
-
-
-def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
-    """``requires_grad`` of the old parameters, which the arguments of a layer do not tell."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    for name, parameter in layer.named_parameters():
-        if name.startswith("fusion.norm"):
-            old = getattr(norm, name.rpartition(".")[2])
-        else:
-            old = module.bias if name.endswith("bias") else weight
-        parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)

@@ -6,7 +6,7 @@ and a SHA-256 over all of that and over every name and byte of the tensors.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
     build,
+    carry_flags,
     is_frozen_norm,
     is_idle,
     leave_fast_paths,
@@ -31,6 +32,7 @@ from torch_dcl.convert.units import (
     obstacle,
     swap,
 )
+from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
 from torch_dcl.layers import _DCL
 
@@ -47,8 +49,9 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     DCL layer can be saved too.
 
     Args:
-        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel`` or
-            ``DistributedDataParallel``, the network inside is written. One whose parameters are sharded
+        model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel``,
+            ``DistributedDataParallel`` or ``AveragedModel``, the network inside is written, and of one with compiled
+            or checkpointed parts what ``load_model`` puts into a network without. One whose parameters are sharded
             (``fully_shard``) is gathered: every process calls save_model, and the first one writes.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
@@ -58,8 +61,9 @@ def save_model(model: nn.Module, path: str | Path) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model takes the network and then the path, got a {type(model).__name__} first")
-    model = _bare(model)
-    state = model.state_dict(keep_vars=True)
+    model = bare(model)
+    own_name = OwnNames(model)
+    state = {own_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     _check_state(state)
     shards = Shards(state)
     state = shards.gather(state)
@@ -91,6 +95,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
         model_or_factory: What makes the plain network (``torchvision.models.vgg16``), or the network itself, plain or
             with the same DCL layers. It is converted in place; a network that the file does not fit is left alone.
             A DCL layer with a ``branch_activation``, or with another norm than a batch norm, must be there already.
+            Of a network in a wrapper (see :func:`save_model`) the one inside is loaded.
         path: The file.
 
     Returns:
@@ -99,7 +104,8 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is cut short, altered, of a newer version, not of save_model, or for another network.
-        ValueError: the network is on the meta device, where it cannot hold weights, or sharded.
+        ValueError: the network is on the meta device, where it cannot hold weights, or sharded, or its layers are held
+            by a wrapper and cannot be replaced.
         TypeError: neither a network nor a function that makes one.
     """
     if not callable(model_or_factory):
@@ -110,30 +116,41 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_model takes a network or a function that makes one, got {type(model).__name__} from it")
-    own = model.state_dict()
-    _check_state(own)
-    if sharded := [name for name, tensor in own.items() if is_sharded(tensor)]:
+    replaceable = not any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules())
+    _load(bare(model), tensors, content, path, replaceable=replaceable)
+    return model
+
+
+def _load(
+    model: nn.Module, tensors: dict[str, Tensor], content: Mapping[str, Any], path: str | Path, *, replaceable: bool
+) -> None:
+    state = model.state_dict()
+    _check_state(state)
+    if sharded := [name for name, tensor in state.items() if is_sharded(tensor)]:
         raise ValueError(f"{sharded[0]!r} is sharded; call load_model first, and fully_shard on what it returns")
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
-    changes = _rebuild(model, content, path)
-    _check_fit(model, changes, tensors, path)
+    own_name, places = OwnNames(model), names_of(model)
+    changes = _rebuild(own_name, content, path)
+    _check_fit(model, own_name, changes, tensors, path)
+    if changes and not replaceable:
+        raise ValueError("DistributedDataParallel holds the layers that the file replaces; load the network before it")
     with all_or_nothing(model):
-        for names, new in changes:
-            swap(model, names, new)
+        for old, new in changes.items():
+            swap(model, places[old], new)
         leave_fast_paths(model)
         state = model.state_dict(keep_vars=True)
         for name, own in state.items():
-            if own.dtype != tensors[name].dtype:
-                own.data = own.data.to(tensors[name].dtype)
-        state.update(tensors)  # which keeps the versions of its modules, that some want to see
+            given = tensors[own_name(name)]
+            if own.dtype != given.dtype:
+                own.data = own.data.to(given.dtype)
+            state[name] = given  # in a state that keeps the versions of its modules, that some want to see
         model.load_state_dict(state)
-    return model
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
     """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
     layers, absorbed, relus = [], [], []
-    for module, names in names_of(model).items():
+    for module, names in OwnNames(model).of.items():
         if isinstance(module, AbsorbedNorm):
             absorbed.append(names)
         elif isinstance(module, AbsorbedReLU):
@@ -206,48 +223,50 @@ def _check_state(state: Mapping[str, Any]) -> None:
             )
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of ``torch.compile`` and of data parallelism."""
-    wrapped = getattr(model, "_orig_mod", None)
-    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        wrapped = model.module
-    return model if wrapped is None else _bare(wrapped)
-
-
-def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> list[tuple[list[str], nn.Module]]:
-    """The modules to put into the network, with the names of their places; the network is not touched."""
-    changes: list[tuple[list[str], nn.Module]] = []
-    places = names_of(model)
+def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> dict[nn.Module, nn.Module]:
+    """What takes the place of which module; the network is not touched."""
+    changes: dict[nn.Module, nn.Module] = {}
     for entry in content["layers"]:
-        module = _place(model, entry["names"], places, path)
-        if not isinstance(module, _DCL):
-            module = _layer_like(entry, module, path)
-            changes.append((entry["names"], module))
-        difference = _difference(_describe_layer(module), entry)
+        module = _place(names, entry["names"], path)
+        layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
+        if layer is not module:
+            changes[module] = layer
+        difference = _difference(_describe_layer(layer), entry)
         if difference:
             raise _misfit(path, f"{entry['names'][0]!r} has {difference}")
-    absorbed = [_place(model, names, places, path) for names in content["absorbed"]]
-    for names, norm in zip(content["absorbed"], absorbed, strict=True):
-        if isinstance(norm, AbsorbedNorm):
-            continue
+    absorbed = [_place(names, places, path) for places in content["absorbed"]]
+    norms = [norm for norm in absorbed if not isinstance(norm, AbsorbedNorm)]
+    for norm in norms:
         trouble = (
             norm_obstacle(norm)
             if isinstance(norm, _BatchNorm) or is_frozen_norm(norm)
             else f"it is a {type(norm).__name__}"
         )
         if trouble:
-            raise _misfit(path, f"the batch norm {names[0]!r} cannot go into a DCL layer there: {trouble}")
-        changes.append((names, AbsorbedNorm().train(norm.training)))
-    for names in content["relus"]:
-        relu = _place(model, names, places, path)
+            raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
+    _carry_all(changes, norms)
+    changes |= {norm: AbsorbedNorm().train(norm.training) for norm in norms}
+    for places in content["relus"]:
+        relu = _place(names, places, path)
         if not isinstance(relu, nn.ReLU | AbsorbedReLU):
-            raise _misfit(path, f"{names[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
+            raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
         if is_idle(relu):
-            changes.append((names, AbsorbedReLU().train(relu.training)))
-    for module, names in places.items():
+            changes[relu] = AbsorbedReLU().train(relu.training)
+    for module, places in names.of.items():
         if isinstance(module, AbsorbedNorm) and module not in absorbed:
-            raise _misfit(path, f"the batch norm {names[0]!r} is in a DCL layer there, not in the file")
+            raise _misfit(path, f"the batch norm {places[0]!r} is in a DCL layer there, not in the file")
     return changes
+
+
+def _carry_all(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
+    """Give new layers the flags of what they replace; a file names layers and batch norms apart, both in order."""
+    normed = [layer for layer in layers.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
+    common = [norm for norm in norms if not is_frozen_norm(norm)]
+    sizes = [layer.fusion.out_channels for layer in normed] == [norm.num_features for norm in common]
+    pairs = dict(zip(normed, common, strict=True)) if sizes else {}
+    for module, layer in layers.items():
+        if isinstance(layer, _DCL):
+            carry_flags(layer, module, pairs.get(layer))
 
 
 def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:
@@ -262,13 +281,9 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     try:
         like = None if norm is None else _NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
-        layer = build(
-            module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"]
-        )
+        return build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"])
     except (TypeError, ValueError) as error:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {error}") from error
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return layer.requires_grad_(weight.requires_grad)
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -284,25 +299,28 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     return ""
 
 
-def _place(model: nn.Module, names: list[str], places: Mapping[nn.Module, list[str]], path: str | Path) -> nn.Module:
+def _place(names: OwnNames, places: list[str], path: str | Path) -> nn.Module:
     """The module that has these names, and no others."""
-    try:
-        module = model.get_submodule(names[0])
-    except AttributeError as error:
-        raise _misfit(path, f"the network has no {names[0]!r}") from error
-    if sorted(places[module]) != sorted(names):
-        raise _misfit(path, f"one module has the names {places[module]} there, {names} in the file")
+    module = names.modules.get(places[0])
+    if module is None:
+        raise _misfit(path, f"the network has no {places[0]!r}")
+    if sorted(names.of[module]) != sorted(places):
+        raise _misfit(path, f"one module has the names {names.of[module]} there, {places} in the file")
     return module
 
 
 def _check_fit(
-    model: nn.Module, changes: list[tuple[list[str], nn.Module]], tensors: Mapping[str, Tensor], path: str | Path
+    model: nn.Module,
+    names: OwnNames,
+    changes: Mapping[nn.Module, nn.Module],
+    tensors: Mapping[str, Tensor],
+    path: str | Path,
 ) -> None:
     """Compare names, shapes and kinds with what the network will have, before it is touched."""
-    state = model.state_dict()
+    state = {names(name): tensor for name, tensor in model.state_dict().items()}
     expected = dict(state)
-    for names, new in changes:
-        for place in names:
+    for old, new in changes.items():
+        for place in names.of[old]:
             for name in [name for name in expected if name.startswith(place + ".")]:
                 del expected[name]
             expected.update({f"{place}.{name}": tensor for name, tensor in new.state_dict().items()})

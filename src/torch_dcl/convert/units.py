@@ -16,6 +16,7 @@ __all__ = [
     "AbsorbedNorm",
     "AbsorbedReLU",
     "build",
+    "carry_flags",
     "is_idle",
     "kind_of",
     "leave_fast_paths",
@@ -204,10 +205,32 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
-    """Put ``new`` in every place of ``names``."""
+    """Put ``new`` in every place of ``names``.
+
+    Raises:
+        ValueError: a layer that is compiled by itself.
+    """
     for name in names:
         parent, _, child = name.rpartition(".")
+        if child == "_orig_mod":
+            raise ValueError(
+                f"{name!r} is compiled by itself, and its compiled forward would still call the old layer; convert or "
+                "load the network before torch.compile"
+            )
         setattr(model.get_submodule(parent), child, new)
+
+
+def carry_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
+    """Take over ``requires_grad`` of the old parameters, and ``training`` of the old batch norm."""
+    weight = layer_weight(module)
+    for name, parameter in layer.named_parameters():
+        if name.startswith("fusion.norm"):
+            old = getattr(norm, name.rpartition(".")[2], None)
+        else:
+            old = module.bias if name.endswith("bias") else weight
+        parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)
+    for new in layer.fusion.norm or ():
+        new.train(layer.training if norm is None else norm.training)
 
 
 def leave_fast_paths(model: nn.Module) -> None:
