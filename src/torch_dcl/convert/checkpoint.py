@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
+from torch_dcl.convert.modelfile import KEY, NORMS, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.shards import Shards, is_sharded, own_class
 from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.units import (
@@ -39,7 +39,6 @@ from torch_dcl.layers import _DCL
 __all__ = ["CheckpointError", "load_model", "save_model"]
 
 _GEOMETRY = ("in_features", "in_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
-_NORMS = {n.__name__: n for n in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
@@ -176,7 +175,7 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
 def _describe_part(module: nn.Module) -> dict[str, Any]:
     """A norm or an activation: its class, and whatever numbers and words it was made with."""
     kind = own_class(module)
-    if kind in _NORMS.values():
+    if kind in NORMS.values():
         return {"type": kind.__name__, **norm_settings(module)}
     settings = {
         name: _as_json(value)
@@ -275,11 +274,11 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     trouble = obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
     if trouble:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {trouble}")
-    if entry["activation"] is not None or (norm is not None and norm.get("type") not in _NORMS):
+    if entry["activation"] is not None or (norm is not None and norm.get("type") not in NORMS):
         part = (entry["activation"] or norm).get("type")
         raise _misfit(path, f"the {part} inside {name!r} cannot be rebuilt; pass a network that has this DCL layer")
     try:
-        like = None if norm is None else _NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
+        like = None if norm is None else NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
         return build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"])
     except (TypeError, ValueError) as error:

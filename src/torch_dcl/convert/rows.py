@@ -186,7 +186,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not a plan: the text is not JSON ({error})") from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):
