@@ -282,7 +282,8 @@ def left_as_it_was(model):
             name: {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
             for name, module in model.named_modules(remove_duplicate=False)
         }
-        return modules, plain, [(n, id(t), t.requires_grad) for n, t in model.state_dict(keep_vars=True).items()]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return modules, plain, [(name, id(tensor), tensor.requires_grad) for name, tensor in tensors]
 
     before, values = look(), copy.deepcopy(model.state_dict())
     yield
