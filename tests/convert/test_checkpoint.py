@@ -695,6 +695,19 @@ def test_what_cannot_be_loaded_into_is_named(saved, tmp_path):
         dcl.load_model(network, tmp_path)
 
 
+def test_a_network_that_refuses_a_layer_is_left_alone(saved):
+    class Sealed(nn.Sequential):
+        def __setattr__(self, name, value):
+            if name == "fc1":
+                raise PermissionError("sealed")
+            super().__setattr__(name, value)
+
+    _, path = saved
+    mine = Sealed(OrderedDict(network().named_children()))
+    with left_alone(mine), pytest.raises(PermissionError):
+        dcl.load_model(mine, path)
+
+
 # Files that are not whole, or not ours
 
 

@@ -1,6 +1,8 @@
 """What a person expects of ``convert_``: the planned layers, everything carried over, all or nothing."""
 
+import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 import torch_dcl as dcl
 from torch_dcl import models
-from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU
+from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU, apply
 
 
 def network(norm=True, **arguments):
@@ -51,7 +53,7 @@ def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over()
     layer = model[0]
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert not layer.training
-    assert not layer.fusion.norm[0].training
+    assert all(norm.training for norm in layer.fusion.norm)  # as the batch norm was
     assert model[3].training
     assert layer.branch.weight.is_contiguous(memory_format=torch.channels_last)
     free = {name for name, p in layer.named_parameters() if p.requires_grad}
@@ -68,6 +70,39 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     out = model(torch.randn(4, 16, 8, 8))
     out.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+@pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
+def test_the_statistics_of_a_batch_norm_in_eval_stay_still_in_training(init, strategy, tmp_path):
+    def fine_tuned(model):
+        """As people freeze batch norms: statistics and parameters."""
+        for module in model.train().modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval().requires_grad_(False)
+        return model
+
+    model = fine_tuned(network())
+    plan = dcl.plan(model, (16, 8, 8), branches=3, width=4, strategy=strategy)
+    dcl.convert_(model, plan, init=init)
+    dcl.save_model(model, tmp_path / "m.safetensors")
+    for each in (model, dcl.load_model(fine_tuned(network()), tmp_path / "m.safetensors")):
+        dcl.advance_branches_(each, 0)
+        norms = each[0].fusion.norm
+        before = copy.deepcopy(norms.state_dict())
+        each(torch.randn(4, 16, 8, 8)).sum().backward()
+        assert each[0].training
+        assert each[0].branch.weight.grad is not None
+        assert not any(norm.training or norm.weight.requires_grad or norm.bias.requires_grad for norm in norms)
+        torch.testing.assert_close(dict(norms.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_layer_that_is_compiled_by_itself_is_refused_and_left_alone():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+    model[2] = torch.compile(model[2], backend="eager")
+    plan = dcl.plan(model, (32,), width=2)
+    with left_as_it_was(model), pytest.raises(ValueError, match=r"'2\._orig_mod' is compiled by itself.*before torch"):
+        dcl.convert_(model, plan, init="random")
 
 
 def test_a_relu_behind_a_layer_is_not_run_any_more():
@@ -237,6 +272,117 @@ def test_an_error_leaves_the_network_untouched():
     assert all(a is b for a, b in zip(model, modules, strict=True))
 
 
+@contextlib.contextmanager
+def left_as_it_was(model):
+    """The same modules in the same places and order, the same tensors, values, flags and attributes."""
+
+    def look():
+        modules = [(name, id(module)) for name, module in model.named_modules(remove_duplicate=False)]
+        plain = {
+            name: {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+            for name, module in model.named_modules(remove_duplicate=False)
+        }
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        return modules, plain, [(name, id(tensor), tensor.requires_grad) for name, tensor in tensors]
+
+    before, values = look(), copy.deepcopy(model.state_dict())
+    yield
+    assert look() == before
+    torch.testing.assert_close(dict(model.state_dict()), dict(values), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+@pytest.mark.parametrize("seed", [None, 1.5, "a", True, 2**64, -(2**63) - 1])
+def test_a_bad_seed_is_refused_before_anything_else(seed, init):
+    model = network(norm=False)
+    plan = dcl.plan(model, (16, 8, 8), branches=3, width=4, strategy="stochastic")
+    state = torch.get_rng_state()
+    with left_as_it_was(model), pytest.raises((TypeError, ValueError), match=r"seed must be .*, got"):
+        dcl.convert_(model, plan, init=init, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1])
+@pytest.mark.parametrize("init", ["random", "fit"])
+def test_any_whole_number_of_64_bits_is_a_seed(seed, init):
+    model = nn.Sequential(nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 2))
+    plan = dcl.plan(model, (24,), branches=3, width=2, strategy="stochastic")
+    dcl.convert_(model, plan, init=init, seed=seed)
+    assert isinstance(model[0], dcl.DCLLinear)
+
+
+class Sealed(nn.Sequential):
+    """Takes no other module, once it is sealed."""
+
+    sealed = False
+
+    def __setattr__(self, name, value):
+        if self.sealed and isinstance(value, nn.Module):
+            raise PermissionError("sealed")
+        super().__setattr__(name, value)
+
+
+class Composite(nn.Module):
+    """A shared unit, a batch norm, a transformer, a layer converted before, and a parent that may refuse."""
+
+    def __init__(self):
+        super().__init__()
+        unit = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+        self.first, self.again = unit, nn.Sequential(unit, nn.Identity())
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2, 128, batch_first=True), 1)
+        self.earlier = dcl.DCLLinear(64, 64, branches=3, width=4, strategy="stochastic")
+        self.last = Sealed(nn.Linear(64, 64), nn.ReLU())
+        self.head = nn.Linear(64, 2)
+
+    def forward(self, x):
+        return self.head(self.last(self.earlier(self.encoder(self.again(self.first(x))[None])[0])))
+
+
+def composite():
+    model = Composite()
+    dcl.seed_branches_(model, 5)
+    dcl.advance_branches_(model, 9)
+    plan = dcl.plan(model, (64,), batch=2, branches=3, width=4, strategy="stochastic")
+    assert [row.name for row in plan.selected] == ["first.0", "encoder.layers.0.linear1", "last.0"]
+    return model, plan
+
+
+def test_a_parent_that_refuses_leaves_the_whole_network_as_it_was():
+    model, plan = composite()
+    model.last.sealed = True
+    with left_as_it_was(model), pytest.raises(PermissionError):
+        dcl.convert_(model, plan, init="random")
+    model.last.sealed = False
+    dcl.convert_(model, plan, init="random")
+    assert model.first[0] is model.again[0][0]
+    assert isinstance(model.first[0], dcl.DCLLinear)
+    assert isinstance(model.last[0], dcl.DCLLinear)
+    assert not model.encoder.use_nested_tensor
+    assert model.earlier.fusion.key[0] == 0
+
+
+@pytest.mark.parametrize("where", range(2 * (6 + 1 + 1)))  # before and after: three layers, a norm, two ReLUs swapped
+def test_an_interruption_anywhere_leaves_the_whole_network_as_it_was(monkeypatch, where):
+    model, plan = composite()
+    taken = itertools.count()
+
+    def interrupting(function):
+        def maybe(*args, **kwargs):
+            if next(taken) == where:
+                raise KeyboardInterrupt
+            result = function(*args, **kwargs)
+            if next(taken) == where:
+                raise KeyboardInterrupt
+            return result
+
+        return maybe
+
+    for name in ("swap", "leave_fast_paths", "seed_branches_"):
+        monkeypatch.setattr(apply, name, interrupting(getattr(apply, name)))
+    with left_as_it_was(model), pytest.raises(KeyboardInterrupt):
+        dcl.convert_(model, plan, init="random", seed=3)
+
+
 def test_a_plan_for_another_network_is_refused():
     plan = dcl.plan(models.lenet(10), (1, 28, 28)).only("fc1")
     with pytest.raises(ValueError, match=r"'fc1' is a Linear of \(512, 2048\), the plan has a Linear of \(500, 800\)"):
@@ -263,6 +409,8 @@ def test_wrong_arguments_name_the_remedy():
         dcl.convert_(model, plan, init="random", calibration=[torch.zeros(1, 16, 8, 8)])
     with pytest.raises(TypeError, match="takes the network and then a Plan, got dict"):
         dcl.convert_(model, {}, init="random")
+    with pytest.raises(TypeError, match="got a Plan as the network"):
+        dcl.convert_(plan, model, init="random")
 
 
 def test_an_empty_plan_converts_nothing_and_says_so():

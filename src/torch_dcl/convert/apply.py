@@ -1,6 +1,6 @@
 """``convert_``: put DCL layers in the places that a plan names."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -9,13 +9,17 @@ from torch import Tensor, nn
 from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
+from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.table import count, tabulate
+from torch_dcl.convert.trial import Trial
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
     build,
+    carry_flags,
     is_idle,
     kind_of,
+    leave_fast_paths,
     names_of,
     norm_obstacle,
     obstacle,
@@ -28,6 +32,8 @@ from torch_dcl.stochastic import seed_branches_
 __all__ = ["Conversion", "convert_"]
 
 Init = Literal["random", "fit"]
+_Unit = tuple[Row, nn.Module, nn.Module | None, nn.Module | None]
+"""A row, its layer, its batch norm, and its ReLU if that can go."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,24 @@ class Conversion:
 
 
 def convert_(
-    model: nn.Module, plan: Plan, *, init: Init, calibration: Iterable[Any] | None = None, seed: int = 0
+    model: nn.Module,
+    plan: Plan,
+    *,
+    init: Init,
+    calibration: Iterable[Any] | None = None,
+    seed: int = 0,
+    check: bool = True,
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
-    Either all of them are replaced or, after an error, none. A layer takes over geometry, dtype, device, memory
-    format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a branch (a frozen
-    one into the weights), and an :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it
-    has nothing to do: one that serves this layer alone becomes an :class:`AbsorbedReLU`, others stay. A module with
-    several names is replaced once and stays shared. An optimiser made before holds the old parameters: make it after.
+    Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
+    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a
+    branch with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` stays in
+    its place. z is positive, so that a ReLU behind it has nothing to do: one that serves this layer alone becomes an
+    :class:`AbsorbedReLU`, others stay. A module with several names is replaced once and stays shared. A
+    ``nn.TransformerEncoderLayer`` around a replaced layer, and a ``nn.TransformerEncoder`` around that, lose their
+    fused inference path, which would not call the layer. An optimiser made before holds the old parameters: make it
+    after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -73,44 +88,60 @@ def convert_(
         calibration: Batches of inputs for "fit": tensors, tuples that begin with the input, or dictionaries of
             keyword arguments. A few hundred images are enough. Without them the inputs are taken as white noise.
         seed: Of the fit, and of the branch pairs of the stochastic strategy.
+        check: Whether to run the example that the plan was made on, before and after: once in training mode, once in
+            eval mode without gradients. If the converted network fails where the plain one does not, nothing is
+            converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
+            no example, and one on the meta device nothing to run: nothing is checked.
 
     Returns:
         What was done, with the fit's errors.
 
     Raises:
-        ValueError: the plan does not fit the network, or a unit cannot be converted; nothing was changed.
+        ValueError: an argument out of its range, a plan that does not fit the network, a unit that cannot be
+            converted, or a network that would fail afterwards.
+        TypeError: an argument of the wrong kind.
     """
+    _check(model, plan, init, calibration, seed)
+    units = [(row, *_find(model, row)) for row in plan.selected]
+    trial = Trial(model, plan.inputs if check and units else None)
+    samples = {}
+    if calibration is not None and units:
+        samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
+    layers = [
+        build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
+        for row, module, norm, _ in units
+    ]
+    fits: dict[str, FitReport] = {}
+    with all_or_nothing(model):
+        _swap_units(model, units, layers)
+        if layers:
+            leave_fast_paths(model)
+            seed_branches_(model, seed)
+        trial.verify(model)  # before the fit, which may take minutes
+        for (row, module, norm, _), layer in zip(units, layers, strict=True):
+            if init == "fit":
+                trained = None if norm is None else thawed(norm)
+                fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
+            carry_flags(layer, module, norm)
+    return Conversion(tuple(row for row, *_ in units), fits)
+
+
+def _check(model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] | None, seed: int) -> None:
+    """Refuse wrong arguments."""
     if init not in get_args(Init):
         raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
     if calibration is not None and init != "fit":
         raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
-    if isinstance(plan, nn.Module) or not isinstance(plan, Plan):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_ takes the network and then a Plan, got a {type(model).__name__} as the network")
+    if not isinstance(plan, Plan):
         raise TypeError(
             f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)"
         )
-    units = [(row, *_find(model, row)) for row in plan.selected]
-    samples = {}
-    if calibration is not None and units:
-        samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
-    layers: list[_DCL] = []
-    fits: dict[str, FitReport] = {}
-    for row, module, norm, _ in units:
-        layer = build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
-        if init == "fit":
-            trained = None if norm is None else thawed(norm)
-            fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
-        _carry(layer, module, norm)
-        layers.append(layer)
-    names = names_of(model)
-    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
-        swap(model, names[module], layer)
-        if norm is not None:
-            swap(model, names[norm], AbsorbedNorm().train(norm.training))
-        if relu is not None:
-            swap(model, names[relu], AbsorbedReLU().train(relu.training))
-    if layers:
-        seed_branches_(model, seed)
-    return Conversion(tuple(row for row, *_ in units), fits)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must be at least -2**63 and below 2**64, got {seed}")
 
 
 def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
@@ -133,12 +164,12 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
     return module, norm, relu if is_idle(relu) else None
 
 
-def _carry(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
-    """``requires_grad`` of the old parameters, which the arguments of a layer do not tell."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    for name, parameter in layer.named_parameters():
-        if name.startswith("fusion.norm"):
-            old = getattr(norm, name.rpartition(".")[2])
-        else:
-            old = module.bias if name.endswith("bias") else weight
-        parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)
+def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:
+    """Put every layer in the place of its unit."""
+    names = names_of(model)
+    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
+        swap(model, names[module], layer)
+        if norm is not None:
+            swap(model, names[norm], AbsorbedNorm().train(norm.training))
+        if relu is not None:
+            swap(model, names[relu], AbsorbedReLU().train(relu.training))

@@ -6,35 +6,39 @@ and a SHA-256 over all of that and over every name and byte of the tensors.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_dcl.convert.modelfile import KEY, VERSION, CheckpointError, digest_of, read_checked
+from torch_dcl.convert.modelfile import KEY, NORMS, VERSION, CheckpointError, digest_of, read_checked
+from torch_dcl.convert.shards import Shards, is_sharded, own_class
+from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
     build,
+    carry_flags,
     is_frozen_norm,
     is_idle,
+    leave_fast_paths,
     names_of,
     norm_obstacle,
     norm_settings,
     obstacle,
     swap,
 )
+from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
 from torch_dcl.layers import _DCL
 
 __all__ = ["CheckpointError", "load_model", "save_model"]
 
 _GEOMETRY = ("in_features", "in_channels", "kernel_size", "stride", "padding", "dilation", "padding_mode")
-_NORMS = {n.__name__: n for n in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
@@ -45,20 +49,31 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
     Args:
         model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel``,
-            ``DistributedDataParallel`` or ``AveragedModel``, the network inside is written.
+            ``DistributedDataParallel`` or ``AveragedModel``, the network inside is written, and of one with compiled
+            or checkpointed parts what ``load_model`` puts into a network without. One whose parameters are sharded
+            (``fully_shard``) is gathered: every process calls save_model, and the first one writes.
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
     Raises:
         TypeError: not a network, or one that keeps something else than tensors in its state dict.
         ValueError: the network is on the meta device, without values.
     """
-    from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"save_model takes the network and then the path, got a {type(model).__name__} first")
-    model = _bare(model)
-    state = model.state_dict()
+    model = bare(model)
+    own_name = OwnNames(model)
+    state = {own_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     _check_state(state)
+    shards = Shards(state)
+    state = shards.gather(state)
+    with shards.one_writer() as writes:
+        if writes:
+            _write(model, state, Path(path))
+
+
+def _write(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
+
     shared = _ties(state)
     # Copies of their own: safetensors refuses two tensors in one storage, and wants them contiguous.
     tensors = {
@@ -79,6 +94,7 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
         model_or_factory: What makes the plain network (``torchvision.models.vgg16``), or the network itself, plain or
             with the same DCL layers. It is converted in place; a network that the file does not fit is left alone.
             A DCL layer with a ``branch_activation``, or with another norm than a batch norm, must be there already.
+            Of a network in a wrapper (see :func:`save_model`) the one inside is loaded.
         path: The file.
 
     Returns:
@@ -87,7 +103,8 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is cut short, altered, of a newer version, not of save_model, or for another network.
-        ValueError: the network is on the meta device, where it cannot hold weights.
+        ValueError: the network is on the meta device, where it cannot hold weights, or sharded, or its layers are held
+            by a wrapper and cannot be replaced.
         TypeError: neither a network nor a function that makes one.
     """
     if not callable(model_or_factory):
@@ -98,26 +115,42 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
     model = model_or_factory if isinstance(model_or_factory, nn.Module) else model_or_factory()
     if not isinstance(model, nn.Module):
         raise TypeError(f"load_model takes a network or a function that makes one, got {type(model).__name__} from it")
-    _check_state(model.state_dict())
-    tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
-    changes = _rebuild(model, content, path)
-    _reconcile_epsilon(tensors, content, path)
-    _check_fit(model, changes, tensors, path)
-    for names, new in changes:
-        swap(model, names, new)
-    state = model.state_dict(keep_vars=True)
-    for name, own in state.items():
-        if own.dtype != tensors[name].dtype:
-            own.data = own.data.to(tensors[name].dtype)
-    state.update(tensors)  # which keeps the versions of its modules, that some want to see
-    model.load_state_dict(state)
+    replaceable = not any(isinstance(part, nn.parallel.DistributedDataParallel) for part in model.modules())
+    _load(bare(model), tensors, content, path, replaceable=replaceable)
     return model
+
+
+def _load(
+    model: nn.Module, tensors: dict[str, Tensor], content: Mapping[str, Any], path: str | Path, *, replaceable: bool
+) -> None:
+    state = model.state_dict()
+    _check_state(state)
+    if sharded := [name for name, tensor in state.items() if is_sharded(tensor)]:
+        raise ValueError(f"{sharded[0]!r} is sharded; call load_model first, and fully_shard on what it returns")
+    tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
+    own_name, places = OwnNames(model), names_of(model)
+    changes = _rebuild(own_name, content, path)
+    _reconcile_epsilon(tensors, content, path)
+    _check_fit(model, own_name, changes, tensors, path)
+    if changes and not replaceable:
+        raise ValueError("DistributedDataParallel holds the layers that the file replaces; load the network before it")
+    with all_or_nothing(model):
+        for old, new in changes.items():
+            swap(model, places[old], new)
+        leave_fast_paths(model)
+        state = model.state_dict(keep_vars=True)
+        for name, own in state.items():
+            given = tensors[own_name(name)]
+            if own.dtype != given.dtype:
+                own.data = own.data.to(given.dtype)
+            state[name] = given  # in a state that keeps the versions of its modules, that some want to see
+        model.load_state_dict(state)
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
     """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
     layers, absorbed, relus = [], [], []
-    for module, names in names_of(model).items():
+    for module, names in OwnNames(model).of.items():
         if isinstance(module, AbsorbedNorm):
             absorbed.append(names)
         elif isinstance(module, AbsorbedReLU):
@@ -129,7 +162,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
     return {
-        "type": type(layer).__name__,
+        "type": own_class(layer).__name__,
         "widths": list(layer.widths),
         "strategy": layer.strategy,
         "eps": layer.eps,
@@ -142,8 +175,9 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
 
 def _describe_part(module: nn.Module) -> dict[str, Any]:
     """A norm or an activation: its class, and whatever numbers and words it was made with."""
-    if type(module) in _NORMS.values():
-        return {"type": type(module).__name__, **norm_settings(module)}
+    kind = own_class(module)
+    if kind in NORMS.values():
+        return {"type": kind.__name__, **norm_settings(module)}
     settings = {
         name: _as_json(value)
         for name, value in vars(module).items()
@@ -152,7 +186,7 @@ def _describe_part(module: nn.Module) -> dict[str, Any]:
         and name not in ("training", "inplace")
     }
     inner = {name: _describe_part(child) for name, child in module.named_children()}
-    return {"type": type(module).__name__, **settings, **inner}
+    return {"type": kind.__name__, **settings, **inner}
 
 
 def _as_json(value: Any) -> Any:
@@ -181,50 +215,58 @@ def _check_state(state: Mapping[str, Any]) -> None:
             )
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no values; call model.to_empty(device=...) first")
+        if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+            kind = type(tensor).__name__
+            raise TypeError(
+                f"{name!r} in the network's state dict is a {kind}, which keeps its values in other tensors; "
+                "save the network before its weights are quantised or replaced otherwise"
+            )
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """The network inside the wrappers of ``torch.compile``, of data parallelism and of averaging."""
-    wrapped = getattr(model, "_orig_mod", None)
-    if wrapped is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel):
-        wrapped = model.module
-    return model if wrapped is None else _bare(wrapped)
-
-
-def _rebuild(model: nn.Module, content: Mapping[str, Any], path: str | Path) -> list[tuple[list[str], nn.Module]]:
-    """The modules to put into the network, with the names of their places; the network is not touched."""
-    changes: list[tuple[list[str], nn.Module]] = []
-    places = names_of(model)
+def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> dict[nn.Module, nn.Module]:
+    """What takes the place of which module; the network is not touched."""
+    changes: dict[nn.Module, nn.Module] = {}
     for entry in content["layers"]:
-        module = _place(model, entry["names"], places, path)
-        if not isinstance(module, _DCL):
-            module = _layer_like(entry, module, path)
-            changes.append((entry["names"], module))
-        difference = _difference(_describe_layer(module), entry)
+        module = _place(names, entry["names"], path)
+        layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
+        if layer is not module:
+            changes[module] = layer
+        difference = _difference(_describe_layer(layer), entry)
         if difference:
             raise _misfit(path, f"{entry['names'][0]!r} has {difference}")
-    absorbed = [_place(model, names, places, path) for names in content["absorbed"]]
-    for names, norm in zip(content["absorbed"], absorbed, strict=True):
-        if isinstance(norm, AbsorbedNorm):
-            continue
+    absorbed = [_place(names, places, path) for places in content["absorbed"]]
+    norms = [norm for norm in absorbed if not isinstance(norm, AbsorbedNorm)]
+    for norm in norms:
         trouble = (
             norm_obstacle(norm)
             if isinstance(norm, _BatchNorm) or is_frozen_norm(norm)
             else f"it is a {type(norm).__name__}"
         )
         if trouble:
-            raise _misfit(path, f"the batch norm {names[0]!r} cannot go into a DCL layer there: {trouble}")
-        changes.append((names, AbsorbedNorm().train(norm.training)))
-    for names in content["relus"]:
-        relu = _place(model, names, places, path)
+            raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
+    _carry_all(changes, norms)
+    changes |= {norm: AbsorbedNorm().train(norm.training) for norm in norms}
+    for places in content["relus"]:
+        relu = _place(names, places, path)
         if not isinstance(relu, nn.ReLU | AbsorbedReLU):
-            raise _misfit(path, f"{names[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
+            raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
         if is_idle(relu):
-            changes.append((names, AbsorbedReLU().train(relu.training)))
-    for module, names in places.items():
+            changes[relu] = AbsorbedReLU().train(relu.training)
+    for module, places in names.of.items():
         if isinstance(module, AbsorbedNorm) and module not in absorbed:
-            raise _misfit(path, f"the batch norm {names[0]!r} is in a DCL layer there, not in the file")
+            raise _misfit(path, f"the batch norm {places[0]!r} is in a DCL layer there, not in the file")
     return changes
+
+
+def _carry_all(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
+    """Give new layers the flags of what they replace; a file names layers and batch norms apart, both in order."""
+    normed = [layer for layer in layers.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
+    common = [norm for norm in norms if not is_frozen_norm(norm)]
+    sizes = [layer.fusion.out_channels for layer in normed] == [norm.num_features for norm in common]
+    pairs = dict(zip(normed, common, strict=True)) if sizes else {}
+    for module, layer in layers.items():
+        if isinstance(layer, _DCL):
+            carry_flags(layer, module, pairs.get(layer))
 
 
 def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:
@@ -233,19 +275,15 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     trouble = obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
     if trouble:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {trouble}")
-    if entry["activation"] is not None or (norm is not None and norm.get("type") not in _NORMS):
+    if entry["activation"] is not None or (norm is not None and norm.get("type") not in NORMS):
         part = (entry["activation"] or norm).get("type")
         raise _misfit(path, f"the {part} inside {name!r} cannot be rebuilt; pass a network that has this DCL layer")
     try:
-        like = None if norm is None else _NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
+        like = None if norm is None else NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
-        layer = build(
-            module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"]
-        )
+        return build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"])
     except (TypeError, ValueError) as error:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {error}") from error
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return layer.requires_grad_(weight.requires_grad)
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -261,14 +299,13 @@ def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     return ""
 
 
-def _place(model: nn.Module, names: list[str], places: Mapping[nn.Module, list[str]], path: str | Path) -> nn.Module:
+def _place(names: OwnNames, places: list[str], path: str | Path) -> nn.Module:
     """The module that has these names, and no others."""
-    try:
-        module = model.get_submodule(names[0])
-    except AttributeError as error:
-        raise _misfit(path, f"the network has no {names[0]!r}") from error
-    if sorted(places[module]) != sorted(names):
-        raise _misfit(path, f"one module has the names {places[module]} there, {names} in the file")
+    module = names.modules.get(places[0])
+    if module is None:
+        raise _misfit(path, f"the network has no {places[0]!r}")
+    if sorted(names.of[module]) != sorted(places):
+        raise _misfit(path, f"one module has the names {names.of[module]} there, {places} in the file")
     return module
 
 
@@ -283,13 +320,17 @@ def _reconcile_epsilon(tensors: dict[str, Tensor], content: Mapping[str, Any], p
 
 
 def _check_fit(
-    model: nn.Module, changes: list[tuple[list[str], nn.Module]], tensors: Mapping[str, Tensor], path: str | Path
+    model: nn.Module,
+    names: OwnNames,
+    changes: Mapping[nn.Module, nn.Module],
+    tensors: Mapping[str, Tensor],
+    path: str | Path,
 ) -> None:
     """Compare names, shapes and kinds with what the network will have, before it is touched."""
-    state = model.state_dict()
+    state = {names(name): tensor for name, tensor in model.state_dict().items()}
     expected = dict(state)
-    for names, new in changes:
-        for place in names:
+    for old, new in changes.items():
+        for place in names.of[old]:
             for name in [name for name in expected if name.startswith(place + ".")]:
                 del expected[name]
             expected.update({f"{place}.{name}": tensor for name, tensor in new.state_dict().items()})

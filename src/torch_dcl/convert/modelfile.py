@@ -5,29 +5,21 @@ A network is not needed for any of this; whether the file fits one is the busine
 
 import hashlib
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["KEY", "VERSION", "CheckpointError", "digest_of", "read_checked"]
+__all__ = ["KEY", "NORMS", "VERSION", "CheckpointError", "digest_of", "read_checked"]
 
 VERSION = 1
 KEY = "torch_dcl"
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
-_LAYER_FORM: dict[str, Any] = {
-    "names": list,
-    "type": str,
-    "widths": list,
-    "strategy": str,
-    "eps": int | float,
-    "bias": bool,
-    "stage1": dict,
-    "activation": dict | None,
-    "norm": dict | None,
-}
+NORMS = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
+"""The norms that a plain network can be given back."""
 
 
 class CheckpointError(ValueError):
@@ -58,23 +50,28 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{str(path)!r} {_unreadable(path)} ({error}); fetch or save it again") from error
+    not_ours = f"{str(path)!r} was not written by save_model"
     try:
         content = json.loads(metadata[KEY])
         version = content["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: no {KEY!r} in its metadata") from error
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: its version is {version!r}")
+        raise CheckpointError(f"{not_ours}: no {KEY!r} in its metadata") from error
+    if not _is_integer(version) or version < 1:
+        raise CheckpointError(f"{not_ours}: its version is {version!r}")
     if version > VERSION:
         raise CheckpointError(
             f"{str(path)!r} is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"
         )
-    if digest_of(tensors, content) != content.get("sha256"):
+    try:
+        digest = digest_of(tensors, content)
+    except RecursionError as error:
+        raise CheckpointError(f"{not_ours}: its description is nested too deep") from error
+    if digest != content.get("sha256"):
         raise CheckpointError(
             f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
         )
-    if not _is_sound(content, tensors):
-        raise CheckpointError(f"{str(path)!r} was not written by save_model: its description is incomplete")
+    if flaw := _flaw(content, _FORM) or _wrong_tie(content["shared"], tensors):
+        raise CheckpointError(f"{not_ours}: {flaw!r} in its description is missing or of another kind")
     return tensors, content
 
 
@@ -96,20 +93,83 @@ def _unreadable(path: Path) -> str:
     return "is cut short" if size < whole else "was altered"
 
 
-def _is_sound(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the description has the form that this version writes."""
-    shared, layers = content.get("shared"), content.get("layers")
-    parts = [content.get(key) for key in ("absorbed", "relus")]
-    if not (isinstance(shared, dict) and isinstance(layers, list) and all(isinstance(part, list) for part in parts)):
-        return False
-    if not all(isinstance(name, str) and name in tensors for name in shared.values()):
-        return False
-    for entry in layers:
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(k), form) for k, form in _LAYER_FORM.items()):
-            return False
-        if not all(
-            isinstance(part.get("type"), str) for part in (entry["activation"], entry["norm"]) if part is not None
-        ):
-            return False
-    places = [entry["names"] for entry in layers] + [names for part in parts for names in part or ()]
-    return all(isinstance(names, list) and names and all(isinstance(n, str) for n in names) for names in places)
+def _wrong_tie(shared: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """A name that is said to share a tensor which is not there, or that has one of its own; empty if none is."""
+    return next((f"shared.{name}" for name, other in shared.items() if name in tensors or other not in tensors), "")
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    """Whether a value is of one of these kinds; True is no number."""
+    return lambda value: type(value) in kinds
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither NaN nor beyond a float
+
+
+def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(holds(item) for item in value)
+
+
+def _is_optional_part(value: Any) -> bool:
+    """None, or a norm or an activation: its kind and settings, which are known of batch norms alone."""
+    if value is None:
+        return True
+    return not _flaw(value, {"type": _is(str)}) and not (value["type"] in NORMS and _flaw(value, _BATCH_NORM))
+
+
+def _is_geometry(value: Any) -> bool:
+    return any(not _flaw(value, form) for form in (_LINEAR, _CONVOLUTION))
+
+
+_is_integer, _is_text, _is_flag = _is(int), _is(str), _is(bool)
+_are_sizes = _each(_is_integer)
+_LINEAR = {"in_features": _is_integer}
+_CONVOLUTION = {
+    "in_channels": _is_integer,
+    "kernel_size": _are_sizes,
+    "stride": _are_sizes,
+    "padding": lambda value: _is_text(value) or _are_sizes(value),
+    "dilation": _are_sizes,
+    "padding_mode": _is_text,
+}
+_BATCH_NORM = {
+    "eps": _is_number,
+    "momentum": lambda value: value is None or _is_number(value),
+    "affine": _is_flag,
+    "track_running_stats": _is_flag,
+}
+_LAYER = {
+    "names": lambda value: bool(value) and _each(_is_text)(value),
+    "type": _is_text,
+    "widths": _are_sizes,
+    "strategy": _is_text,
+    "eps": _is_number,
+    "bias": _is_flag,
+    "stage1": _is_geometry,
+    "activation": _is_optional_part,
+    "norm": _is_optional_part,
+}
+_FORM = {
+    "layers": [_LAYER],
+    "absorbed": [_LAYER["names"]],
+    "relus": [_LAYER["names"]],
+    "shared": lambda value: type(value) is dict and all(_is_text(name) for name in value.values()),
+}
+"""What version 1 writes: a dictionary has these keys, a list items of one form, and for any other value this holds."""
+
+
+def _flaw(value: Any, form: Any, place: str = "") -> str:
+    """Where a description first departs from its form; empty if nowhere."""
+    if isinstance(form, dict):
+        if not isinstance(value, dict):
+            return place or "all"
+        inner = [(key, value.get(key, ...), part) for key, part in form.items()]
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            return place
+        inner = [(str(i), item, form[0]) for i, item in enumerate(value)]
+    else:
+        return "" if form(value) else place
+    flaws = (_flaw(item, part, f"{place}.{key}".removeprefix(".")) for key, item, part in inner)
+    return next((flaw for flaw in flaws if flaw), "")

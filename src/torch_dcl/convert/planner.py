@@ -93,6 +93,7 @@ def plan(
         parameters=sum(p.numel() for p in model.parameters()),
         example=description,
         modules=weakref.WeakValueDictionary({row.name: modules[row.name] for row in rows}),
+        inputs=(args if input_size is None else (args[0][:1].clone(),), kwargs),
     )
     if budget is not None:
         result = _meet_budget(result, wish, budget, model)

@@ -18,6 +18,8 @@ __all__ = ["Plan", "Row", "Timing"]
 
 VERSION = 1
 Status = Literal["pays", "left", "refused"]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a network."""
 Pattern = str | Callable[[str, nn.Module], bool]
 
 
@@ -115,6 +117,9 @@ class Plan:
     graphs. None after the selection has changed."""
     modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
     """The layers that the rows speak of, for predicates; not part of the JSON."""
+    inputs: Inputs | None = field(default=None, repr=False, compare=False)
+    """What the network was run on, one input where a size was given, for the check of ``convert_``; not part of the
+    JSON."""
 
     @property
     def selected(self) -> tuple[Row, ...]:
@@ -181,7 +186,7 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not a plan: the text is not JSON ({error})") from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):

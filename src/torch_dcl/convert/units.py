@@ -16,8 +16,10 @@ __all__ = [
     "AbsorbedNorm",
     "AbsorbedReLU",
     "build",
+    "carry_flags",
     "is_idle",
     "kind_of",
+    "leave_fast_paths",
     "names_of",
     "norm_obstacle",
     "norm_settings",
@@ -37,6 +39,8 @@ _NORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: nn.BatchNorm2d,
     nn.Conv3d: nn.BatchNorm3d,
 }
+_FAST_PATHS = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
+"""The attributes by which torch's transformers, and copies of them, choose their inference path, and "off"."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -201,7 +205,41 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
-    """Put ``new`` in every place of ``names``."""
+    """Put ``new`` in every place of ``names``.
+
+    Raises:
+        ValueError: a layer that is compiled by itself.
+    """
     for name in names:
         parent, _, child = name.rpartition(".")
+        if child == "_orig_mod":
+            raise ValueError(
+                f"{name!r} is compiled by itself, and its compiled forward would still call the old layer; convert or "
+                "load the network before torch.compile"
+            )
         setattr(model.get_submodule(parent), child, new)
+
+
+def carry_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
+    """Take over ``requires_grad`` of the old parameters, and ``training`` of the old batch norm."""
+    weight = layer_weight(module)
+    for name, parameter in layer.named_parameters():
+        if name.startswith("fusion.norm"):
+            old = getattr(norm, name.rpartition(".")[2], None)
+        else:
+            old = module.bias if name.endswith("bias") else weight
+        parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)
+    for new in layer.fusion.norm or ():
+        new.train(layer.training if norm is None else norm.training)
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Switch off the inference path of every transformer layer and encoder that holds a DCL layer.
+
+    That path hands the weights of its layers to one fused operation and does not call them.
+    """
+    for module in model.modules():
+        flags = _FAST_PATHS.keys() & vars(module).keys()
+        if flags and any(isinstance(part, _DCL) for part in module.modules()):
+            for flag in flags:
+                setattr(module, flag, _FAST_PATHS[flag])

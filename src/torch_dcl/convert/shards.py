@@ -1,0 +1,68 @@
+"""Parameters that several processes hold in parts (``fully_shard``, DTensor), gathered to be written once."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Shards", "is_sharded", "own_class"]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor; torch loads that class for those who use it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without the one that ``fully_shard`` derives from it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+
+
+class Shards:
+    """The sharded tensors of a state dict, and the process that writes them: the first of their mesh.
+
+    All methods are collective: every process of the mesh calls them, in the same order.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        meshes: list[Any] = [tensor.device_mesh for tensor in state.values() if is_sharded(tensor)]  # type: ignore[attr-defined]
+        places = [mesh.get_coordinate() for mesh in meshes]
+        self._mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        self.writes = all(place is not None and not any(place) for place in places)
+
+    def gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict with whole tensors on the CPU in the place of the sharded ones; empty where nobody writes."""
+        gathered: dict[int, Tensor] = {}  # by identity: tied parameters are one, and stay one
+        for tensor in state.values():
+            if is_sharded(tensor) and id(tensor) not in gathered:
+                sharded: Any = tensor.detach()
+                whole = sharded.to(sharded.device_mesh.device_type).full_tensor()  # from the CPU, if offloaded
+                gathered[id(tensor)] = whole.cpu() if self.writes else torch.empty(0)
+        return {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
+
+    @contextmanager
+    def one_writer(self) -> Iterator[bool]:
+        """Whether this process writes. All leave together, and all fail where the writer fails.
+
+        Raises:
+            RuntimeError: in the other processes, after an error of the writer.
+        """
+        failed = True
+        try:
+            yield self.writes
+            failed = False
+        finally:
+            failures = self._count(failed)
+        if failures:
+            raise RuntimeError("the first process of the mesh could not write the network; see its error")
+
+    def _count(self, failed: bool) -> int:
+        """In how many processes this holds, and at the latest when all have answered."""
+        if self._mesh is None:
+            return int(failed)
+        count = torch.tensor(int(failed), device=self._mesh.device_type)
+        for dimension in range(self._mesh.ndim):
+            torch.distributed.all_reduce(count, group=self._mesh.get_group(dimension))
+        return int(count)

@@ -1,0 +1,120 @@
+"""Run the plan's example through the plain and through the converted network: a conversion must break neither mode."""
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torch_dcl.convert.rows import Inputs
+from torch_dcl.convert.snapshot import Snapshot
+from torch_dcl.convert.trace import _restored_rng
+from torch_dcl.convert.units import names_of
+
+__all__ = ["Trial"]
+
+
+class Trial:
+    """Runs of one example, in training mode, and in eval mode without gradients.
+
+    The plain network runs when the trial is made. A mode in which it fails says nothing and is not tried again: a
+    detector wants targets in training, a network may have moved to another dtype since the plan was made. Nor is
+    anything run without an example, or on the meta device. Each run leaves modules, attributes, flags, buffers and
+    the random state as they were.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs | None) -> None:
+        self._runs: list[tuple[bool, Inputs]] = []
+        if inputs is None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *_tensors(inputs))):
+            return
+        for training in (True, False):
+            if training and _communicates(model):
+                continue
+            if _failure(model, inputs, training=training) is None:
+                self._runs.append((training, inputs))
+            elif training:  # a batch norm wants more than one value a channel
+                twice = tree_map_only(Tensor, _twice, inputs)
+                if _failure(model, twice, training=True) is None:
+                    self._runs.append((True, twice))
+
+    def verify(self, model: nn.Module) -> None:
+        """Run the converted network in the modes in which the plain one ran.
+
+        Raises:
+            ValueError: it fails in one of them.
+        """
+        for training, inputs in self._runs:
+            error = _failure(model, inputs, training=training)
+            if error is None or isinstance(error, torch.OutOfMemoryError):
+                continue
+            mode = "training mode" if training else "eval mode"
+            raise ValueError(
+                f"the converted network fails on the plan's example in {mode}, the plain one does not. "
+                f"{_place_of(error, model)}{type(error).__name__}: {error}. Nothing was changed. "
+                "Leave out the layer with plan.without(...), or convert all the same with check=False"
+            ) from error
+
+
+def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception | None:
+    """What a run raises, if it does."""
+    devices = {parameter.device for parameter in model.parameters()}
+    device = devices.pop() if len(devices) == 1 else None
+    with _undisturbed(model, training=training), torch.set_grad_enabled(training):
+        try:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), inputs)
+            model(*args, **kwargs)
+        except Exception as error:
+            return error
+    return None
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the mode of every module, and have everything as before afterwards. No warning is shown.
+
+    The flags are set as such: a ``train()`` of a network's own may do more, for example merge weights.
+    """
+    before, flags = Snapshot(model), [(module, module.training) for module in model.modules()]
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002  (the one that networks draw from)
+    with _restored_rng(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module, _ in flags:
+            module.training = training
+        try:
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
+            before.restore()
+            random.setstate(states[0])
+            np.random.set_state(states[1])  # noqa: NPY002
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
+def _twice(tensor: Tensor) -> Tensor:
+    return torch.cat((tensor, tensor)) if tensor.dim() else tensor
+
+
+def _communicates(model: nn.Module) -> bool:
+    """Whether a run in training would wait for other processes, which may not be converting."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _place_of(error: Exception, model: nn.Module) -> str:
+    """The innermost module of the network that the error came through."""
+    names, place, step = names_of(model), "", error.__traceback__
+    while step is not None:
+        module: Any = step.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and names.get(module, [""])[0]:
+            place = f"In {names[module][0]!r} ({type(module).__name__}): "
+        step = step.tb_next
+    return place

@@ -1,0 +1,209 @@
+"""What a person expects of the check of ``convert_``: a network that would fail is left alone, and no trace is left."""
+
+import copy
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torch_dcl as dcl
+from torch_dcl.convert import apply
+
+
+class Network(nn.Module):
+    """Linear, batch norm, ReLU, and whatever a test wants to happen in a forward."""
+
+    def __init__(self, happening=lambda _: None, norm=True):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32) if norm else nn.Identity(), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        self.drop, self.head = nn.Dropout(), nn.Linear(32, 2)
+        self.happening = happening
+
+    def forward(self, x):
+        self.happening(self)
+        return self.head(self.drop(self.second(self.first(x))))
+
+    @property
+    def converted(self):
+        return not isinstance(self.first[0], nn.Linear)
+
+
+def planned(model, **arguments):
+    plan = dcl.plan(model, (32,), **{"branches": 3, "width": 2, "strategy": "stochastic", **arguments})
+    assert [row.name for row in plan.selected] == ["first.0", "second.0"]
+    return plan
+
+
+def in_training(model):
+    return model.training and torch.is_grad_enabled()
+
+
+def in_inference(model):
+    return not model.training and not torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("when", "mode"), [(in_training, "training mode"), (in_inference, "eval mode")])
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_network_that_would_fail_in_one_mode_is_left_alone(monkeypatch, when, mode, norm):
+    def reads_what_a_linear_has(model):
+        if when(model):
+            model.second[0].a_thing_of_linear_alone  # noqa: B018
+
+    monkeypatch.setattr(nn.Linear, "a_thing_of_linear_alone", 1, raising=False)
+    monkeypatch.setattr(apply, "fit_", lambda *_, **__: pytest.fail("fitted before the check"))
+    model = Network(reads_what_a_linear_has, norm=norm)
+    plan, modules, state = planned(model), list(model.modules()), copy.deepcopy(model.state_dict())
+    for init in ("random", "fit"):
+        with pytest.raises(
+            ValueError, match=rf"fails on the plan's example in {mode}, the plain one does not"
+        ) as caught:
+            dcl.convert_(model, plan, init=init)
+        message = str(caught.value)
+        assert "In 'second.0' (DCLLinear): AttributeError" in message
+        assert "Nothing was changed" in message
+        assert "check=False" in message
+        assert isinstance(caught.value.__cause__, AttributeError)
+        assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+        torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    dcl.convert_(model, plan, init="random", check=False)
+    assert model.converted
+
+
+@pytest.mark.parametrize("when", [in_training, in_inference])
+def test_a_mode_in_which_the_plain_network_fails_too_says_nothing(when):
+    def fails(model):
+        if when(model) and planning_is_over:
+            raise ValueError("In training mode, targets should be passed")
+
+    planning_is_over = False
+    model = Network(fails)
+    plan = planned(model)
+    planning_is_over = True
+    dcl.convert_(model, plan, init="random")
+    assert model.converted
+
+
+def test_a_network_in_another_dtype_than_the_plan_is_converted():
+    model = Network()
+    plan = planned(model)
+    dcl.convert_(model.double(), plan, init="random")
+    assert model.converted
+
+
+def test_too_little_memory_is_no_reason_to_refuse():
+    def runs_out(model):
+        if model.converted:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = Network(runs_out)
+    dcl.convert_(model, planned(model), init="random")
+    assert model.converted
+
+
+def disturb(model):
+    """Draws from every generator, keeps what it saw, counts, and sets flags."""
+    model.last = model.head.weight * 2 + torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002
+    model.calls = getattr(model, "calls", 0) + 1
+    model.drop.eval()
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+def test_the_check_leaves_no_trace(init):
+    def converted(check):
+        torch.manual_seed(4)
+        random.seed(4)
+        np.random.seed(4)  # noqa: NPY002
+        model = Network(disturb)
+        model.hand_built = dcl.DCLLinear(32, 32, branches=3, width=2, strategy="stochastic")
+        dcl.advance_branches_(model, 11)
+        model.hand_built.fusion.advanced = False
+        model.first[1].eval()
+        plan = planned(model)
+        del model.last
+        model.calls = 0
+        model.drop.train()
+        dcl.convert_(model, plan, init=init, check=check)
+        return model, (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
+
+    def look(model):
+        names = [name for name, _ in model.named_modules()]
+        flags = [(m.training, getattr(m, "advanced", None)) for m in model.modules()]
+        return names, flags, model.calls, hasattr(model, "last")
+
+    (checked, after), (unchecked, expected) = converted(True), converted(False)
+    assert look(checked) == look(unchecked)
+    assert checked.calls == 0
+    assert not checked.second[0].fusion.advanced
+    torch.testing.assert_close(dict(checked.state_dict()), dict(unchecked.state_dict()), rtol=0, atol=0)
+    assert torch.equal(after[0], expected[0])
+    assert after[1:] == expected[1:]
+    copy.deepcopy(checked)
+
+
+def test_the_example_is_not_changed_by_a_forward_in_place():
+    class InPlace(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x.add_(1))
+
+    model, example = InPlace(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)), torch.zeros(2, 32)
+    plan = dcl.plan(model, example=example, width=2)
+    example.zero_()
+    dcl.convert_(model, plan, init="random")
+    assert not example.any()
+
+
+def counting():
+    calls = itertools.count()
+    return calls, Network(lambda _: next(calls))
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_every_mode_is_run_once_on_each_network_with_one_input(batch):
+    sizes = []
+    model = Network(norm=False)
+    plan = planned(model, batch=batch)
+    model.first.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    dcl.convert_(model, plan, init="random")
+    assert sizes == [1] * 4
+
+
+def test_without_an_example_nothing_is_run():
+    calls, model = counting()
+    plan = planned(model)
+    taken = next(calls)
+    dcl.convert_(model, dcl.Plan.from_json(plan.to_json()), init="random")
+    _, empty = counting()
+    dcl.convert_(empty, plan.without("*"), init="random")
+    _, skipped = counting()
+    dcl.convert_(skipped, plan, init="random", check=False)
+    assert next(calls) == taken + 1
+
+
+def test_a_network_on_the_meta_device_is_converted_without_a_run():
+    with torch.device("meta"):
+        calls, model = counting()
+    plan = planned(model)
+    taken = next(calls)
+    dcl.convert_(model, plan, init="random")
+    assert model.converted
+    _, real = counting()
+    dcl.convert_(real, plan, init="random")
+    assert real.converted
+    assert next(calls) == taken + 1
+
+
+def test_an_interruption_of_the_check_leaves_the_network_alone():
+    def interrupted(model):
+        if model.converted and not model.training:
+            raise KeyboardInterrupt
+
+    model = Network(interrupted)
+    plan, modules = planned(model), list(model.modules())
+    with pytest.raises(KeyboardInterrupt):
+        dcl.convert_(model, plan, init="random")
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert all(module.training for module in modules)
