@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.15, help="of one contender in one round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--here", action="store_true", help="in this process, which is what the others are started with")
+    parser.add_argument(
+        "--here", action="store_true", help="in this process, which is what the others are started with"
+    )
     arguments = parser.parse_args()
     if not arguments.here:
         for network in arguments.networks:

@@ -5,7 +5,6 @@ writes to; all others it need not copy.
 """
 
 import importlib.util
-import itertools
 import sys
 
 import pytest
@@ -15,12 +14,13 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunc
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from torch_dcl.kernels import launch, ops, sizes
+from torch_dcl.kernels import launch, ops, sizes  # noqa: F401 - the operations
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
 )
-CAPABILITIES = (80, 86, 90)
+SHARED = {80: 163, 86: 99, 90: 227}
+"""KiB of shared memory that a program may take, by compute capability."""
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 WRITTEN = {
     "_moments": {"parts"}, "_statistics": {"known", "low"}, "_fixed": {"known", "low"}, "_gradients": {"dw", "numbers"},
@@ -89,8 +89,8 @@ def traced(function, *given):
     return launches
 
 
-def compile_as_emitted(kernel, given, options, folder):
-    """Compile the code that a compiler writes for a kernel, for each kind of GPU; give the shared memory it takes."""
+def compile_as_emitted(kernel, given, options, folder, capability):
+    """Compile the code that a compiler writes for a kernel; give the shared memory it takes in KiB."""
     import triton
     from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
     from triton.backends.compiler import GPUTarget
@@ -117,10 +117,7 @@ def compile_as_emitted(kernel, given, options, folder):
         else:
             signature[parameter.name] = "fp64" if isinstance(value, float) else "i32"
     source = ASTSource(emitted, signature, constants, hints)
-    return [
-        triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
-        for capability in CAPABILITIES
-    ]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared / 1024
 
 
 def empty(*shape, dtype=torch.float32):
@@ -163,26 +160,37 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_compiler_sees_kernels_copies_nothing_and_can_compile_them(name, dtype, gpu, tmp_path):
+def launches_of(name, dtype):
     run, P, T, M, N = CASES[name]
-    if dtype == torch.float32 and M > 64:
-        pytest.skip("deep branches in float32 have no kernel without TF32")
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, weight, grad = empty(P, T * M, dtype=dtype), empty(T * M, N), empty(P, N, dtype=dtype)
         other = [empty(N) for _ in range(4 * T)] if "norm" in name else empty(T, N)
-        launches = traced(run, y, weight, other, grad)
+        return traced(run, y, weight, other, grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_compiler_sees_the_kernels_and_which_of_their_arguments_they_write_to(name, dtype, gpu):
+    launches = launches_of(name, dtype)
     assert launches, "nothing of it is open to the compiler"
-    for kernel, given, options, written in launches:
-        expected = WRITTEN.get(kernel.fn.__name__)
+    for kernel, given, _, written in launches:
         own = kernel.fn.__name__
-        if own == "backward":
-            expected = {"parts", "dpre"} if given["KEEP"] else {"parts"}
-        elif own == "_fuse_backward":
-            expected = {"out"}
-        assert written == expected, own
-        assert max(compile_as_emitted(kernel, given, options, tmp_path)) <= 227 * 1024
+        expected = WRITTEN.get(own, {"out"})
+        if own == "backward" and given["KEEP"]:
+            expected = {"parts", "dpre"}
+        large = {argument for argument in written if given[argument].numel() > 1}
+        assert large == expected, own
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", ["conv, narrow", "linear", "batch norm", "fixed norm"])
+def test_the_code_that_a_compiler_writes_for_the_kernels_compiles(name, capability, gpu, tmp_path):
+    seen = set()
+    for kernel, given, options, _ in launches_of(name, torch.bfloat16):
+        own = kernel.fn.__name__
+        if own not in seen and not (name == "fixed norm" and own != "_fixed"):  # the others are those of batch norm
+            assert compile_as_emitted(kernel, given, options, tmp_path, capability) <= SHARED[capability], own
+        seen.add(own)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -191,16 +199,8 @@ def test_the_fusion_is_open_to_a_compiler(pairs, gpu, tmp_path):
         return torch.ops.torch_dcl.fuse(pre, 0.01, pairs), *torch.ops.torch_dcl.fuse_backward(grad, pre, 0.01, pairs)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        pre = [empty(64, 32) for _ in range(3)]
-        launches = traced(run, pre, empty(64, 32))
+        launches = traced(run, [empty(64, 32) for _ in range(3)], empty(64, 32))
     assert [kernel.fn.__name__ for kernel, *_ in launches] == ["_fuse_forward", "_fuse_backward"]
     assert [written for *_, written in launches] == [{"out"}, {"d0", "d1", "d2"}]
     for kernel, given, options, _ in launches:
-        compile_as_emitted(kernel, given, options, tmp_path)
-
-
-def test_every_operation_is_there():
-    names = ("fuse", "fuse_backward", "project", "project_backward", "normed_project", "normed_project_backward")
-    for name in itertools.chain(names, ("linear", "linear_weight_gradient", "hopper_project")):
-        assert hasattr(torch.ops.torch_dcl, name)
-    assert ops.__all__
+        compile_as_emitted(kernel, given, options, tmp_path, 90)

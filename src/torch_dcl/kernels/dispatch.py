@@ -24,8 +24,8 @@ from torch_dcl.kernels.launch import Norms
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
-    "Norms", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note", "project_and_fuse",
-    "projects", "turn", "turns", "unit", "watch",
+    "Norms", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note",
+    "project_and_fuse", "projects", "turn", "turns", "unit", "watch",
 ]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
@@ -112,7 +112,7 @@ def unit(
         pairs: Whether to take the mean over pairs instead of fusing all.
     """
     T, spatial = len(widths), stage.spatial
-    if not (T == 3 or (T == 2 and not pairs)) or any(M != widths[0] for M in widths):
+    if not (T == 3 or (T == 2 and not pairs)) or any(widths[0] != M for M in widths):
         return None
     if x.device != weight.device or x.device != theta.device or functional.exporting() or _transformed():
         return None

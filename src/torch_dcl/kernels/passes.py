@@ -1,8 +1,8 @@
 """The projection's kernels: T small products, biases, ReLU, product, ε and root of a tile, forward and backward.
 
 A response is ``y · W + bias`` or, behind a batch norm, ``(y · W) · scale + shift`` with scale and shift in float32:
-then ``bias`` points to both, ``[2 or more, T, N]``. A program that keeps outputs loops over positions, and one that keeps
-positions loops over outputs. What they run short of is registers, so they take the quick arithmetic throughout, and a
+then ``bias`` points to both, ``[2 or more, T, N]``. A program that keeps outputs loops over positions, and one that
+keeps positions loops over outputs. What they run short of is registers, so they take the quick arithmetic throughout, and a
 program that met values too large for it repeats its part with care. With FOUND a program reads what another kernel met
 in its part, and leaves out the quick pass.
 

@@ -44,6 +44,7 @@ class Plan:
     ) -> None:  # fmt: skip
         from torch_dcl.kernels import moments, project  # noqa: PLC0415
 
+        del of_weight  # a part of what tells plans apart, as are the types of the norms' tensors
         self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
         width = shape[channels]
         P = 1

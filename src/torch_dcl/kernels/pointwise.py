@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
-from torch_dcl.kernels.launcher import Launch, kept
+from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2
 
 __all__ = [
@@ -203,6 +203,11 @@ def _launch(
     return Launch(_fuse_backward if backward else _fuse_forward, (cdiv(B * N, _BLOCK), E), values, OPTIONS)
 
 
+def _unused(pre: Tensor) -> Tensor:
+    """What to give for a pointer that is not used: little, where a compiler takes it for one that is written to."""
+    return pre.new_empty(1) if is_traced(pre) else pre
+
+
 def fuse_forward(
     pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False,
     out: Tensor | None = None,
@@ -216,7 +221,8 @@ def fuse_forward(
         out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
     of_bias = None if bias is None else bias.dtype
     launch = _launch(False, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
-    launch(pre, pre if bias is None else bias, pre if active is None else active, out)
+    nothing = _unused(pre)
+    launch(pre, nothing if bias is None else bias, nothing if active is None else active, out)
     return out
 
 
@@ -227,7 +233,8 @@ def fuse_backward(
     out = torch.empty_like(pre)
     of_bias = None if bias is None else bias.dtype
     launch = _launch(True, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
-    launch(grad, pre, pre if bias is None else bias, pre if active is None else active, out)
+    nothing = _unused(pre)
+    launch(grad, pre, nothing if bias is None else bias, nothing if active is None else active, out)
     return out
 
 
