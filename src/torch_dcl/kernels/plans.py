@@ -87,7 +87,8 @@ class Plan:
         if self.keep:
             from torch_dcl.kernels import kept as responses  # noqa: PLC0415
 
-            into = z.view(self.P, -1) if z.dim() != 2 else z
+            N = weight.shape[1]
+            into = z if z.dim() == 2 else z.as_strided((self.P, N), (N, 1))
             return responses.kept_forward(self._matrix(y), weight, bias, into, self.T, self.eps, self.pairs)
         hopper = launch.takes_hopper(self, y, weight)
         if hopper is not None:
