@@ -142,6 +142,43 @@ def test_a_functional_batch_norm_cannot_be_taken_in():
     assert linear_plan(forward, size=(64,), **modules)["a"].reason == "its batch norm is used functionally"
 
 
+@pytest.mark.parametrize("length", [7, 32])
+def test_a_batch_norm_over_the_positions_of_a_linear_layer_is_not_taken_in(length):
+    """BatchNorm1d on [N, L, C] normalises L, also where L = C makes the shapes agree."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(length), nn.ReLU(), nn.Linear(32, 4))
+    row = rows(dcl.plan(model, (length, 64)))["0"]
+    assert (row.selected, row.norm) == (False, None)
+    assert row.reason == "its batch norm normalises another dimension than its channels"
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(16, 6, 3), nn.BatchNorm1d(6), (16, 8)),
+        (nn.Conv2d(16, 6, 3), nn.BatchNorm1d(6), (16, 8, 8)),
+        (nn.Conv3d(16, 6, 3), nn.BatchNorm2d(6), (16, 8, 8, 8)),
+        (nn.Linear(16, 6), nn.BatchNorm2d(6), (2, 6, 6, 16)),
+    ],
+)
+def test_nor_is_one_over_the_positions_of_a_convolution_without_a_batch(layer, norm, shape):
+    model = Lambda(lambda m, x: m.head(F.relu(m.bn(m.a(x)))), a=layer, bn=norm, head=nn.Linear(6, 2))
+    row = rows(dcl.plan(model, example=torch.randn(shape), width=2))["a"]
+    assert row.reason == "its batch norm normalises another dimension than its channels"
+
+
+def test_a_batch_norm_over_the_channels_is_taken_in_whatever_the_layer():
+    for layer, norm, shape in [
+        (nn.Linear(16, 6), nn.BatchNorm1d(6), (3, 16)),
+        (nn.Conv1d(16, 6, 3), nn.BatchNorm1d(6), (3, 16, 8)),
+        (nn.Conv2d(16, 6, 3), nn.BatchNorm2d(6), (3, 16, 8, 8)),
+        (nn.Conv3d(16, 6, 3), nn.SyncBatchNorm(6), (3, 16, 8, 8, 8)),
+    ]:
+        head = nn.Linear(6, 2)
+        model = Lambda(lambda m, x: m.head(F.relu(m.bn(m.a(x))).movedim(1, -1)), a=layer, bn=norm, head=head)
+        row = rows(dcl.plan(model, example=torch.randn(shape), width=2))["a"]
+        assert (row.selected, row.norm) == (True, "bn")
+
+
 def refused(module, size=(16, 8, 8)):
     head = nn.Conv2d(32, 2, 1)
     return rows(dcl.plan(nn.Sequential(module, nn.ReLU(), head), size))["0"]

@@ -221,6 +221,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             call.norm, relus, call.reason = _follow(event.makes[0], readers, outputs)
             call.relu = relus.pop() if len(relus) == 1 else None
+            if not call.reason and call.norm is not None and len(call.output_shape) != layer_weight(module).dim():
+                call.reason = "its batch norm normalises another dimension than its channels"
             if call.reason and event.makes[0] not in onward:
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
