@@ -4,7 +4,10 @@ import contextlib
 import copy
 import json
 import re
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -104,6 +107,127 @@ def test_every_other_layer_says_why_it_is_left_alone(function, reason):
     row = linear_plan(function)["a"]
     assert row.reason == reason
     assert not row.selected
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: object = None
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class ModelOutput(OrderedDict):
+    """As model libraries have it: a dictionary whose entries are attributes too."""
+
+
+def cyclic(h):
+    """What refers to itself lives until the garbage collector comes by."""
+    cycle = [h]
+    cycle.append(cycle)
+
+
+LOG = []
+RELU = "would not shrink (1,024 → 1,024 weights)"
+OUTPUT = "its output is also an output of the network"
+KEPT = "its output is kept after the call, as an attribute or by a hook"
+
+
+def looked_at(look):
+    """The row of a layer whose output, before its ReLU, somebody looks at; the network returns what that gives."""
+
+    def forward(m, x):
+        h = m.a(x)
+        y = m.head(F.relu(h))
+        return Output(y, look(m, h))
+
+    model = Lambda(forward, a=nn.Linear(32, 32), head=nn.Linear(32, 4), log=[])
+    model.register_buffer("buffer", torch.zeros(3))
+    model.register_buffer("empty", None)
+    row = rows(dcl.plan(model, (32,)))["a"]
+    assert (model.buffer.shape, model.empty) == ((3,), None)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (lambda h: h, OUTPUT),
+        (lambda h: [Output(h, Output(h, (h,)))], OUTPUT),
+        (lambda h: {"before": [h.view(-1)[3:]]}, OUTPUT),
+        (lambda h: SimpleNamespace(hidden=h.detach()), OUTPUT),
+        (Slots, OUTPUT),
+        (lambda h: Pair(h, h), OUTPUT),
+        (lambda h: ModelOutput(hidden=h), OUTPUT),
+        (lambda h: torch.distributions.Normal(h, 1.0, validate_args=False), OUTPUT),
+        (lambda h: lambda: h, OUTPUT),
+        (lambda h: h.numpy(), OUTPUT),
+        (F.relu, RELU),
+        (lambda h: h.relu_(), RELU),
+    ],
+)
+def test_what_is_returned_from_before_the_relu_is_an_output_in_whatever_object(wrap, reason):
+    row = looked_at(lambda _, h: wrap(h))
+    assert (row.status, row.reason) == ("left", reason)
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        (lambda m, h: setattr(m, "last", h), KEPT),
+        (lambda m, h: setattr(m.head, "last", [{"h": h.clone()}]), KEPT),
+        (lambda m, h: m.log.append(h), KEPT),
+        (lambda m, h: m.log.append(h) or h, KEPT),
+        (lambda m, h: setattr(m, "buffer", h), KEPT),
+        (lambda m, h: setattr(m, "empty", h), KEPT),
+        (lambda _, h: LOG.append(h), KEPT),
+        (lambda m, h: setattr(m, "last", F.relu(h)), RELU),
+        (lambda m, h: setattr(m, "last", h.relu_()), RELU),
+        (lambda m, h: setattr(m, "last", h.view(-1).relu_()), RELU),
+        (lambda _, h: cyclic(h), RELU),
+    ],
+)
+def test_what_is_kept_from_before_the_relu_is_an_output_too(keep, reason):
+    row = looked_at(keep)
+    LOG.clear()
+    assert (row.status, row.reason) == ("left", reason)
+
+
+@pytest.mark.parametrize(("inplace", "reason"), [(False, KEPT), (True, RELU)])
+def test_what_a_hook_takes_out_before_the_relu_is_an_output(inplace, reason):
+    """Unless the ReLU works in place: then the hook has what comes out of it."""
+    features = {}
+    model = nn.Sequential(nn.Linear(32, 32), nn.Identity(), nn.ReLU(inplace), nn.Linear(32, 4))
+    model[1].register_forward_hook(lambda _module, _x, y: features.update(before=y))
+    assert rows(dcl.plan(model, (32,)))["0"].reason == reason
+
+
+def test_what_a_graph_saves_is_no_output():
+    """A network that needs gradients in eval holds what its batch norms have seen, and nobody looks at that."""
+
+    def forward(m, x):
+        with torch.enable_grad():
+            return m.head(F.relu(m.bn(m.a(x))))
+
+    plan = linear_plan(forward, a=nn.Linear(64, 32), bn=nn.BatchNorm1d(32), size=(64,))
+    assert (plan["a"].selected, plan["a"].norm) == (True, "bn")
+
+    def returning(m, x):
+        with torch.enable_grad():
+            h = m.a(x)
+            return Output(m.head(F.relu(m.bn(h))), h)
+
+    assert linear_plan(returning, a=nn.Linear(64, 32), bn=nn.BatchNorm1d(32), size=(64,))["a"].reason == OUTPUT
 
 
 def test_the_last_layer_is_the_head_even_behind_a_softmax():
