@@ -2,9 +2,13 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import re
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,6 +110,127 @@ def test_every_other_layer_says_why_it_is_left_alone(function, reason):
     assert not row.selected
 
 
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: object = None
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class ModelOutput(OrderedDict):
+    """As model libraries have it: a dictionary whose entries are attributes too."""
+
+
+def cyclic(h):
+    """What refers to itself lives until the garbage collector comes by."""
+    cycle = [h]
+    cycle.append(cycle)
+
+
+LOG = []
+RELU = "would not shrink (1,024 → 1,024 weights)"
+OUTPUT = "its output is also an output of the network"
+KEPT = "its output is kept after the call, as an attribute or by a hook"
+
+
+def looked_at(look):
+    """The row of a layer whose output, before its ReLU, somebody looks at; the network returns what that gives."""
+
+    def forward(m, x):
+        h = m.a(x)
+        y = m.head(F.relu(h))
+        return Output(y, look(m, h))
+
+    model = Lambda(forward, a=nn.Linear(32, 32), head=nn.Linear(32, 4), log=[])
+    model.register_buffer("buffer", torch.zeros(3))
+    model.register_buffer("empty", None)
+    row = rows(dcl.plan(model, (32,)))["a"]
+    assert (model.buffer.shape, model.empty) == ((3,), None)
+    return row
+
+
+@pytest.mark.parametrize(
+    ("wrap", "reason"),
+    [
+        (lambda h: h, OUTPUT),
+        (lambda h: [Output(h, Output(h, (h,)))], OUTPUT),
+        (lambda h: {"before": [h.view(-1)[3:]]}, OUTPUT),
+        (lambda h: SimpleNamespace(hidden=h.detach()), OUTPUT),
+        (Slots, OUTPUT),
+        (lambda h: Pair(h, h), OUTPUT),
+        (lambda h: ModelOutput(hidden=h), OUTPUT),
+        (lambda h: torch.distributions.Normal(h, 1.0, validate_args=False), OUTPUT),
+        (lambda h: lambda: h, OUTPUT),
+        (lambda h: h.numpy(), OUTPUT),
+        (F.relu, RELU),
+        (lambda h: h.relu_(), RELU),
+    ],
+)
+def test_what_is_returned_from_before_the_relu_is_an_output_in_whatever_object(wrap, reason):
+    row = looked_at(lambda _, h: wrap(h))
+    assert (row.status, row.reason) == ("left", reason)
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        (lambda m, h: setattr(m, "last", h), KEPT),
+        (lambda m, h: setattr(m.head, "last", [{"h": h.clone()}]), KEPT),
+        (lambda m, h: m.log.append(h), KEPT),
+        (lambda m, h: m.log.append(h) or h, KEPT),
+        (lambda m, h: setattr(m, "buffer", h), KEPT),
+        (lambda m, h: setattr(m, "empty", h), KEPT),
+        (lambda _, h: LOG.append(h), KEPT),
+        (lambda m, h: setattr(m, "last", F.relu(h)), RELU),
+        (lambda m, h: setattr(m, "last", h.relu_()), RELU),
+        (lambda m, h: setattr(m, "last", h.view(-1).relu_()), RELU),
+        (lambda _, h: cyclic(h), RELU),
+    ],
+)
+def test_what_is_kept_from_before_the_relu_is_an_output_too(keep, reason):
+    row = looked_at(keep)
+    LOG.clear()
+    assert (row.status, row.reason) == ("left", reason)
+
+
+@pytest.mark.parametrize(("inplace", "reason"), [(False, KEPT), (True, RELU)])
+def test_what_a_hook_takes_out_before_the_relu_is_an_output(inplace, reason):
+    """Unless the ReLU works in place: then the hook has what comes out of it."""
+    features = {}
+    model = nn.Sequential(nn.Linear(32, 32), nn.Identity(), nn.ReLU(inplace), nn.Linear(32, 4))
+    model[1].register_forward_hook(lambda _module, _x, y: features.update(before=y))
+    assert rows(dcl.plan(model, (32,)))["0"].reason == reason
+
+
+def test_what_a_graph_saves_is_no_output():
+    """A network that needs gradients in eval holds what its batch norms have seen, and nobody looks at that."""
+
+    def forward(m, x):
+        with torch.enable_grad():
+            return m.head(F.relu(m.bn(m.a(x))))
+
+    plan = linear_plan(forward, a=nn.Linear(64, 32), bn=nn.BatchNorm1d(32), size=(64,))
+    assert (plan["a"].selected, plan["a"].norm) == (True, "bn")
+
+    def returning(m, x):
+        with torch.enable_grad():
+            h = m.a(x)
+            return Output(m.head(F.relu(m.bn(h))), h)
+
+    assert linear_plan(returning, a=nn.Linear(64, 32), bn=nn.BatchNorm1d(32), size=(64,))["a"].reason == OUTPUT
+
+
 def test_the_last_layer_is_the_head_even_behind_a_softmax():
     plan = linear_plan(lambda m, x: m.head(F.relu(m.a(x))).softmax(-1))
     assert plan["head"].reason == "head of the network"
@@ -140,6 +265,43 @@ def test_a_functional_batch_norm_cannot_be_taken_in():
 
     modules = {"a": nn.Linear(64, 32), "mean": nn.Buffer(torch.zeros(32)), "var": nn.Buffer(torch.ones(32))}
     assert linear_plan(forward, size=(64,), **modules)["a"].reason == "its batch norm is used functionally"
+
+
+@pytest.mark.parametrize("length", [7, 32])
+def test_a_batch_norm_over_the_positions_of_a_linear_layer_is_not_taken_in(length):
+    """BatchNorm1d on [N, L, C] normalises L, also where L = C makes the shapes agree."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(length), nn.ReLU(), nn.Linear(32, 4))
+    row = rows(dcl.plan(model, (length, 64)))["0"]
+    assert (row.selected, row.norm) == (False, None)
+    assert row.reason == "its batch norm normalises another dimension than its channels"
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "shape"),
+    [
+        (nn.Conv1d(16, 6, 3), nn.BatchNorm1d(6), (16, 8)),
+        (nn.Conv2d(16, 6, 3), nn.BatchNorm1d(6), (16, 8, 8)),
+        (nn.Conv3d(16, 6, 3), nn.BatchNorm2d(6), (16, 8, 8, 8)),
+        (nn.Linear(16, 6), nn.BatchNorm2d(6), (2, 6, 6, 16)),
+    ],
+)
+def test_nor_is_one_over_the_positions_of_a_convolution_without_a_batch(layer, norm, shape):
+    model = Lambda(lambda m, x: m.head(F.relu(m.bn(m.a(x)))), a=layer, bn=norm, head=nn.Linear(6, 2))
+    row = rows(dcl.plan(model, example=torch.randn(shape), width=2))["a"]
+    assert row.reason == "its batch norm normalises another dimension than its channels"
+
+
+def test_a_batch_norm_over_the_channels_is_taken_in_whatever_the_layer():
+    for layer, norm, shape in [
+        (nn.Linear(16, 6), nn.BatchNorm1d(6), (3, 16)),
+        (nn.Conv1d(16, 6, 3), nn.BatchNorm1d(6), (3, 16, 8)),
+        (nn.Conv2d(16, 6, 3), nn.BatchNorm2d(6), (3, 16, 8, 8)),
+        (nn.Conv3d(16, 6, 3), nn.SyncBatchNorm(6), (3, 16, 8, 8, 8)),
+    ]:
+        head = nn.Linear(6, 2)
+        model = Lambda(lambda m, x: m.head(F.relu(m.bn(m.a(x))).movedim(1, -1)), a=layer, bn=norm, head=head)
+        row = rows(dcl.plan(model, example=torch.randn(shape), width=2))["a"]
+        assert (row.selected, row.norm) == (True, "bn")
 
 
 def refused(module, size=(16, 8, 8)):
@@ -254,6 +416,38 @@ def test_a_width_that_does_not_fit_marks_its_row_alone():
     assert plan["fc1"].status == "pays"
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize("round_to", [1, 8])
+@pytest.mark.parametrize(("K1", "K2"), [(64, 256), (96, 384), (16, 100), (3, 431), (8, 8)])
+def test_a_unit_that_would_not_shrink_says_at_which_ratio_it_would(K1, K2, round_to, branches, norm):
+    between = [nn.BatchNorm1d(K2), nn.ReLU()] if norm else [nn.ReLU()]
+    model = nn.Sequential(nn.Linear(K1, K2), *between, nn.Linear(K2, 2))
+
+    def planned(**arguments):
+        return dcl.plan(model, (K1,), branches=branches, **arguments).rows[0]
+
+    ratio = planned(ratio=1.0, round_to=round_to).paying_ratio
+    if ratio is None:
+        assert planned(width=round_to).status == "left"
+        return
+    row = planned(ratio=ratio, round_to=round_to)
+    assert (row.status, row.paying_ratio) == ("pays", None)
+    assert planned(width=row.widths[0] + round_to).status == "left"  # no wider one would
+
+
+def test_a_transformer_says_which_ratio_would_pay():
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    plan = dcl.plan(nn.Sequential(layer, nn.Linear(64, 2)), (5, 64))
+    assert rows(plan)["0.linear1"].reason == "would not shrink (16,384 → 40,960 weights)"
+    assert str(plan).startswith("Nothing here is worth converting at these widths.\n")
+    assert "\nWould shrink at ratio=0.09 or less (1): 0.linear1" in str(plan)
+    assert dcl.Plan.from_json(plan.to_json()) == plan
+    narrow = dcl.plan(nn.Sequential(layer, nn.Linear(64, 2)), (5, 64), ratio=0.09)
+    assert names(narrow) == ["0.linear1"]
+    assert "Would shrink" not in str(narrow)
+
+
 @pytest.mark.parametrize("budget", [0.95, 0.8, 0.6, 0.5])
 @pytest.mark.parametrize("branches", [2, 3])
 def test_a_budget_is_met_on_as_few_units_as_it_takes(budget, branches):
@@ -269,8 +463,38 @@ def test_a_budget_is_met_on_as_few_units_as_it_takes(budget, branches):
 
 
 def test_a_budget_out_of_reach_says_what_can_be_reached():
-    with pytest.raises(ValueError, match=r"budget 0.01 is out of reach.*least that can be kept is 0\.\d+"):
-        dcl.plan(models.lenet(100), (1, 28, 28), budget=0.01)
+    def least(budget=0.01, **arguments):
+        with pytest.raises(ValueError, match=r"budget 0.01 is out of reach.*least that can be kept is") as error:
+            dcl.plan(models.lenet(100), (1, 28, 28), budget=budget, **arguments)
+        assert "not converted: head of the network (1)" in str(error.value)
+        assert ("lower round_to" in str(error.value)) == (arguments.get("round_to") != 1)
+        assert ("take fewer branches (now 2)" in str(error.value)) == (arguments.get("branches") != 1)
+        return float(re.search(r"can be kept is (\d\.\d+)", str(error.value))[1])
+
+    for arguments in ({}, {"round_to": 1}, {"round_to": 1, "branches": 1}):
+        kept = least(**arguments)
+        plan = dcl.plan(models.lenet(100), (1, 28, 28), budget=kept, **arguments)
+        assert kept - 0.001 < plan.weights_after / plan.weights <= kept
+    assert kept < 0.112  # the head alone is 0.105 of the weights
+
+
+def test_a_budget_goes_down_to_the_narrowest_branches():
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 2))
+    plan = dcl.plan(model, example=torch.zeros(1, 4096), budget=0.01)
+    assert plan.selected[0].widths == (8, 8)
+
+
+def test_a_budget_where_nothing_can_be_converted_says_that():
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2))
+    told = r"budget 0\.5 is out of reach: no layer of the network can be converted: GELU follows \(2\), head"
+    with pytest.raises(ValueError, match=told) as error:
+        dcl.plan(model, (8,), budget=0.5)
+    assert "round_to" not in str(error.value)
+    small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    told = r"with 2 branches of 8 filters no unit of the network gets smaller; lower round_to \(now 8\) or take fewer"
+    with pytest.raises(ValueError, match=told):
+        dcl.plan(small, (8,), budget=0.9)
+    assert dcl.plan(small, (8,), budget=0.9, round_to=1).weights_after <= 0.9 * 80
 
 
 # Choosing
@@ -295,19 +519,60 @@ def test_only_and_without_take_names_globs_and_predicates(bignet_plan):
     assert names(bignet_plan.only("fc1").only("conv7*")) == ["conv7"]
 
 
-def test_an_exact_name_takes_what_was_left_alone_and_a_glob_does_not(bignet_plan):
-    assert names(bignet_plan.only("fc3")) == ["fc3"]
-    assert names(bignet_plan.only("fc*")) == ["fc1"]
-    with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)"):
+def test_a_layer_that_was_left_alone_is_taken_by_force_only(bignet_plan):
+    with pytest.raises(ValueError, match=r"^'fc3' is left alone: head of the network; force=True converts it"):
+        bignet_plan.only("fc1", "fc3")
+    assert names(bignet_plan.only("fc1", "fc3", force=True)) == ["fc1", "fc3"]
+    assert names(bignet_plan.only("fc*", force=True)) == ["fc1"]
+    with pytest.raises(
+        ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head.*\); name it exactly, with force=True"
+    ):
         bignet_plan.only("fc3*")
+    with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)$"):
+        bignet_plan.without("fc3*")
+
+
+def test_in_a_residual_network_the_layer_before_the_sum_is_not_taken_by_its_name():
+    model = nn.Sequential(Block(), nn.Conv2d(32, 4, 1))
+    plan = dcl.plan(model, (32, 8, 8))
+    with pytest.raises(ValueError, match=r"'0\.conv2' is left alone: feeds a residual sum; force=True"):
+        plan.only("0.conv2")
+    forced = plan.only("0.conv2", force=True)
+    assert names(forced) == ["0.conv2"]
+    assert dcl.Plan.from_json(forced.to_json()) == forced
+    dcl.convert_(model, forced, init="random")
+    assert isinstance(model[0].conv2, dcl.DCLConv2d)
+
+
+def test_an_exact_name_takes_a_unit_that_would_not_shrink(bignet_plan):
+    assert rows(bignet_plan)["fc2"].reason.startswith("would not shrink")
+    assert names(bignet_plan.only("fc2")) == ["fc2"]
+    assert names(bignet_plan.only("fc*")) == ["fc1"]
+    with pytest.raises(ValueError, match=r"'fc2\*' matches 'fc2', but it is left alone .*; name it exactly$"):
+        bignet_plan.only("fc2*")
+
+
+def test_patterns_may_come_in_a_list(bignet_plan):
+    assert names(bignet_plan.only(["fc1", "conv[34]"])) == ["conv3", "conv4", "fc1"]
+    assert names(bignet_plan.only(name for name in ("fc1", "conv3"))) == ["conv3", "fc1"]
+    assert names(bignet_plan.only("fc1", {"conv3"})) == ["conv3", "fc1"]
+    assert names(bignet_plan.only("fc1", "conv3").without(["conv3"])) == ["fc1"]
+
+
+@pytest.mark.parametrize("method", ["only", "without"])
+@pytest.mark.parametrize(("given", "kind"), [(3, "int"), (None, "NoneType"), (nn.Sequential(nn.ReLU()), "Sequential")])
+def test_what_is_no_pattern_is_named(bignet_plan, method, given, kind):
+    with pytest.raises(TypeError, match=rf"a name, a glob or a predicate .* got {kind}; .* example \['conv1'"):
+        getattr(bignet_plan, method)(given)
 
 
 @pytest.mark.parametrize("method", ["only", "without"])
 def test_an_unmatched_pattern_offers_the_nearest(bignet_plan, method):
     with pytest.raises(ValueError, match=r"'fcc1' matches no unit; nearest: 'fc1'"):
         getattr(bignet_plan, method)("fcc1")
-    with pytest.raises(ValueError, match="no pattern given"):
-        getattr(bignet_plan, method)()
+    for none in ((), ([],)):
+        with pytest.raises(ValueError, match="no pattern given"):
+            getattr(bignet_plan, method)(*none)
     with pytest.raises(ValueError, match="holds for no unit"):
         getattr(bignet_plan, method)(lambda name, _: name == "nothing")
 
@@ -352,6 +617,51 @@ def test_the_table_tells_what_happens():
     assert "low-rank 200" in text
     assert "475,500 → 335,500 (-29.4 %)" in text
     assert "head of the network (1): fc2" in text
+
+
+@pytest.fixture
+def wide_names():
+    """A plan with long names, notes of every kind and times, which is wider than any terminal should be asked to be."""
+    model = nn.ModuleDict({f"encoder_stage_{i}": Block() for i in range(6)})
+    model["head"] = nn.Conv2d(32, 4, 1)
+    plan = dcl.plan(Lambda(lambda m, x: [x := b(x) for b in m.net.values()][-1], net=model), (32, 8, 8))
+    timings = {"plain": Timing(1.0, 4.0), "dcl": Timing(2.0, 5.0), "low_rank": Timing(0.5, None)}
+    timed = tuple(replace(row, timings=timings if row.selected else None) for row in plan.rows)
+    network = {"plain": timings["plain"], "dcl": timings["dcl"]}
+    return replace(plan, rows=timed, device="an accelerator of some length", timings=network)
+
+
+@pytest.mark.parametrize(("measured", "narrowest"), [(False, 50), (True, 60)])
+def test_the_table_fits_the_width_it_is_given(wide_names, measured, narrowest):
+    plan = wide_names if measured else replace(wide_names, device=None, timings=None)
+    for width in (400, 160, 112, 100, 80, 72, narrowest):
+        text = plan.table(width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "low-rank 16" in text
+        assert all(row.name in text for row in plan.rows if not row.selected)
+        assert ("the paper's inequality" in text) == ("≤" in text.splitlines()[0])
+    assert text.splitlines()[2].endswith("×0.56  ×0.56   ×2.00    ×1.25" if measured else "×0.56  ×0.56")
+
+
+def test_columns_go_one_after_the_other_and_names_are_cut_last(wide_names):
+    plan = replace(wide_names, device=None, timings=None)
+    heads = [plan.table(width).splitlines()[0].split() for width in range(120, 30, -1)]
+    assert heads[0] == ["unit", "layer", "becomes", "weights", "after", "ratio", "MACs", "after", "ratio", "≤"]
+    assert heads[-1] == ["unit", "becomes", "weights", "MACs"]
+    assert {len(head) for head in heads} == {10, 8, 7, 5, 4}
+    assert all(len(a) >= len(b) for a, b in itertools.pairwise(heads))
+    unit = [plan.table(width).splitlines()[2].split()[0] for width in (60, 48)]
+    assert unit[0] == plan.selected[0].name
+    assert unit[1].startswith("…")
+    assert unit[0].endswith(unit[1][1:])
+
+
+def test_a_terminal_gets_what_fits_and_a_file_everything(wide_names, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(wide_names) == wide_names.table(80)
+    monkeypatch.delenv("COLUMNS")
+    assert str(wide_names) == wide_names.table(10_000)  # the tests' output is no terminal
+    assert max(map(len, str(wide_names).splitlines())) > 112
 
 
 def test_nothing_to_convert_is_an_answer():
@@ -523,7 +833,8 @@ def test_planning_does_not_disturb_the_random_state():
         ({"branches": 9}, "branches must be from 1 to 8, got 9"),
         ({"ratio": 0.0}, "ratio must be above 0"),
         ({"ratio": 1.5}, "ratio must be above 0"),
-        ({"width": 0}, "width 0 does not fit"),
+        ({"width": 0}, "width 0 does not fit any layer; a branch has one filter or more$"),
+        ({"width": (8, -3)}, "width -3 does not fit any layer"),
         ({"width": (3, 3, 3)}, "width names 3 branches, but branches = 2"),
         ({"round_to": 0}, "round_to must be a whole number"),
         ({"eps": -1.0}, "eps must be a finite positive number, got -1.0"),
@@ -541,6 +852,48 @@ def test_planning_does_not_disturb_the_random_state():
 def test_wrong_arguments_name_the_value_and_the_remedy(arguments, message):
     with pytest.raises(ValueError, match=message):
         dcl.plan(models.lenet(10), **{"input_size": (1, 28, 28), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_size": torch.zeros(2, 1, 28, 28)}, r"got a tensor of \(2, 1, 28, 28\)\. Pass it as example="),
+        ({"input_size": 784}, r"input_size is a tuple, without the batch; got 784\. Write \(784,\)"),
+        ({"budget": "0.5"}, "budget is the fraction of the weights to keep, .*; got '0.5'"),
+        ({"budget": True}, "budget is the fraction of the weights to keep, .*; got True"),
+        ({"budget": {"latency": 0.8}}, "budget is the fraction of the weights to keep, .*; got {'latency': 0.8}"),
+        ({"width": 8.0}, "width must be a whole number, or one for each branch, got 8.0"),
+        ({"width": "8"}, "width must be a whole number, or one for each branch, got '8'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_name_the_value_and_the_remedy(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        dcl.plan(models.lenet(10), **{"input_size": (1, 28, 28), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "an nn.Module, first; got None"),
+        (models.lenet, r"got the function lenet; call it: plan\(lenet\(\), \.\.\.\)"),
+        (nn.Sequential, r"got the class Sequential; make one: plan\(Sequential\("),
+        ({"weight": torch.zeros(3)}, "got a dict"),
+        ((3, 224, 224), "got a tuple"),
+    ],
+)
+def test_what_is_no_network_is_named(given, message):
+    with pytest.raises(TypeError, match=message):
+        dcl.plan(given, (1, 28, 28))
+
+
+def test_a_width_that_fits_no_layer_is_said_in_every_row():
+    plan = dcl.plan(models.lenet(10), (1, 28, 28), width=1 << 31)
+    assert rows(plan)["fc1"].reason == "width 2147483648 does not fit its 500 output channels"
+
+
+def test_an_example_that_is_none_says_what_one_is():
+    with pytest.raises(ValueError, match="An example is a tensor, a tuple of arguments, or a dictionary"):
+        dcl.plan(models.lenet(10), example=torch.zeros(2, 1, 28, 28).numpy())
 
 
 def test_an_example_may_be_a_tensor_a_tuple_or_keywords():
@@ -566,6 +919,20 @@ def test_wrapped_scripted_compiled_and_lazy_networks_say_what_to_do_first():
         dcl.plan(nn.DataParallel(model), (64,))
     with pytest.raises(ValueError, match="lazy and has no size yet"):
         dcl.plan(nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4)), (64,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_scripted_traced_and_exported_networks_have_no_layers_any_more():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.zeros(2, 64)
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, x)):
+        with pytest.raises(TypeError, match=r"a scripted or traced network has no layers .* the network itself"):
+            dcl.plan(scripted, (64,))
+    program = torch.export.export(model, (x,))
+    for exported in (program, program.module()):
+        with pytest.raises(TypeError, match=r"an exported network has no layers .* export it after that"):
+            dcl.plan(exported, (64,))
+    assert names(dcl.plan(torch.fx.symbolic_trace(model), (64,))) == ["0"]
 
 
 def test_the_network_itself_cannot_be_its_own_unit():

@@ -2,40 +2,23 @@
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from torch_dcl.convert.arguments import Wish, check_model, check_wish, read_example
 from torch_dcl.convert.measure import measure_network, measure_unit
-from torch_dcl.convert.rows import Plan, Row, Status, Timing
+from torch_dcl.convert.rows import GROWS, Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
-from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
 
 __all__ = ["plan"]
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """What the caller wants of every unit."""
-
-    branches: int
-    ratio: float
-    width: int | Sequence[int] | None
-    round_to: int
-    strategy: Strategy
-    eps: float | None
-
-    def widths(self, out_channels: int) -> tuple[int, ...]:
-        return branch_widths(
-            out_channels, branches=self.branches, ratio=self.ratio, width=self.width, round_to=self.round_to
-        )
 
 
 def plan(
@@ -80,11 +63,11 @@ def plan(
         ValueError: an argument out of its range, an input that does not fit the model, a budget out of reach.
         TypeError: an argument of the wrong kind.
     """
-    wish = _Wish(branches, ratio, width, round_to, strategy, eps)
-    _check_wish(wish, budget)
-    _check_model(model)
-    args, kwargs, description = _example(model, input_size, example, batch)
-    seen = _run(model, args, kwargs, description)
+    wish = Wish(branches, ratio, width, round_to, strategy, eps)
+    check_wish(wish, budget)
+    check_model(model)
+    args, kwargs, description = read_example(model, input_size, example, batch)
+    seen = _run(model, args, kwargs, description, sized=example is None)
     rows, modules = _rows(model, seen, wish)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
@@ -100,70 +83,19 @@ def plan(
     return _measured(result, model, seen, args, kwargs) if measure else result
 
 
-def _check_wish(wish: _Wish, budget: float | None) -> None:
-    """Refuse what no unit could take; what one unit cannot take is said in its row."""
-    probe = 1 << 30
-    widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
-    if wish.strategy not in ("deterministic", "stochastic"):
-        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
-    if wish.strategy == "stochastic" and len(widths) < 3:
-        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
-    check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
-    if budget is not None:
-        if not 0 < budget < 1:
-            raise ValueError(f"budget is the fraction of the weights to keep, above 0 and below 1, got {budget!r}")
-        if wish.width is not None:
-            raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
-
-
-def _check_model(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("a scripted network cannot be converted; plan and convert it before torch.jit.script")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
-
-
-def _example(
-    model: nn.Module, input_size: Sequence[int] | None, example: Any, batch: int
-) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    if (input_size is None) == (example is None):
-        raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch must be a whole number of at least 1, got {batch!r}")
-    if example is not None:
-        if batch != 1:
-            raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
-        if isinstance(example, Mapping):
-            return (), dict(example), "the example given"
-        args = tuple(example) if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
-        return args, {}, f"the example given ({shapes})"
-    size = tuple(input_size or ())
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
-        raise ValueError(f"input_size must be whole numbers above 0, without the batch, got {input_size!r}")
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    where = torch.device("cpu") if first is None else first.device
-    generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
-    tensor = torch.randn(batch, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
-    return (tensor,), {}, f"{'one input' if batch == 1 else f'{batch} inputs'} of {'×'.join(map(str, size))}"
-
-
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str) -> Trace:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str, *, sized: bool) -> Trace:
     try:
         return trace(model, args, kwargs)
     except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on {description}: {error}. "
+        remedy = (
             "Check input_size (without the batch), or pass example= with a real input"
-        ) from error
+            if sized
+            else "An example is a tensor, a tuple of arguments, or a dictionary of keyword arguments"
+        )
+        raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
 
 
-def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[str, nn.Module]]:
+def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
@@ -185,7 +117,8 @@ def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[s
         if not reason and not row.widths:
             reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
-            reason = f"would not shrink ({row.weights:,} → {row.weights_after:,} weights)"
+            reason = f"{GROWS} ({row.weights:,} → {row.weights_after:,} weights)"
+            row = replace(row, paying_ratio=_paying_ratio(row, wish.round_to))
         refused = bool(refusal) or not row.widths
         status: Status = "refused" if refused else "left" if reason else "pays"
         rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
@@ -209,6 +142,17 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
     if seen.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
+
+
+def _paying_ratio(row: Row, round_to: int) -> float | None:
+    """The largest ratio at which a unit shrinks, in as few digits as give that width; None where there is none."""
+    per_filter = row.in_channels * math.prod(row.kernel) + row.out_channels
+    fixed = row.weights_after - per_filter * sum(row.widths)  # of the batch norms, one a branch
+    width = (row.weights - fixed - 1) // (per_filter * row.branches) // round_to * round_to
+    if width < 1:
+        return None
+    rounded = (round(width / row.out_channels, digits) for digits in range(2, 17))
+    return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
 def _own_relu(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> str | None:
@@ -236,7 +180,7 @@ def _row(
     calls: Sequence[Call],
     norm: nn.Module | None,
     names: dict[nn.Module, list[str]],
-    wish: _Wish,
+    wish: Wish,
 ) -> Row:
     """The numbers of one layer, as it is and as it would be; whether to convert it is settled by the caller."""
     weight: Tensor = module.branch.weight if isinstance(module, _DCL) else module.weight  # type: ignore[assignment]
@@ -284,15 +228,14 @@ def _row(
     )
 
 
-def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> Plan:
+def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Plan:
     """The widest common ratio that meets the budget, then as few units as it takes."""
-    units = [row for row in given.rows if row.status == "pays" or row.reason.startswith("would not shrink")]
+    units = [row for row in given.rows if row.is_unit]
     allowed = budget * given.weights
     smallest = given.weights
     names = names_of(model)
-    steps = 64
-    for step in range(steps, 0, -1):
-        tried = replace(wish, ratio=step / steps / wish.branches)
+    for ratio in _ratios(units, wish):
+        tried = replace(wish, ratio=ratio)
         resized = {}
         for row in units:
             module = model.get_submodule(row.name)
@@ -301,7 +244,7 @@ def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> P
             positions = row.macs // (math.prod(row.kernel) * row.in_channels * row.out_channels)
             macs = positions * sum(new.widths) * (math.prod(row.kernel) * row.in_channels + row.out_channels)
             changed = {name: getattr(new, name) for name in ("widths", "weights_after", "parameters_after")}
-            new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True)
+            new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True, paying_ratio=None)
             if new.saved > 0:
                 resized[row.name] = new
         after = given.weights - sum(row.saved for row in resized.values())
@@ -315,10 +258,35 @@ def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> P
                 resized[row.name] = replace(row, selected=False)
         rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in given.rows)
         return replace(given, rows=rows)
-    raise ValueError(
-        f"budget {budget} is out of reach: with {wish.branches} branches the least that can be kept is "
-        f"{math.ceil(1000 * smallest / given.weights) / 1000}; allow more, or lower round_to (now {wish.round_to})"
-    )
+    raise ValueError(f"budget {budget} is out of reach: {_shortfall(given, smallest, wish)}")
+
+
+def _ratios(units: Sequence[Row], wish: Wish) -> Iterator[float]:
+    """Ratios to try, from all of the channels down to where every branch is as narrow as ``round_to`` allows."""
+    steps = 64
+    yield from (step / steps / wish.branches for step in range(steps, 0, -1))
+    ratio, widest = 1 / steps / wish.branches, max((row.out_channels for row in units), default=0)
+    while ratio * widest >= 1.5 * wish.round_to:
+        ratio /= 2
+        yield ratio
+
+
+def _shortfall(given: Plan, smallest: int, wish: Wish) -> str:
+    """Why no budget, or not this one, can be met, and what to do about it."""
+    reasons = Counter(row.reason for row in given.rows if not row.is_unit)
+    why = ", ".join(f"{reason} ({n})" for reason, n in reasons.most_common(3)) or "it has no Conv and no Linear"
+    if not any(row.is_unit for row in given.rows):
+        return f"no layer of the network can be converted: {why}. Plan without a budget for the whole list"
+    branches = "1 branch" if wish.branches == 1 else f"{wish.branches} branches"
+    narrower = [f"lower round_to (now {wish.round_to})"] if wish.round_to > 1 else []
+    narrower += [f"take fewer branches (now {wish.branches})"] if wish.branches > 1 else []
+    if smallest == given.weights:
+        remedy = " or ".join(narrower) or "leave the budget out"
+        return f"with {branches} of {wish.round_to} filters no unit of the network gets smaller; {remedy}"
+    least = math.ceil(1000 * smallest / given.weights) / 1000
+    remedy = ", or ".join(["allow more", *narrower])
+    rest = f" (not converted: {why})" if reasons else ""
+    return f"with {branches} the least that can be kept is {least}{rest}; {remedy}"
 
 
 def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -5,9 +5,10 @@ branches taken in Python. So it is run on an example, and every operation is not
 and makes. From that the question of the planner is answered: does a ReLU, and nothing else, follow this layer?
 """
 
+import gc
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,9 @@ _FOLLOWERS = {
     "_prelu_kernel": "PReLU follows", "mish": "Mish follows", "softplus": "Softplus follows",
     "hardtanh": "ReLU6 or a clipped activation follows",
 }  # fmt: skip
+
+_OUTPUT = "its output is also an output of the network"
+_KEPT = "its output is kept after the call, as an attribute or by a hook"
 
 
 @dataclass(eq=False)
@@ -84,6 +88,11 @@ class Trace:
     part_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
     """How often batch norms and ReLUs were called."""
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether a layer's output before its ReLU is looked at from outside."""
+        return any(call.reason in (_OUTPUT, _KEPT) for calls in self.calls.values() for call in calls)
+
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run ``model`` once in eval mode, without gradients, and say what follows each layer.
@@ -91,17 +100,16 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
     The training flags, the parameters and buffers, and the random state are as before afterwards.
     """
     recorder = _Recorder(model)
-    with (
-        evaluating(model),
-        torch.no_grad(),
-        _without_fast_paths(),
-        _restored_rng(model),
-        _restored_buffers(model),
-        recorder.watching(),
-    ):
-        outputs = model(*args, **kwargs)
-        kept = {recorder.value(t) for t in tree_leaves(_plain(outputs)) if isinstance(t, Tensor)}
-    return recorder.conclude(kept)
+    with evaluating(model), torch.no_grad(), _without_fast_paths(), _restored_rng(model), _restored_buffers(model):
+        with recorder.watching():
+            outputs = [model(*args, **kwargs)]
+        seen = recorder.conclude(recorder.live())
+        if seen.has_outputs:
+            gc.collect()  # garbage in reference cycles is alive too
+            live = recorder.live()
+            outputs.clear()
+            seen = recorder.conclude(live, recorder.live())
+    return seen
 
 
 @contextmanager
@@ -139,6 +147,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._values[tensor] = self._count
         number: int = self._values[tensor]
         return number
+
+    def live(self) -> set[int]:
+        """The values that somebody still holds: after the call these are outputs, whatever object they are in.
+
+        Two kinds of tensors may be held by C++ alone and do not count. One is the base of a view that is alive: the
+        view speaks for it. The other is what a graph has saved, in a network that enables gradients by itself.
+        """
+        tensors = list(self._values)
+        silent = {id(t._base) for t in tensors if t._base is not None}
+        in_graph = [t for t in tensors if t.grad_fn is not None]
+        if in_graph:
+            holders = [h for h in gc.get_referrers(*in_graph) if h is not tensors and h is not in_graph]
+            silent |= {id(t) for t in in_graph} - {id(t) for h in holders for t in gc.get_referents(h)}
+        return {self.value(t) for t in tensors if id(t) not in silent}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -201,8 +223,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in made), module))
         return result
 
-    def conclude(self, outputs: set[int]) -> Trace:
-        """Follow the output of every call to the ReLU, or to the reason why there is none."""
+    def conclude(self, live: set[int], kept: Set[int] = frozenset()) -> Trace:
+        """Follow the output of every call to the ReLU, or to the reason why there is none.
+
+        Args:
+            live: The values that are outputs, or kept somewhere.
+            kept: Those of them that outlive the outputs.
+        """
         readers: dict[int, list[_Event]] = defaultdict(list)
         for event in self.events:
             for value in set(event.reads):
@@ -219,8 +246,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module = event.module
             if module is None:
                 continue
-            call.norm, relus, call.reason = _follow(event.makes[0], readers, outputs)
+            call.norm, relus, call.reason = _follow(event.makes[0], readers, live, kept)
             call.relu = relus.pop() if len(relus) == 1 else None
+            if not call.reason and call.norm is not None and len(call.output_shape) != layer_weight(module).dim():
+                call.reason = "its batch norm normalises another dimension than its channels"
             if call.reason and event.makes[0] not in onward:
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
@@ -233,7 +262,7 @@ def _is_done_by(op: str, module: nn.Module) -> bool:
 
 
 def _follow(
-    value: int, readers: dict[int, list[_Event]], outputs: set[int]
+    value: int, readers: dict[int, list[_Event]], live: set[int], kept: Set[int]
 ) -> tuple[nn.Module | None, set[nn.Module | None], str]:
     """From a value to its ReLU: the batch norm on the way, the ReLUs, and the reason if something else is met."""
     norm: nn.Module | None = None
@@ -241,8 +270,8 @@ def _follow(
     todo, moved, scaled = [value], False, False
     while todo:
         value = todo.pop()
-        if value in outputs:
-            return norm, relus, "its output is also an output of the network"
+        if value in live:
+            return norm, relus, _KEPT if value in kept else _OUTPUT
         for event in readers[value]:
             op = event.op.removesuffix("_")
             if op == "relu":
@@ -275,11 +304,6 @@ def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
     return not isinstance(bounds[0], Tensor) and bounds[0] == 0 and bounds[1:] in ((), (None,))
 
 
-def _plain(outputs: Any) -> Any:
-    """Outputs as plain containers: dataclass-like outputs of model libraries are dictionaries in disguise."""
-    return dict(outputs) if hasattr(outputs, "keys") and not isinstance(outputs, dict) else outputs
-
-
 @contextmanager
 def _without_fast_paths() -> Iterator[None]:
     """Attention's fused inference path hides the layers that training calls."""
@@ -301,12 +325,12 @@ def _restored_rng(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
     """A network may count its calls, or keep what it saw last: all buffers are as before afterwards."""
-    saved = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in saved]
+    saved = [(m, name, b, None if b is None else b.clone()) for m in model.modules() for name, b in m._buffers.items()]
+    versions = [None if b is None or b.is_inference() else b._version for _, _, b, _ in saved]
     try:
         yield
     finally:
         for (module, name, buffer, content), version in zip(saved, versions, strict=True):
-            if version is not None and buffer._version != version:
+            if buffer is not None and content is not None and version is not None and buffer._version != version:
                 buffer.copy_(content)
             module._buffers[name] = buffer

@@ -1,0 +1,127 @@
+"""The arguments of ``plan``: checked, and made into what it works with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torch_dcl.functional import check_eps
+from torch_dcl.fusion import Strategy, branch_widths
+
+__all__ = ["Wish", "check_model", "check_wish", "read_example"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller wants of every unit."""
+
+    branches: int
+    ratio: float
+    width: int | Sequence[int] | None
+    round_to: int
+    strategy: Strategy
+    eps: float | None
+
+    def widths(self, out_channels: int) -> tuple[int, ...]:
+        """M(t) of a unit of that many output channels."""
+        return branch_widths(
+            out_channels, branches=self.branches, ratio=self.ratio, width=self.width, round_to=self.round_to
+        )
+
+
+def check_wish(wish: Wish, budget: float | None) -> None:
+    """Refuse what no unit could take; what one unit cannot take is said in its row."""
+    given = wish.width if isinstance(wish.width, Sequence) else (wish.width,)
+    numbers = [w for w in given if isinstance(w, int)]
+    if min(numbers, default=1) < 1:
+        raise ValueError(f"width {min(numbers)} does not fit any layer; a branch has one filter or more")
+    probe = max(numbers, default=1)
+    widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
+    if wish.strategy not in ("deterministic", "stochastic"):
+        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
+    if wish.strategy == "stochastic" and len(widths) < 3:
+        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
+    check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
+    if budget is not None:
+        told = "budget is the fraction of the weights to keep, a number above 0 and below 1, for example 0.8"
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            raise TypeError(f"{told}; got {budget!r}")
+        if not 0 < budget < 1:
+            raise ValueError(f"{told}; got {budget!r}")
+        if wish.width is not None:
+            raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no network, or one whose layers cannot be replaced any more."""
+    if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
+        raise TypeError(
+            "an exported network has no layers to convert any more; plan and convert the network itself, and export "
+            "it after that"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a network, an nn.Module, first; got {_described(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "a scripted or traced network has no layers to convert any more; plan and convert the network itself. "
+            "What is converted can be exported with torch.export or torch.onnx.export, or traced, but not scripted"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
+
+
+def _is_exported(model: object) -> bool:
+    """Whether this is a graph of operations that calls no layers, as torch.export leaves it."""
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    return any(isinstance(node.target, torch._ops.OpOverload) for node in nodes)
+
+
+def _described(model: object) -> str:
+    if isinstance(model, type):
+        made = issubclass(model, nn.Module)
+        return f"the class {model.__name__}" + (f"; make one: plan({model.__name__}(...), ...)" if made else "")
+    name = getattr(model, "__name__", None)
+    if callable(model) and name is not None:
+        return f"the function {name}; call it: plan({name}(), ...)"
+    return repr(model) if model is None else f"a {type(model).__name__}"
+
+
+def read_example(
+    model: nn.Module, input_size: Sequence[int] | None, example: Any, batch: int
+) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+    """The arguments and keyword arguments to run the network with, and how to call them in the table."""
+    if (input_size is None) == (example is None):
+        raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch must be a whole number of at least 1, got {batch!r}")
+    if example is not None:
+        if batch != 1:
+            raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
+        if isinstance(example, Mapping):
+            return (), dict(example), "the example given"
+        args = tuple(example) if isinstance(example, tuple) else (example,)
+        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+        return args, {}, f"the example given ({shapes})"
+    if isinstance(input_size, Tensor):
+        raise TypeError(
+            f"input_size is the size of one input, without the batch; got a tensor of {tuple(input_size.shape)}. "
+            "Pass it as example=, or give its size"
+        )
+    if isinstance(input_size, int):
+        raise TypeError(f"input_size is a tuple, without the batch; got {input_size}. Write ({input_size},)")
+    size = tuple(input_size or ())
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
+        raise ValueError(f"input_size must be whole numbers above 0, without the batch, got {input_size!r}")
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    where = torch.device("cpu") if first is None else first.device
+    generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
+    tensor = torch.randn(batch, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
+    return (tensor,), {}, f"{'one input' if batch == 1 else f'{batch} inputs'} of {'×'.join(map(str, size))}"
