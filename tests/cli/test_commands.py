@@ -131,6 +131,15 @@ def test_budget_strategy_width_eps_and_without_reach_the_plan(dcl, folder):
     assert [name for name, row in rows("--only", "[ab]", "--without", "a").items() if row["selected"]] == ["b"]
 
 
+def test_a_layer_that_is_left_alone_is_taken_by_force_alone(dcl, folder):
+    (folder / "three.py").write_text(THREE)
+    told = dcl("plan", "three.py:make", "--only", "head", code=2)
+    assert "'head' is left alone: head of the network; --force converts it" in told
+    shown = json.loads(dcl("plan", "three.py:make", "--only", "head", "--force", "--json"))
+    assert [row["name"] for row in shown["rows"] if row["selected"]] == ["head"]
+    assert "--force goes with --only" in dcl("plan", "three.py:make", "--force", code=2)
+
+
 THREE = """
 from collections import OrderedDict
 from torch import nn

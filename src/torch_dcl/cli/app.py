@@ -91,6 +91,7 @@ def plan(
     without: Annotated[
         list[str] | None, typer.Option(help="Units or globs to leave out. May be repeated.", metavar="NAMES")
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --only take layers that are left alone.")] = False,
     branches: Annotated[int, typer.Option(help="Branches of a unit.")] = 2,
     ratio: Annotated[float, typer.Option(help="Filters of a branch, as a part of the unit's.")] = 0.25,
     width: Annotated[
@@ -120,9 +121,9 @@ def plan(
     if output is not None:
         check_output(output)
     made = plan_network(
-        model, input_size, device=device, dtype=dtype, memory=memory, only=only, without=without, batch=batch,
-        branches=branches, ratio=ratio, width=read_width(width), budget=budget, round_to=round_to, strategy=strategy,
-        eps=eps, measure=measure,
+        model, input_size, device=device, dtype=dtype, memory=memory, only=only, force=force, without=without,
+        batch=batch, branches=branches, ratio=ratio, width=read_width(width), budget=budget, round_to=round_to,
+        strategy=strategy, eps=eps, measure=measure,
     )  # fmt: skip
     if output is not None:
         write_text(output, made.to_json() + "\n")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["find_model", "plan_network", "prepared", "read_size", "read_width"]
 
 Size = tuple[int, ...]
-_OPTIONS = ("batch", "branches", "budget", "eps", "input-size", "ratio", "round-to", "strategy", "width")
+_OPTIONS = ("batch", "branches", "budget", "eps", "force", "input-size", "ratio", "round-to", "strategy", "width")
 _TYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("auto", "channels_last", "contiguous")
 
@@ -35,6 +35,7 @@ def plan_network(
     dtype: str,
     memory: str,
     only: Sequence[str] | None,
+    force: bool,
     without: Sequence[str] | None,
     batch: int,
     **wish: Any,
@@ -48,6 +49,7 @@ def plan_network(
         dtype: As for `prepared`.
         memory: As for `prepared`.
         only: Names and globs of the units to select, as they were typed.
+        force: Whether an exact name among them may take a layer that is left alone.
         without: Names and globs of the units to leave out.
         batch: Inputs to run with.
         **wish: Further arguments of `torch_dcl.plan`.
@@ -58,6 +60,8 @@ def plan_network(
     """
     from torch_dcl.convert import plan  # noqa: PLC0415
 
+    if force and not only:
+        raise UsageError("--force goes with --only, and says that layers named there are converted all the same")
     given = read_size(input_size) if input_size else None
     network, known = find_model(name)
     size = given or known
@@ -67,7 +71,7 @@ def plan_network(
     try:
         made = plan(network, size, batch=batch, **wish)
         if only:
-            made = made.only(*split(only))
+            made = made.only(*split(only), force=force)
         return made.without(*split(without)) if without else made
     except (ValueError, TypeError) as error:
         if (cause := error.__cause__) is not None:
