@@ -128,7 +128,7 @@ def _name(device: str) -> str:
 
 
 def autocast(device: str) -> torch.autocast:
-    return torch.autocast(device.split(":")[0], torch.bfloat16)
+    return torch.autocast(device.split(":", maxsplit=1)[0], torch.bfloat16)
 
 
 def prepare(network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:

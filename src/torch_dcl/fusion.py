@@ -254,12 +254,13 @@ class ConceptFusion(nn.Module):
 
         In training with the stochastic strategy the filters are those of the two active branches.
         """
-        weight, bias, widths = self.weight, self.bias, self.widths
-        stochastic = self.strategy == "stochastic"
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        widths, stochastic = self.widths, self.strategy == "stochastic"
         if stochastic and self.training:
             weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
         norms = None
-        if self.norm is not None and (norms := _batch_norms(self.norm)) is None:
+        if self.norm is not None and (norms := _batch_norms(list(self.norm))) is None:
             return None
         pairs = stochastic and not self.training
         return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norms, pairs=pairs)
@@ -322,6 +323,8 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
 def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     """Batch norms as what they compute; None where they are not plain ones, or not alike."""
     first = norms[0]
+    if not isinstance(first, _BatchNorm):
+        return None
     gammas: list[Tensor | None] = []
     betas: list[Tensor | None] = []
     means: list[Tensor | None] = []
@@ -330,7 +333,6 @@ def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     for norm in norms:
         if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
             return None
-        assert isinstance(first, _BatchNorm)
         if norm.training != first.training or norm.eps != first.eps or norm.momentum != first.momentum:
             return None
         if norm.track_running_stats != first.track_running_stats:
@@ -348,7 +350,7 @@ def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     fixed = not first.training and means[0] is not None
     if not fixed and not (first.training and first.track_running_stats):
         means = variances = counts = []
-    groups = []
+    groups: list[list[Any]] = []
     for group in (gammas, betas, means, variances, counts):
         missing = [t is None for t in group]
         if any(missing):
@@ -356,7 +358,7 @@ def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
                 return None
             group = []  # noqa: PLW2901
         groups.append(group)
-    return Norms(*groups, first.eps, first.momentum, fixed)  # type: ignore[arg-type]
+    return Norms(groups[0], groups[1], groups[2], groups[3], groups[4], first.eps, first.momentum, fixed)
 
 
 _PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

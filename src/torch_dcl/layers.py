@@ -95,11 +95,10 @@ class _DCL(nn.Module):
             return None
         if not (called_plainly(branch) and called_plainly(fusion)):
             return None
-        if type(branch) is nn.Linear:
-            return Stage(0)
+        if isinstance(branch, nn.Linear):
+            return Stage(0) if type(branch) is nn.Linear else None
         if type(branch) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
             return None
-        assert not isinstance(branch, nn.Linear)
         if branch.padding_mode != "zeros" or isinstance(branch.padding, str):
             return None
         return Stage(len(branch.kernel_size), branch.stride, branch.padding, branch.dilation)

@@ -3,6 +3,7 @@
 For the interpreter on the CPU and for a GPU alike; run as a program it prints the relative errors as JSON.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from copy import deepcopy
 import torch
 from tests.kernels.cases import Errors, relative
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional
 from torch_dcl.kernels import dispatch, ops
@@ -167,8 +169,10 @@ def again_case(device, dtype):
     found, incoming = found.to(device), grad.to(device, dtype)
     out = torch.full((P, N), -1.0).to(device, dtype)
     dpre, parts = torch.full((2, P, N), -1.0).to(device, dtype), torch.full((2, 2 * (M + 1), N), -1.0).to(device)
-    project.forward_again(found, out, *given, 0.01)
-    project.backward_again(found, dpre, parts, incoming, *given, 0.01)
+    kind, where = given[0].dtype, given[0].device
+    projection = project.Projection(P, M, 2, N, kind, where, 0.01, False, kind, 0, kind != torch.float32)
+    projection.again(found, out, *given)
+    projection.gradients_again(found, dpre, parts, incoming, *given)
     wide = [t.to("cpu", torch.float64).requires_grad_() for t in given]
     pre = [y_t @ W_t + b_t for y_t, W_t, b_t in zip(wide[0].split(M, 1), wide[1].split(M), wide[2], strict=True)]
     z = reference(pre, 0.01, False)
@@ -283,7 +287,7 @@ def layer_case(kind, settings, training, device, dtype):
     with dispatch.watch() as ran:
         z = layer(given)
     assert not [path for path in ran if path.endswith("reference")], ran
-    together = settings.get("norm_layer") is None and at_once(kind, dtype)
+    together = at_once(kind, dtype)
     fuse = "fuse_pairs" if layer.strategy == "stochastic" and not training else "fuse_branches"
     assert dict(ran) == {"project_and_fuse: kernel" if together else f"{fuse}: kernel": 1}
     with dispatch.disabled(), dispatch.watch() as unfused:
@@ -336,8 +340,8 @@ def _as_trained(layer):
             nn.init.normal_(norm.bias)
 
 
-def folded_case(kind, settings, device, dtype):
-    """In inference norms that are fixed to their statistics are a part of the kernel's weights; not where it learns."""
+def fixed_norm_case(kind, settings, device, dtype):
+    """Norms that are fixed to their statistics are a scale and a shift in the kernel, also where something learns."""
     torch.manual_seed(0)
     make, shape, memory = KINDS[kind]
     layer, x = make(**settings).to(memory_format=memory).eval(), torch.randn(shape).to(memory_format=memory)
@@ -347,30 +351,48 @@ def folded_case(kind, settings, device, dtype):
     layer = layer.to(dtype)
     wide, layer = deepcopy(layer).double(), layer.to(device)
     given, fuse = x.to(device, dtype), "fuse_pairs" if layer.strategy == "stochastic" else "fuse_branches"
-    folded, errors = {f"{'project_and_fuse' if at_once(kind, dtype) else fuse}: kernel": 1}, {}
+    path, errors = {f"{'project_and_fuse' if at_once(kind, dtype) else fuse}: kernel": 1}, {}
     with torch.no_grad(), dispatch.disabled():
         expected, plain = wide(x.to(dtype).double()), layer(given)
     for name, place in (("no gradients", torch.no_grad()), ("inference", torch.inference_mode())):
         with dispatch.watch() as ran, place:
             z = layer(given)
-        assert dict(ran) == folded
+        assert dict(ran) == path
         assert z.is_contiguous(memory_format=memory)
         errors |= {name: relative(z, expected), name + WITHOUT: relative(plain, expected)}
-    for learning in (layer, deepcopy(layer).requires_grad_(False)):
-        with dispatch.watch() as ran:
-            z = learning(given.detach().requires_grad_())
-        assert dict(ran) == {f"{fuse}: kernel": 1}
-    with dispatch.watch() as ran:
-        z = learning(given.detach())
-    assert dict(ran) == folded, "nothing can learn here"
-    return errors | {"z": relative(z, expected), "z" + WITHOUT: relative(plain, expected)}
+    before = deepcopy(layer.state_dict())
+    errors |= _learned(layer, wide, given, x.to(dtype).double(), path)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    return errors
+
+
+def _learned(layer, wide, given, exactly_given, path):
+    """z and gradients of a layer, with kernels and without, against another in float64."""
+    names, found = ["z", "x", *(name for name, _ in layer.named_parameters())], []
+    state = deepcopy(layer.state_dict())
+    for model, x, off in ((layer, given, False), (layer, given, True), (wide, exactly_given, True)):
+        if off and model is layer:  # the running statistics were moved
+            model.load_state_dict(state)
+        own = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        with dispatch.watch() as ran, dispatch.disabled() if off else contextlib.nullcontext():
+            z = model(own)
+        assert off or dict(ran) == path, ran
+        grad = torch.randn(z.shape, generator=torch.Generator().manual_seed(9)).to(given.dtype).to(z)
+        buffers = {name: value.clone() for name, value in model.named_buffers() if value.is_floating_point()}
+        found.append([z, *torch.autograd.grad(z, [own, *model.parameters()], grad), *buffers.values()])
+    errors = {}
+    for name, mine, plain, exact in zip([*names, *buffers], *found, strict=True):
+        small = float(exact.norm()) < 1e-6 * exact.numel()  # a bias before a norm: of no effect
+        errors[name] = float(mine.abs().max()) / 10 if small else relative(mine, exact)
+        errors[name + WITHOUT] = float(plain.abs().max()) if small else relative(plain, exact)
+    return errors
 
 
 def _norm(make, **settings):
     return {"branches": 2, "width": 8, "norm_layer": functools.partial(make, **settings), "bias": False}
 
 
-FOLDED = {
+NORMS = {
     "T=2": ("conv", _norm(nn.BatchNorm2d)),
     "T=2 bias": ("conv", _norm(nn.BatchNorm2d) | {"bias": True}),
     "T=2 no scales": ("conv", _norm(nn.BatchNorm2d, affine=False, eps=0.1)),
@@ -384,38 +406,94 @@ FOLDED = {
     "channels apart": ("conv, channels apart", _norm(nn.BatchNorm2d)),
     "channels apart, one channel": ("conv of one channel", _norm(nn.BatchNorm2d)),
 }
-CASES |= {f"folded norm, {name}": functools.partial(folded_case, *what) for name, what in FOLDED.items()}
+CASES |= {f"fixed norm, {name}": functools.partial(fixed_norm_case, *what) for name, what in NORMS.items()}
 
 
-def folded_and_compiled_case(device, dtype):
-    """A compiled network folds by itself: plain torch in front of the kernel's operation, all in one graph."""
+def batch_norm_case(kind, settings, mean, device, dtype):
+    """In training norms are a scale and a shift too: their statistics follow from those of the branch outputs."""
+    torch.manual_seed(0)
+    make, shape, memory = KINDS[kind]
+    layer, x = make(**settings).to(memory_format=memory), torch.randn(shape).to(memory_format=memory) + mean
+    if next(iter(layer.fusion.norm)).running_mean is not None:
+        _as_trained(layer)
+    if layer.fusion.bias is not None:
+        nn.init.normal_(layer.fusion.bias)
+    layer = layer.to(dtype)
+    wide, layer = deepcopy(layer).double(), layer.to(device)
+    path = {f"{'project_and_fuse' if at_once(kind, dtype) else 'fuse_branches'}: kernel": 1}
+    errors = _learned(layer, wide, x.to(device, dtype), x.to(dtype).double(), path)
+    counts = [int(value) for name, value in layer.named_buffers() if name.endswith("num_batches_tracked")]
+    assert len(set(counts)) <= 1
+    return errors
+
+
+CASES |= {
+    f"batch norm, {name}": functools.partial(batch_norm_case, *what, 0.0)
+    for name, what in {
+        **{name: what for name, what in NORMS.items() if name != "T=3 stochastic"},
+        "mean of all batches": ("conv", _norm(nn.BatchNorm2d, momentum=None)),
+        "no statistics": ("conv", _norm(nn.BatchNorm2d, track_running_stats=False)),
+        "conv1d": ("conv1d", _norm(nn.BatchNorm1d)),
+    }.items()
+}
+CASES["batch norm, mean of 100 deviations"] = functools.partial(batch_norm_case, "conv", _norm(nn.BatchNorm2d), 100.0)
+
+
+def compiled_norm_case(training, device, dtype):
+    """A compiled layer has its norms and its kernel in one graph, and its running statistics follow."""
     torch.compiler.reset()
     torch.manual_seed(0)
     make, shape, memory = KINDS["conv"]
-    layer, x = make(**FOLDED["T=2 bias"][1]).eval(), torch.randn(shape)
+    layer, x = make(**NORMS["T=2 bias"][1]).train(training), torch.randn(shape)
     _as_trained(layer)
     layer = layer.to(dtype=dtype, memory_format=memory)
     wide, layer = deepcopy(layer).double(), layer.to(device)
     given = x.to(device, dtype, memory_format=memory)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with dispatch.watch() as ran, torch.no_grad():
+    with dispatch.watch() as ran, torch.set_grad_enabled(training):
         z = compiled(given)
     assert dict(ran) == {"project_and_fuse: kernel": 1}
-    with torch.no_grad(), dispatch.disabled():
-        expected, plain = wide(x.to(dtype).double()), layer(given)
-    return {"z": relative(z, expected), "z" + WITHOUT: relative(plain, expected)}
+    with dispatch.disabled():
+        expected = wide(x.to(dtype).double())
+    errors = {"z": relative(z, expected)}
+    for (name, mine), (_, exact) in zip(layer.named_buffers(), wide.named_buffers(), strict=True):
+        errors[name] = relative(mine, exact)
+    if training:
+        found = torch.autograd.grad(z.float().square().sum(), layer.parameters())
+        wanted = torch.autograd.grad(expected.square().sum(), wide.parameters())
+        for (name, _), mine, exact in zip(layer.named_parameters(), found, wanted, strict=True):
+            errors[name] = relative(mine, exact) if name != "fusion.bias" else float(mine.abs().max())
+    return errors
 
 
-CASES["folded norm, compiled"] = folded_and_compiled_case
+CASES["fixed norm, compiled"] = functools.partial(compiled_norm_case, False)
+CASES["batch norm, compiled"] = functools.partial(compiled_norm_case, True)
 
 
-def unfolded_case(change, device, dtype):
+def two_forwards_case(device, dtype):
+    """Two forward passes before one backward pass, the second under activation checkpointing."""
+    torch.manual_seed(0)
+    layer = DCLConv2d(6, 20, 3, width=8, norm_layer=nn.BatchNorm2d, bias=False).to(dtype)
+    wide, layer = deepcopy(layer).double(), layer.to(device, memory_format=torch.channels_last)
+    x = torch.randn(2, 2, 6, 5, 7).to(dtype)
+    found = []
+    for model, given, off in ((layer, x.to(device), False), (wide, x.double(), True)):
+        with dispatch.disabled() if off else contextlib.nullcontext():
+            first, second = model(given[0]), checkpoint(model, given[1], use_reentrant=False)
+            found.append(torch.autograd.grad((first * second).float().sum(), model.parameters()))
+    names = [name for name, _ in layer.named_parameters()]
+    return {name: relative(mine, exact) for name, mine, exact in zip(names, *found, strict=True)}
+
+
+CASES["batch norm, two forward passes"] = two_forwards_case
+
+
+def called_norm_case(change, device, dtype):
     """A norm that does more than scale and shift is called, as it is without kernels."""
     torch.manual_seed(0)
     make = {
         "instances": lambda n: nn.InstanceNorm2d(n, track_running_stats=True, affine=True),
         "groups": lambda n: nn.GroupNorm(4, n),
-        "no statistics": lambda n: nn.BatchNorm2d(n, track_running_stats=False),
     }.get(change, nn.BatchNorm2d)
     layer = DCLConv2d(6, 20, 3, width=8, norm_layer=make).to(device, dtype, memory_format=torch.channels_last).eval()
     x = torch.randn(2, 6, 5, 7).to(device, dtype, memory_format=torch.channels_last)
@@ -435,8 +513,8 @@ def unfolded_case(change, device, dtype):
         return {"z": relative(z, wide(x.double().cpu())), "z" + WITHOUT: relative(layer(x), wide(x.double().cpu()))}
 
 
-for _change in ("instances", "groups", "no statistics", "in training", "hooked", "replaced"):
-    CASES[f"norm that stays by itself, {_change}"] = functools.partial(unfolded_case, _change)
+for _change in ("instances", "groups", "in training", "hooked", "replaced"):
+    CASES[f"norm that stays by itself, {_change}"] = functools.partial(called_norm_case, _change)
 
 
 def turned_case(settings, device, dtype):
@@ -522,10 +600,10 @@ CASES |= {
 }  # fmt: skip
 
 
-def second_derivative(memory, device, dtype):
+def second_derivative(memory, norm, device, dtype):
     """A gradient of a gradient goes through the reference."""
     torch.manual_seed(0)
-    layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=memory)
+    layer = DCLConv2d(3, 8, 3, width=4, norm_layer=norm).to(memory_format=memory)
     x = torch.randn(1, 3, 5, 5).to(memory_format=memory)
     found = []
     for place, kind in ((device, dtype), ("cpu", torch.float64)):
@@ -536,8 +614,9 @@ def second_derivative(memory, device, dtype):
     return {"second derivative": relative(*found)}
 
 
-CASES["second derivative"] = functools.partial(second_derivative, torch.channels_last)
-CASES["second derivative, channels apart"] = functools.partial(second_derivative, torch.contiguous_format)
+CASES["second derivative"] = functools.partial(second_derivative, torch.channels_last, None)
+CASES["second derivative, channels apart"] = functools.partial(second_derivative, torch.contiguous_format, None)
+CASES["second derivative, batch norm"] = functools.partial(second_derivative, torch.channels_last, nn.BatchNorm2d)
 
 
 def too_large(errors, tolerance):
@@ -548,7 +627,15 @@ def too_large(errors, tolerance):
     }
 
 
+def outcome(case, *given):
+    """The errors of a case; one that fails is its error, so that it does not hide the others."""
+    try:
+        return case(*given)
+    except Exception as error:  # whatever it is
+        return {f"{type(error).__name__}: {error}"[-500:]: float("inf")}
+
+
 if __name__ == "__main__":
     torch.backends.cuda.matmul.allow_tf32 = True  # the interpreter does not round so, and more goes through kernels
-    made = {name: case("cpu", torch.float32) for name, case in CASES.items()}
-    print(json.dumps({"float32": made, "float16": {name: case("cpu") for name, case in HALF.items()}}))
+    made = {name: outcome(case, "cpu", torch.float32) for name, case in CASES.items()}
+    print(json.dumps({"float32": made, "float16": {name: outcome(case, "cpu") for name, case in HALF.items()}}))

@@ -117,8 +117,9 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     from torch_dcl.kernels import project
 
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
-    project.project_forward(y, weight, bias, torch.empty(P, K2, dtype=dtype), T, 0.01, pairs)
-    project.project_backward(torch.randn(P, K2).to(dtype), y, weight, bias, T, 0.01, pairs, torch.float32)
+    projection = project.Projection(P, M, T, K2, dtype, y.device, 0.01, pairs, dtype, 0, True)
+    projection(y, weight, bias, torch.empty(P, K2, dtype=dtype))
+    projection.gradients(torch.randn(P, K2).to(dtype), y, weight, bias, torch.float32)
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
     assert compiled == [
         "forward", "backward", *(["backward_rows"] if inside and M <= 64 else []), *(["add_parts_"] if inside else [])
@@ -239,18 +240,29 @@ def test_what_stands_between_products(compiled, E):
     assert len(compiled) == 10
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize(("T", "M", "N"), [(2, 1, 1), (2, 64, 256), (3, 20, 65)])
-def test_norms_as_part_of_the_weights(compiled, T, M, N, affine, bias):
-    from torch_dcl.kernels import fold
+@pytest.mark.parametrize(
+    ("T", "M", "N", "bias", "affine"), [(2, 1, 1, True, True), (2, 128, 512, False, True), (3, 20, 65, True, False)]
+)
+@pytest.mark.parametrize("fixed", [True, False])
+def test_norms(compiled, T, M, N, bias, affine, fixed):
+    from torch_dcl.kernels import plans
+    from torch_dcl.kernels.launch import Norms
 
-    norms = [torch.nn.BatchNorm2d(N, affine=affine) for _ in range(T)]
-    for dtype in (torch.float32, torch.bfloat16):
-        weight, biases = fold.fold(torch.randn(T * M, N), torch.randn(T, N) if bias else None, norms, dtype)
-        assert (weight.shape, weight.dtype) == ((T * M, N), dtype)
-        assert (biases.shape, biases.dtype) == ((T, N), dtype)
-    assert compiled == ["_fold", "_fold"]
+    def numbers():
+        return [torch.rand(N) for _ in range(T)]
+
+    counts = [torch.zeros((), dtype=torch.int64) for _ in range(T)]
+    norms = Norms(
+        numbers() if affine else [], numbers() if affine else [], numbers(), numbers(), counts, 1e-5, 0.1, fixed
+    )
+    y, weight, grad = torch.randn(100, T * M).bfloat16(), torch.randn(T * M, N), torch.randn(100, N).bfloat16()
+    biases = torch.randn(T, N) if bias else None
+    plan = plans.plan_for(y, weight, biases, 1, T, 0.01, False, False, norms)
+    z, known = plan.forward(y, weight, biases, norms)
+    plan.backward(grad, y, biases, known, torch.float32)
+    assert z.shape == (100, N)
+    first = ["_fixed"] if fixed else ["_moments", "_statistics"]
+    assert compiled == [*first, "forward", "backward", "_gradients", "backward_rows"]
 
 
 @pytest.mark.parametrize("clipped", [True, False])

@@ -55,8 +55,8 @@ def gpu(monkeypatch):
     before = getattr(driver, "_active", None)
     driver.set_active(Driver())
     for module in (sizes, moments, project):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
-    monkeypatch.setattr(launch, "_hopper_on", lambda device: None)
+        monkeypatch.setattr(module, "processors", lambda _: 132)
+    monkeypatch.setattr(launch, "_hopper_on", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield
     driver._active = before

@@ -122,8 +122,8 @@ def unit(
     if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
         return None  # torch has an error for it
     channels = x.dim() - 1 - spatial
-    if channels < 0 or (norms is not None and not _norms_fit(x, widths, spatial, dtype)):
-        return None
+    if (spatial and channels != 1) or (norms is not None and not _norms_fit(x, widths, spatial, dtype)):
+        return None  # a single image, for example
     if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
         return None
     note("project_and_fuse", "kernel")

@@ -311,7 +311,7 @@ class _Described(Launch):
 @kept
 def _launch(
     backward: bool, P: int, M: int, N: int, eps: float, bias: torch.dtype | None, device: torch.device
-) -> Launch:
+) -> _Described:
     across = N // _SIDE
     together = (4 if _FILTERS[0] == M and not backward else 2) * processors(device)
     grid = (across, max(1, min(cdiv(P, _SIDE), together // across)))

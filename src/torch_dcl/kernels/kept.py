@@ -197,11 +197,11 @@ def kept_backward(
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
     if _backward_in_one(P, weight.numel()) and y.dtype != torch.float32:
         dy, dw = torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
-        dbias = torch.empty(T, N, dtype=dtype, device=y.device)
+        of_bias = torch.empty(T, N, dtype=dtype, device=y.device)
         _backward_launch(P, y.shape[1] // T, T, N, bias is not None, y.dtype, dtype, y.device)(
-            dpre, y, weight, dy, dw, dbias
+            dpre, y, weight, dy, dw, of_bias
         )
-        return dy, dw, None if bias is None else dbias
+        return dy, dw, None if bias is None else of_bias
     dbias = None if bias is None else dpre.sum(1, dtype=dtype)
     return by_weights(dpre, weight, y), weight_gradient(y, dpre, dtype), dbias
 

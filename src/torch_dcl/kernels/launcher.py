@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from torch_dcl import kernels
+
 __all__ = ["Launch", "is_traced", "kept"]
 
 _P = ParamSpec("_P")
@@ -65,13 +67,15 @@ class Launch:
                 device = next(value.device for value in given if isinstance(value, Tensor))
                 self.binary = found.run, found.function, found.packed_metadata, device.index
             return
-        run, function, metadata, device = self.binary
+        run, function, metadata, index = self.binary
         x, y, z = self.grid
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(index)
         run(x, y, z, stream, function, metadata, None, None, None, *addresses, *self.tail)
 
     def _trace(self, *tensors: Tensor) -> None:
         """Record the launch for a compiler, which makes it a part of the code that it generates."""
+        if kernels.INTERPRETED:  # then operations are closed to compilers, and these want to know shapes alone
+            return
         options = {name: value for name, value in self.options.items() if name not in _NOT_TRACED}
         torch.library.wrap_triton(self.kernel)[self.grid](*tensors, **self.values, **options)
 
@@ -83,7 +87,7 @@ def kept(make: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(make)
     def find(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return known(*args, **kwargs)
+            return known(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError:  # a symbol has no hash
             return make(*args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.kernels import dispatch, ops
+from torch_dcl.kernels import dispatch, unit
 
 __all__ = ["response_norm"]
 
@@ -54,7 +54,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # a second derivative is wanted: torch's own has one
-            (dx,) = ops.again(_reference, grads[0], (x,), ctx.settings)
+            (dx,) = unit.again(_reference, grads[0], (x,), ctx.settings)
         else:
             dx = _backward_kernel(grads[0], x, *ctx.settings)
         return dx, None, None, None, None

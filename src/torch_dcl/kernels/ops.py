@@ -169,7 +169,7 @@ def _op_project_backward(
     """The gradients of branch outputs, weights and biases; if there are none, nothing."""
     plan = plan_for(y, low, bias, 1, T, eps, pairs, keep, None)
     if not keep and launch.takes_hopper(plan, y, low) is not None:
-        return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)  # type: ignore[no-any-return]
+        return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)
     dy, dweight, dbias, _ = plan.backward(grad.contiguous(), y, bias, (low, pre if keep else None), dtype)
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
 

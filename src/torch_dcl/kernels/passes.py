@@ -1,10 +1,11 @@
 """The projection's kernels: T small products, biases, ReLU, product, ε and root of a tile, forward and backward.
 
 A response is ``y · W + bias`` or, behind a batch norm, ``(y · W) · scale + shift`` with scale and shift in float32:
-then ``bias`` points to both, ``[2 or more, T, N]``. A program that keeps outputs loops over positions, and one that
-keeps positions loops over outputs. What they run short of is registers, so they take the quick arithmetic throughout, and a
-program that met values too large for it repeats its part with care. With FOUND a program reads what another kernel met
-in its part, and leaves out the quick pass.
+then ``bias`` points to both, ``[2 or more, T, N]``.
+
+A program that keeps outputs loops over positions, and one that keeps positions loops over outputs. Registers are
+scarce, so programs take the quick arithmetic throughout, and one that met values too large for it repeats its part with
+care. With FOUND a program reads what another kernel met in its part, and leaves out the quick pass.
 
 Pointers that a kernel does not use are given as any tensor: a compiler that traces the call takes no None.
 """

@@ -86,20 +86,20 @@ class Plan:
         """Write z; give the responses if they are kept."""
         if self.keep:
             from torch_dcl.kernels import kept as responses  # noqa: PLC0415
+            from torch_dcl.kernels import project  # noqa: PLC0415
 
-            N = weight.shape[1]
-            into = z if z.dim() == 2 else z.as_strided((self.P, N), (N, 1))
-            return responses.kept_forward(self._matrix(y), weight, bias, into, self.T, self.eps, self.pairs)
+            into = project.as_rows(z, weight.shape[1])
+            return responses.kept_forward(
+                project.as_rows(y, self.width), weight, bias, into, self.T, self.eps, self.pairs
+            )
         hopper = launch.takes_hopper(self, y, weight)
         if hopper is not None:
-            hopper.project_forward(self._matrix(y), weight, bias, z, self.eps)
+            from torch_dcl.kernels import project  # noqa: PLC0415
+
+            hopper.project_forward(project.as_rows(y, self.width), weight, bias, z, self.eps)
         else:
             self.projection(y, weight, bias, z)
         return None
-
-    def _matrix(self, y: Tensor) -> Tensor:
-        """``[P, C]`` of what has its channels last in memory."""
-        return y if y.dim() == 2 else y.as_strided((self.P, self.width), (self.width, 1))
 
     def backward(
         self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
@@ -136,7 +136,11 @@ class Plan:
         assert statistics is not None
         assert about is not None
         dpre, parts = projection.response_gradients(grad, y, low, about)
-        dws = parts if projection.inside else project.weight_gradient(self._matrix(y), dpre, torch.float32)[None]
+        dws = (
+            parts
+            if projection.inside
+            else project.weight_gradient(project.as_rows(y, self.width), dpre, torch.float32)[None]
+        )
         dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
         return projection.by_rows(grad, y, low, about, numbers), dweight, numbers
 
@@ -146,8 +150,9 @@ class Plan:
         hopper = None if self.keep else launch.takes_hopper(self, y, low)
         if pre is None and hopper is None:
             return self.projection.gradients(grad, y, low, bias, dtype)
-        matrix, N = self._matrix(y), low.shape[1]
-        flat = grad if grad.dim() == 2 else grad.as_strided((self.P, N), (N, 1))
+        from torch_dcl.kernels import project  # noqa: PLC0415
+
+        matrix, flat = project.as_rows(y, self.width), project.as_rows(grad, low.shape[1])
         if pre is not None:
             from torch_dcl.kernels import kept as responses  # noqa: PLC0415
 
@@ -155,7 +160,7 @@ class Plan:
         else:
             found = hopper.project_backward(flat, matrix, low, bias, self.eps, dtype)  # type: ignore[union-attr]
         dy, dweight, dbias = found
-        return dy if y.dim() == 2 else dy.as_strided(y.shape, y.stride()), dweight, dbias
+        return dy if matrix is y else dy.as_strided(y.shape, y.stride()), dweight, dbias
 
 
 _plan = kept(Plan)
@@ -168,9 +173,10 @@ def plan_for(
     """The plan for these, made once for all that have their sizes, types, layouts and settings."""
     key = None
     if norms is not None:
-        settings = Norms(*(bool(part) for part in norms[:5]), *norms[5:])  # type: ignore[arg-type]
-        types = tuple(part[0].dtype if part else None for part in norms[:5])
-        key = settings, bias is not None, types
+        tensors = (norms.gammas, norms.betas, norms.means, norms.variances, norms.counts)
+        types = tuple(part[0].dtype if part else None for part in tensors)
+        there: Any = [part is not None for part in types]
+        key = norms._replace(**dict(zip(Norms._fields, there, strict=False))), bias is not None, types
         track = track and bool(norms.means) and not norms.fixed
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(

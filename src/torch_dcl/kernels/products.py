@@ -23,6 +23,8 @@ def products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.dtype == dtype:
         return torch.bmm(a, b)
     if is_traced(a):
+        if not a.is_cuda:
+            return torch.bmm(a.to(dtype), b.to(dtype))
         return torch.stack([torch.mm(a[t], b[t], out_dtype=dtype) for t in range(len(a))])
     out = torch.empty(len(a), a.shape[1], b.shape[2], dtype=dtype, device=a.device)
     for t in range(len(a)):  # up to torch 2.11 FlopCounterMode stumbles over one bmm of two types

@@ -179,7 +179,9 @@ projection = kept(Projection)
 
 def as_rows(y: Tensor, channels: int) -> Tensor:
     """``[P, channels]`` of what has its channels last in memory without gaps."""
-    return y if y.dim() == 2 else y.as_strided((y.numel() // channels, channels), (channels, 1))
+    if y.dim() == 2 and y.shape[1] == channels and y.is_contiguous():
+        return y
+    return y.as_strided((y.numel() // channels, channels), (channels, 1))
 
 
 def by_weights(dpre: Tensor, weight: Tensor, y: Tensor) -> Tensor:
