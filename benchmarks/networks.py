@@ -9,7 +9,7 @@ runs in the same mode. Selection ``all`` converts every unit that ``plan`` selec
 ``select="faster"`` for that mode and phase.
 
 Each network has a process of its own, in which the plain and the converted network take turns. Times are medians over
-rounds, the ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. The weights are random,
+rounds, the ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. Weights are random,
 which does not change the speed. Rows are written as they come, and a second call measures only what is missing; delete
 the file, or name another, to measure anew.
 """

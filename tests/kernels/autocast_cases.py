@@ -90,7 +90,7 @@ def kept_case(T, P, bias, device, dtype):
     weight, biases = wide if bias else (wide[0], None)
     z = dispatch.project_and_fuse(y, weight, biases, [24] * T, 0.01, pairs=False, keep=True)
     found = torch.autograd.grad(z, wide[: 1 + bias], grad)
-    low = [None if t is None else t.detach().to(dtype) for t in (weight, biases)]
+    low = [weight.detach().to(dtype), None if biases is None else biases.detach()]  # a bias is not rounded
     pre = kept.kept_forward(y, *low, torch.empty_like(grad), T, 0.01, False)
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, 0.01, pairs=False)[0].double()
     exact = torch.cat([y_t.double().t() @ d for y_t, d in zip(y.split(24, 1), dpre, strict=True)]), dpre.sum(1)

@@ -127,6 +127,8 @@ def unit(
     if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
         return None
     note("project_and_fuse", "kernel")
+    if not spatial and theta.dtype is not dtype and theta.requires_grad and torch.is_grad_enabled():
+        note("linear", "kernel")
     keep = norms is None and (not spatial or widths[0] > _widest(dtype))
     if torch.compiler.is_compiling():
         y = _compiled_stage(x, theta, stage, dtype)
