@@ -174,7 +174,7 @@ def test_a_layer_left_alone_can_be_named_and_keeps_its_batch_norm():
             return self.head(F.relu(self.bn(self.conv(x)) + x))
 
     model = Residual()
-    dcl.convert_(model, dcl.plan(model, (32, 8, 8)).only("conv"), init="random")
+    dcl.convert_(model, dcl.plan(model, (32, 8, 8)).only("conv", force=True), init="random")
     assert isinstance(model.conv, dcl.DCLConv2d)
     assert model.conv.fusion.norm is None
     assert isinstance(model.bn, nn.BatchNorm2d)

@@ -456,19 +456,60 @@ def test_only_and_without_take_names_globs_and_predicates(bignet_plan):
     assert names(bignet_plan.only("fc1").only("conv7*")) == ["conv7"]
 
 
-def test_an_exact_name_takes_what_was_left_alone_and_a_glob_does_not(bignet_plan):
-    assert names(bignet_plan.only("fc3")) == ["fc3"]
-    assert names(bignet_plan.only("fc*")) == ["fc1"]
-    with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)"):
+def test_a_layer_that_was_left_alone_is_taken_by_force_only(bignet_plan):
+    with pytest.raises(ValueError, match=r"^'fc3' is left alone: head of the network; force=True converts it"):
+        bignet_plan.only("fc1", "fc3")
+    assert names(bignet_plan.only("fc1", "fc3", force=True)) == ["fc1", "fc3"]
+    assert names(bignet_plan.only("fc*", force=True)) == ["fc1"]
+    with pytest.raises(
+        ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head.*\); name it exactly, with force=True"
+    ):
         bignet_plan.only("fc3*")
+    with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)$"):
+        bignet_plan.without("fc3*")
+
+
+def test_in_a_residual_network_the_layer_before_the_sum_is_not_taken_by_its_name():
+    model = nn.Sequential(Block(), nn.Conv2d(32, 4, 1))
+    plan = dcl.plan(model, (32, 8, 8))
+    with pytest.raises(ValueError, match=r"'0\.conv2' is left alone: feeds a residual sum; force=True"):
+        plan.only("0.conv2")
+    forced = plan.only("0.conv2", force=True)
+    assert names(forced) == ["0.conv2"]
+    assert dcl.Plan.from_json(forced.to_json()) == forced
+    dcl.convert_(model, forced, init="random")
+    assert isinstance(model[0].conv2, dcl.DCLConv2d)
+
+
+def test_an_exact_name_takes_a_unit_that_would_not_shrink(bignet_plan):
+    assert rows(bignet_plan)["fc2"].reason.startswith("would not shrink")
+    assert names(bignet_plan.only("fc2")) == ["fc2"]
+    assert names(bignet_plan.only("fc*")) == ["fc1"]
+    with pytest.raises(ValueError, match=r"'fc2\*' matches 'fc2', but it is left alone .*; name it exactly$"):
+        bignet_plan.only("fc2*")
+
+
+def test_patterns_may_come_in_a_list(bignet_plan):
+    assert names(bignet_plan.only(["fc1", "conv[34]"])) == ["conv3", "conv4", "fc1"]
+    assert names(bignet_plan.only(name for name in ("fc1", "conv3"))) == ["conv3", "fc1"]
+    assert names(bignet_plan.only("fc1", {"conv3"})) == ["conv3", "fc1"]
+    assert names(bignet_plan.only("fc1", "conv3").without(["conv3"])) == ["fc1"]
+
+
+@pytest.mark.parametrize("method", ["only", "without"])
+@pytest.mark.parametrize(("given", "kind"), [(3, "int"), (None, "NoneType"), (nn.Sequential(nn.ReLU()), "Sequential")])
+def test_what_is_no_pattern_is_named(bignet_plan, method, given, kind):
+    with pytest.raises(TypeError, match=rf"a name, a glob or a predicate .* got a {kind}; .* example \['conv1'"):
+        getattr(bignet_plan, method)(given)
 
 
 @pytest.mark.parametrize("method", ["only", "without"])
 def test_an_unmatched_pattern_offers_the_nearest(bignet_plan, method):
     with pytest.raises(ValueError, match=r"'fcc1' matches no unit; nearest: 'fc1'"):
         getattr(bignet_plan, method)("fcc1")
-    with pytest.raises(ValueError, match="no pattern given"):
-        getattr(bignet_plan, method)()
+    for none in ((), ([],)):
+        with pytest.raises(ValueError, match="no pattern given"):
+            getattr(bignet_plan, method)(*none)
     with pytest.raises(ValueError, match="holds for no unit"):
         getattr(bignet_plan, method)(lambda name, _: name == "nothing")
 

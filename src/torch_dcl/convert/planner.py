@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_dcl.convert.measure import measure_network, measure_unit
-from torch_dcl.convert.rows import Plan, Row, Status, Timing
+from torch_dcl.convert.rows import GROWS, Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.functional import check_eps
@@ -184,7 +184,7 @@ def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[s
         if not reason and not row.widths:
             reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
-            reason = f"would not shrink ({row.weights:,} → {row.weights_after:,} weights)"
+            reason = f"{GROWS} ({row.weights:,} → {row.weights_after:,} weights)"
         refused = bool(refusal) or not row.widths
         status: Status = "refused" if refused else "left" if reason else "pays"
         rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
@@ -285,7 +285,7 @@ def _row(
 
 def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> Plan:
     """The widest common ratio that meets the budget, then as few units as it takes."""
-    units = [row for row in given.rows if row.status == "pays" or row.reason.startswith("would not shrink")]
+    units = [row for row in given.rows if row.is_unit]
     allowed = budget * given.weights
     smallest = given.weights
     names = names_of(model)

@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,8 @@ __all__ = ["Plan", "Row", "Timing"]
 VERSION = 1
 Status = Literal["pays", "left", "refused"]
 Pattern = str | Callable[[str, nn.Module], bool]
+GROWS = "would not shrink"
+"""How the reason of a unit begins that has no fewer weights as a DCL layer."""
 
 
 class Timing(NamedTuple):
@@ -44,9 +46,9 @@ class Row:
     """The batch norm that goes into the DCL layer."""
     calls: int
     status: Status
-    """"pays": a unit that shrinks; "left": can be converted if it is named; "refused": cannot."""
+    """"pays": a unit that shrinks; "left": left alone for a reason; "refused": cannot be converted."""
     reason: str
-    """Why the layer is not converted unless named."""
+    """Why the layer is left alone or refused."""
     selected: bool
     widths: tuple[int, ...]
     """M(t)."""
@@ -66,6 +68,11 @@ class Row:
     """Whether the channels of its output are last in memory, as the kernels of a GPU take them."""
     relu: str | None = None
     """The ReLU that serves this layer alone, and that z, being positive, does not need."""
+
+    @property
+    def is_unit(self) -> bool:
+        """Whether DCL can stand for it: a layer with its ReLU, also where it would not shrink."""
+        return self.status == "pays" or (self.status == "left" and self.reason.startswith(GROWS))
 
     @property
     def branches(self) -> int:
@@ -141,20 +148,23 @@ class Plan:
         """The same after the conversion."""
         return sum(row.macs_after if row.selected else row.macs for row in self.rows)
 
-    def only(self, *patterns: Pattern) -> "Plan":
+    def only(self, *patterns: Pattern | Iterable[Pattern], force: bool = False) -> "Plan":
         """Select these units and no others.
 
         Args:
-            *patterns: Names, globs (``"features.2*"``), or a predicate on (name, module). Globs and predicates
-                choose among the units that pay. An exact name also takes a layer that was left alone.
+            *patterns: Names, globs (``"features.2*"``), a predicate on (name, module), or a list of these. Globs and
+                predicates choose among the units that pay. An exact name also takes a unit that would not shrink.
+            force: Whether an exact name also takes a layer that was left alone for another reason. No ReLU follows
+                such a layer, or not a ReLU alone, so a DCL layer in its place computes something else.
 
         Raises:
-            ValueError: a pattern matches nothing, or a named layer cannot be converted.
+            ValueError: a pattern matches nothing, or a named layer is left alone or cannot be converted.
+            TypeError: a pattern of the wrong kind.
         """
-        chosen = self._match(patterns, among=lambda row: row.status == "pays", named=True)
+        chosen = self._match(patterns, among=lambda row: row.status == "pays", force=force)
         return self._select(chosen)
 
-    def without(self, *patterns: Pattern) -> "Plan":
+    def without(self, *patterns: Pattern | Iterable[Pattern]) -> "Plan":
         """Leave these units out of the selection.
 
         Args:
@@ -162,8 +172,9 @@ class Plan:
 
         Raises:
             ValueError: a pattern matches nothing.
+            TypeError: a pattern of the wrong kind.
         """
-        dropped = self._match(patterns, among=lambda row: row.selected, named=False)
+        dropped = self._match(patterns, among=lambda row: row.selected)
         return self._select({row.name for row in self.selected} - dropped)
 
     def to_json(self) -> str:
@@ -207,31 +218,45 @@ class Plan:
         same = rows == self.rows
         return replace(self, rows=rows, timings=self.timings if same else None)
 
-    def _match(self, patterns: tuple[Pattern, ...], among: Callable[[Row], bool], *, named: bool) -> set[str]:
-        if not patterns:
+    def _match(
+        self, patterns: tuple[Pattern | Iterable[Pattern], ...], among: Callable[[Row], bool], force: bool | None = None
+    ) -> set[str]:
+        """The names of the rows that match; without ``force`` given, an exact name takes no others than ``among``."""
+        given = list(_flat(patterns))
+        if not given:
             raise ValueError("no pattern given; name units, globs or a predicate on (name, module)")
         chosen: set[str] = set()
-        for pattern in patterns:
+        for pattern in given:
             if isinstance(pattern, str):
-                exact = [row for row in self.rows if pattern in (row.name, *row.aliases)]
-                found = [row for row in exact if named or among(row)] or [
-                    row
-                    for row in self.rows
-                    if among(row) and any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))
-                ]
-                for row in exact if named else ():
-                    if row.status == "refused":
-                        raise ValueError(f"{pattern!r} cannot be converted: {row.reason}")
-                if not found:
-                    raise ValueError(self._unmatched(pattern, among))
-            else:
+                found = self._named(pattern, among, force)
+            elif callable(pattern) and not isinstance(pattern, nn.Module):
                 found = [row for row in self.rows if among(row) and pattern(row.name, self._module(row.name))]
                 if not found:
                     raise ValueError(
                         f"the predicate {getattr(pattern, '__name__', pattern)!r} holds for no unit of the plan"
                     )
+            else:
+                raise TypeError(
+                    f"a pattern is a name, a glob or a predicate on (name, module), got a {type(pattern).__name__}; "
+                    f"the names of units are in plan.rows, for example {[row.name for row in self.rows][:3]}"
+                )
             chosen.update(row.name for row in found)
         return chosen
+
+    def _named(self, pattern: str, among: Callable[[Row], bool], force: bool | None) -> list[Row]:
+        """The rows of an exact name or a glob, checked."""
+        exact = [row for row in self.rows if pattern in (row.name, *row.aliases)]
+        for row in exact if force is not None else ():
+            if row.status == "refused":
+                raise ValueError(f"{pattern!r} cannot be converted: {row.reason}")
+            if not (row.is_unit or force):
+                raise ValueError(f"{pattern!r} is left alone: {row.reason}; force=True converts it all the same")
+        found = [row for row in exact if force is not None or among(row)] or [
+            row for row in self.rows if among(row) and any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))
+        ]
+        if not found:
+            raise ValueError(self._unmatched(pattern, among, naming=force is not None))
+        return found
 
     def _module(self, name: str) -> nn.Module:
         module = None if self.modules is None else self.modules.get(name)
@@ -241,14 +266,15 @@ class Plan:
             )
         return module
 
-    def _unmatched(self, pattern: str, among: Callable[[Row], bool]) -> str:
+    def _unmatched(self, pattern: str, among: Callable[[Row], bool], *, naming: bool) -> str:
         others = [row for row in self.rows if any(fnmatchcase(n, pattern) for n in (row.name, *row.aliases))]
         if others:
             row = others[0]
-            reason = "it is not selected" if row.status == "pays" else f"it is left alone ({row.reason})"
-            return f"{pattern!r} matches {row.name!r}, but {reason}" + (
-                "" if row.status == "pays" else "; name it exactly"
-            )
+            if row.status == "pays":
+                return f"{pattern!r} matches {row.name!r}, but it is not selected"
+            remedy = "name it exactly" + ("" if row.is_unit else ", with force=True")
+            told = f"{pattern!r} matches {row.name!r}, but it is left alone ({row.reason})"
+            return f"{told}; {remedy}" if naming and row.status == "left" else told
         names = [n for row in self.rows if among(row) for n in (row.name, *row.aliases)]
         names += [row.name for row in self.rows if row.name not in names]
         below = [n for n in names if n.startswith(pattern + ".")]
@@ -256,6 +282,15 @@ class Plan:
             return f"{pattern!r} is no unit, but units lie below it; use {pattern + '.*'!r}"
         near = difflib.get_close_matches(pattern, names, 3, 0.4) or names[:3]
         return f"{pattern!r} matches no unit; nearest: {', '.join(map(repr, near)) or 'none, the network has no layer'}"
+
+
+def _flat(patterns: Iterable[Pattern | Iterable[Pattern]]) -> Iterator[Pattern]:
+    """The patterns one by one, also out of a list of them."""
+    for pattern in patterns:
+        if isinstance(pattern, Iterable) and not isinstance(pattern, (str, nn.Module)):
+            yield from pattern
+        else:
+            yield pattern
 
 
 def _read_row(data: dict[str, Any]) -> Row:

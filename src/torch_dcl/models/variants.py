@@ -48,4 +48,4 @@ def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) 
         width=width,
         strategy="stochastic" if name.endswith("S") else "deterministic",
     )
-    return made.only(layer)
+    return made.only(layer, force=True)  # the paper replaces classifiers too
