@@ -2,40 +2,22 @@
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from torch_dcl.convert.arguments import Wish, check_model, check_wish, read_example
 from torch_dcl.convert.measure import measure_network, measure_unit
 from torch_dcl.convert.rows import GROWS, Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
-from torch_dcl.functional import check_eps
-from torch_dcl.fusion import Strategy, branch_widths
+from torch_dcl.fusion import Strategy
 from torch_dcl.layers import _DCL
 
 __all__ = ["plan"]
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """What the caller wants of every unit."""
-
-    branches: int
-    ratio: float
-    width: int | Sequence[int] | None
-    round_to: int
-    strategy: Strategy
-    eps: float | None
-
-    def widths(self, out_channels: int) -> tuple[int, ...]:
-        return branch_widths(
-            out_channels, branches=self.branches, ratio=self.ratio, width=self.width, round_to=self.round_to
-        )
 
 
 def plan(
@@ -80,10 +62,10 @@ def plan(
         ValueError: an argument out of its range, an input that does not fit the model, a budget out of reach.
         TypeError: an argument of the wrong kind.
     """
-    wish = _Wish(branches, ratio, width, round_to, strategy, eps)
-    _check_wish(wish, budget)
-    _check_model(model)
-    args, kwargs, description = _example(model, input_size, example, batch)
+    wish = Wish(branches, ratio, width, round_to, strategy, eps)
+    check_wish(wish, budget)
+    check_model(model)
+    args, kwargs, description = read_example(model, input_size, example, batch)
     seen = _run(model, args, kwargs, description)
     rows, modules = _rows(model, seen, wish)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
@@ -99,59 +81,6 @@ def plan(
     return _measured(result, model, seen, args, kwargs) if measure else result
 
 
-def _check_wish(wish: _Wish, budget: float | None) -> None:
-    """Refuse what no unit could take; what one unit cannot take is said in its row."""
-    probe = 1 << 30
-    widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
-    if wish.strategy not in ("deterministic", "stochastic"):
-        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
-    if wish.strategy == "stochastic" and len(widths) < 3:
-        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
-    check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
-    if budget is not None:
-        if not 0 < budget < 1:
-            raise ValueError(f"budget is the fraction of the weights to keep, above 0 and below 1, got {budget!r}")
-        if wish.width is not None:
-            raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
-
-
-def _check_model(model: nn.Module) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("a scripted network cannot be converted; plan and convert it before torch.jit.script")
-    if hasattr(model, "_orig_mod"):
-        raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
-    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
-    if lazy:
-        raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
-
-
-def _example(
-    model: nn.Module, input_size: Sequence[int] | None, example: Any, batch: int
-) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    if (input_size is None) == (example is None):
-        raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise ValueError(f"batch must be a whole number of at least 1, got {batch!r}")
-    if example is not None:
-        if batch != 1:
-            raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
-        if isinstance(example, Mapping):
-            return (), dict(example), "the example given"
-        args = tuple(example) if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
-        return args, {}, f"the example given ({shapes})"
-    size = tuple(input_size or ())
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
-        raise ValueError(f"input_size must be whole numbers above 0, without the batch, got {input_size!r}")
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    where = torch.device("cpu") if first is None else first.device
-    generator = None if where.type == "meta" else torch.Generator(where).manual_seed(0)
-    tensor = torch.randn(batch, *size, device=where, dtype=None if first is None else first.dtype, generator=generator)
-    return (tensor,), {}, f"{'one input' if batch == 1 else f'{batch} inputs'} of {'×'.join(map(str, size))}"
-
-
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str) -> Trace:
     try:
         return trace(model, args, kwargs)
@@ -162,7 +91,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
         ) from error
 
 
-def _rows(model: nn.Module, seen: Trace, wish: _Wish) -> tuple[list[Row], dict[str, nn.Module]]:
+def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
@@ -235,7 +164,7 @@ def _row(
     calls: Sequence[Call],
     norm: nn.Module | None,
     names: dict[nn.Module, list[str]],
-    wish: _Wish,
+    wish: Wish,
 ) -> Row:
     """The numbers of one layer, as it is and as it would be; whether to convert it is settled by the caller."""
     weight: Tensor = module.branch.weight if isinstance(module, _DCL) else module.weight  # type: ignore[assignment]
@@ -283,7 +212,7 @@ def _row(
     )
 
 
-def _meet_budget(given: Plan, wish: _Wish, budget: float, model: nn.Module) -> Plan:
+def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Plan:
     """The widest common ratio that meets the budget, then as few units as it takes."""
     units = [row for row in given.rows if row.is_unit]
     allowed = budget * given.weights
