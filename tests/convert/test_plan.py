@@ -415,6 +415,38 @@ def test_a_width_that_does_not_fit_marks_its_row_alone():
     assert plan["fc1"].status == "pays"
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize("round_to", [1, 8])
+@pytest.mark.parametrize(("K1", "K2"), [(64, 256), (96, 384), (16, 100), (3, 431), (8, 8)])
+def test_a_unit_that_would_not_shrink_says_at_which_ratio_it_would(K1, K2, round_to, branches, norm):
+    between = [nn.BatchNorm1d(K2), nn.ReLU()] if norm else [nn.ReLU()]
+    model = nn.Sequential(nn.Linear(K1, K2), *between, nn.Linear(K2, 2))
+
+    def planned(**arguments):
+        return dcl.plan(model, (K1,), branches=branches, **arguments).rows[0]
+
+    ratio = planned(ratio=1.0, round_to=round_to).paying_ratio
+    if ratio is None:
+        assert planned(width=round_to).status == "left"
+        return
+    row = planned(ratio=ratio, round_to=round_to)
+    assert (row.status, row.paying_ratio) == ("pays", None)
+    assert planned(width=row.widths[0] + round_to).status == "left"  # no wider one would
+
+
+def test_a_transformer_says_which_ratio_would_pay():
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    plan = dcl.plan(nn.Sequential(layer, nn.Linear(64, 2)), (5, 64))
+    assert rows(plan)["0.linear1"].reason == "would not shrink (16,384 → 40,960 weights)"
+    assert str(plan).startswith("Nothing here is worth converting at these widths.\n")
+    assert "\nWould shrink at ratio=0.09 or less (1): 0.linear1" in str(plan)
+    assert dcl.Plan.from_json(plan.to_json()) == plan
+    narrow = dcl.plan(nn.Sequential(layer, nn.Linear(64, 2)), (5, 64), ratio=0.09)
+    assert names(narrow) == ["0.linear1"]
+    assert "Would shrink" not in str(narrow)
+
+
 @pytest.mark.parametrize("budget", [0.95, 0.8, 0.6, 0.5])
 @pytest.mark.parametrize("branches", [2, 3])
 def test_a_budget_is_met_on_as_few_units_as_it_takes(budget, branches):

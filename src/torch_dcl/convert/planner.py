@@ -14,7 +14,7 @@ from torch_dcl.convert.measure import measure_network, measure_unit
 from torch_dcl.convert.rows import GROWS, Plan, Row, Status, Timing
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
-from torch_dcl.fusion import Strategy
+from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
 
 __all__ = ["plan"]
@@ -114,6 +114,7 @@ def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[st
             reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
             reason = f"{GROWS} ({row.weights:,} → {row.weights_after:,} weights)"
+            row = replace(row, paying_ratio=_paying_ratio(row, wish.round_to))
         refused = bool(refusal) or not row.widths
         status: Status = "refused" if refused else "left" if reason else "pays"
         rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
@@ -137,6 +138,17 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
     if seen.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
+
+
+def _paying_ratio(row: Row, round_to: int) -> float | None:
+    """The largest ratio at which a unit shrinks, in as few digits as give that width; None where there is none."""
+    per_filter = row.in_channels * math.prod(row.kernel) + row.out_channels
+    fixed = row.weights_after - per_filter * sum(row.widths)  # of the batch norms, one a branch
+    width = (row.weights - fixed - 1) // (per_filter * row.branches) // round_to * round_to
+    if width < 1:
+        return None
+    rounded = (round(width / row.out_channels, digits) for digits in range(2, 17))
+    return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
 def _own_relu(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> str | None:
@@ -229,7 +241,7 @@ def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Pl
             positions = row.macs // (math.prod(row.kernel) * row.in_channels * row.out_channels)
             macs = positions * sum(new.widths) * (math.prod(row.kernel) * row.in_channels + row.out_channels)
             changed = {name: getattr(new, name) for name in ("widths", "weights_after", "parameters_after")}
-            new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True)
+            new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True, paying_ratio=None)
             if new.saved > 0:
                 resized[row.name] = new
         after = given.weights - sum(row.saved for row in resized.values())

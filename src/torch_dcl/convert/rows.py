@@ -68,6 +68,8 @@ class Row:
     """Whether the channels of its output are last in memory, as the kernels of a GPU take them."""
     relu: str | None = None
     """The ReLU that serves this layer alone, and that z, being positive, does not need."""
+    paying_ratio: float | None = None
+    """Of a unit that would not shrink: the largest ratio at which it would, if there is one."""
 
     @property
     def is_unit(self) -> bool:

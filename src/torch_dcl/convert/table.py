@@ -20,7 +20,8 @@ def render(plan: "Plan") -> str:
         parts.append(_units(chosen, measured=plan.device is not None))
     else:
         pays = any(row.status == "pays" for row in plan.rows)
-        parts.append("No unit is selected." if pays else "Nothing here is worth converting.")
+        would = "at these widths" if any(row.paying_ratio for row in plan.rows) else ""
+        parts.append("No unit is selected." if pays else f"Nothing here is worth converting {would}".strip() + ".")
     parts.append(_totals(plan))
     if chosen:
         parts.append(
@@ -45,7 +46,7 @@ def render(plan: "Plan") -> str:
     idle = [row.name for row in plan.rows if row.status == "pays" and not row.selected]
     if idle:
         parts.append(_wrapped(f"Could be converted, not selected ({len(idle)}): ", idle))
-    parts.append(_left_alone(plan.rows))
+    parts += [_left_alone(plan.rows), _paying_ratios(plan.rows)]
     return "\n".join(part for part in parts if part)
 
 
@@ -143,6 +144,18 @@ def _left_alone(rows: Sequence["Row"]) -> str:
     lines = [f"Left alone ({total}):"]
     lines += [_wrapped(f"  {reason} ({len(names)}): ", names) for reason, names in reasons.items()]
     return "\n".join(lines)
+
+
+def _paying_ratios(rows: Sequence["Row"]) -> str:
+    """The ratios at which units would shrink that do not, the widest first."""
+    ratios: dict[float, list[str]] = {}
+    for row in rows:
+        if row.paying_ratio is not None:
+            ratios.setdefault(row.paying_ratio, []).append(row.name)
+    return "\n".join(
+        _wrapped(f"Would shrink at ratio={ratio} or less ({len(names)}): ", names)
+        for ratio, names in sorted(ratios.items(), reverse=True)
+    )
 
 
 def _wrapped(head: str, names: Sequence[str]) -> str:
