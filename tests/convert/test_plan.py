@@ -462,8 +462,38 @@ def test_a_budget_is_met_on_as_few_units_as_it_takes(budget, branches):
 
 
 def test_a_budget_out_of_reach_says_what_can_be_reached():
-    with pytest.raises(ValueError, match=r"budget 0.01 is out of reach.*least that can be kept is 0\.\d+"):
-        dcl.plan(models.lenet(100), (1, 28, 28), budget=0.01)
+    def least(budget=0.01, **arguments):
+        with pytest.raises(ValueError, match=r"budget 0.01 is out of reach.*least that can be kept is") as error:
+            dcl.plan(models.lenet(100), (1, 28, 28), budget=budget, **arguments)
+        assert "not converted: head of the network (1)" in str(error.value)
+        assert ("lower round_to" in str(error.value)) == (arguments.get("round_to") != 1)
+        assert ("take fewer branches (now 2)" in str(error.value)) == (arguments.get("branches") != 1)
+        return float(re.search(r"can be kept is (\d\.\d+)", str(error.value))[1])
+
+    for arguments in ({}, {"round_to": 1}, {"round_to": 1, "branches": 1}):
+        kept = least(**arguments)
+        plan = dcl.plan(models.lenet(100), (1, 28, 28), budget=kept, **arguments)
+        assert kept - 0.001 < plan.weights_after / plan.weights <= kept
+    assert kept < 0.112  # the head alone is 0.105 of the weights
+
+
+def test_a_budget_goes_down_to_the_narrowest_branches():
+    model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 2))
+    plan = dcl.plan(model, example=torch.zeros(1, 4096), budget=0.01)
+    assert plan.selected[0].widths == (8, 8)
+
+
+def test_a_budget_where_nothing_can_be_converted_says_that():
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 2))
+    told = r"budget 0\.5 is out of reach: no layer of the network can be converted: GELU follows \(2\), head"
+    with pytest.raises(ValueError, match=told) as error:
+        dcl.plan(model, (8,), budget=0.5)
+    assert "round_to" not in str(error.value)
+    small = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    told = r"with 2 branches of 8 filters no unit of the network gets smaller; lower round_to \(now 8\) or take fewer"
+    with pytest.raises(ValueError, match=told):
+        dcl.plan(small, (8,), budget=0.9)
+    assert dcl.plan(small, (8,), budget=0.9, round_to=1).weights_after <= 0.9 * 80
 
 
 # Choosing

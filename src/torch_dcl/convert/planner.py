@@ -2,7 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,9 +231,8 @@ def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Pl
     allowed = budget * given.weights
     smallest = given.weights
     names = names_of(model)
-    steps = 64
-    for step in range(steps, 0, -1):
-        tried = replace(wish, ratio=step / steps / wish.branches)
+    for ratio in _ratios(units, wish):
+        tried = replace(wish, ratio=ratio)
         resized = {}
         for row in units:
             module = model.get_submodule(row.name)
@@ -255,10 +255,35 @@ def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Pl
                 resized[row.name] = replace(row, selected=False)
         rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in given.rows)
         return replace(given, rows=rows)
-    raise ValueError(
-        f"budget {budget} is out of reach: with {wish.branches} branches the least that can be kept is "
-        f"{math.ceil(1000 * smallest / given.weights) / 1000}; allow more, or lower round_to (now {wish.round_to})"
-    )
+    raise ValueError(f"budget {budget} is out of reach: {_shortfall(given, smallest, wish)}")
+
+
+def _ratios(units: Sequence[Row], wish: Wish) -> Iterator[float]:
+    """Ratios to try, from all of the channels down to where every branch is as narrow as ``round_to`` allows."""
+    steps = 64
+    yield from (step / steps / wish.branches for step in range(steps, 0, -1))
+    ratio, widest = 1 / steps / wish.branches, max((row.out_channels for row in units), default=0)
+    while ratio * widest >= 1.5 * wish.round_to:
+        ratio /= 2
+        yield ratio
+
+
+def _shortfall(given: Plan, smallest: int, wish: Wish) -> str:
+    """Why no budget, or not this one, can be met, and what to do about it."""
+    reasons = Counter(row.reason for row in given.rows if not row.is_unit)
+    why = ", ".join(f"{reason} ({n})" for reason, n in reasons.most_common(3)) or "it has no Conv and no Linear"
+    if not any(row.is_unit for row in given.rows):
+        return f"no layer of the network can be converted: {why}. Plan without a budget for the whole list"
+    branches = "1 branch" if wish.branches == 1 else f"{wish.branches} branches"
+    narrower = [f"lower round_to (now {wish.round_to})"] if wish.round_to > 1 else []
+    narrower += [f"take fewer branches (now {wish.branches})"] if wish.branches > 1 else []
+    if smallest == given.weights:
+        remedy = " or ".join(narrower) or "leave the budget out"
+        return f"with {branches} of {wish.round_to} filters no unit of the network gets smaller; {remedy}"
+    least = math.ceil(1000 * smallest / given.weights) / 1000
+    remedy = ", or ".join(["allow more", *narrower])
+    rest = f" (not converted: {why})" if reasons else ""
+    return f"with {branches} the least that can be kept is {least}{rest}; {remedy}"
 
 
 def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
