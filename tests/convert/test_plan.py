@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import json
 import re
 from collections import OrderedDict
@@ -616,6 +617,51 @@ def test_the_table_tells_what_happens():
     assert "low-rank 200" in text
     assert "475,500 → 335,500 (-29.4 %)" in text
     assert "head of the network (1): fc2" in text
+
+
+@pytest.fixture
+def wide_names():
+    """A plan with long names, notes of every kind and times, which is wider than any terminal should be asked to be."""
+    model = nn.ModuleDict({f"encoder_stage_{i}": Block() for i in range(6)})
+    model["head"] = nn.Conv2d(32, 4, 1)
+    plan = dcl.plan(Lambda(lambda m, x: [x := b(x) for b in m.net.values()][-1], net=model), (32, 8, 8))
+    timings = {"plain": Timing(1.0, 4.0), "dcl": Timing(2.0, 5.0), "low_rank": Timing(0.5, None)}
+    timed = tuple(replace(row, timings=timings if row.selected else None) for row in plan.rows)
+    network = {"plain": timings["plain"], "dcl": timings["dcl"]}
+    return replace(plan, rows=timed, device="an accelerator of some length", timings=network)
+
+
+@pytest.mark.parametrize(("measured", "narrowest"), [(False, 50), (True, 60)])
+def test_the_table_fits_the_width_it_is_given(wide_names, measured, narrowest):
+    plan = wide_names if measured else replace(wide_names, device=None, timings=None)
+    for width in (400, 160, 112, 100, 80, 72, narrowest):
+        text = plan.table(width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "low-rank 16" in text
+        assert all(row.name in text for row in plan.rows if not row.selected)
+        assert ("the paper's inequality" in text) == ("≤" in text.splitlines()[0])
+    assert text.splitlines()[2].endswith("×0.56  ×0.56   ×2.00    ×1.25" if measured else "×0.56  ×0.56")
+
+
+def test_columns_go_one_after_the_other_and_names_are_cut_last(wide_names):
+    plan = replace(wide_names, device=None, timings=None)
+    heads = [plan.table(width).splitlines()[0].split() for width in range(120, 30, -1)]
+    assert heads[0] == ["unit", "layer", "becomes", "weights", "after", "ratio", "MACs", "after", "ratio", "≤"]
+    assert heads[-1] == ["unit", "becomes", "weights", "MACs"]
+    assert {len(head) for head in heads} == {10, 8, 7, 5, 4}
+    assert all(len(a) >= len(b) for a, b in itertools.pairwise(heads))
+    unit = [plan.table(width).splitlines()[2].split()[0] for width in (60, 48)]
+    assert unit[0] == plan.selected[0].name
+    assert unit[1].startswith("…")
+    assert unit[0].endswith(unit[1][1:])
+
+
+def test_a_terminal_gets_what_fits_and_a_file_everything(wide_names, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert str(wide_names) == wide_names.table(80)
+    monkeypatch.delenv("COLUMNS")
+    assert str(wide_names) == wide_names.table(10_000)  # the tests' output is no terminal
+    assert max(map(len, str(wide_names).splitlines())) > 112
 
 
 def test_nothing_to_convert_is_an_answer():

@@ -211,9 +211,18 @@ class Plan:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a complete plan: {error!r}; write plans with Plan.to_json()") from error
 
+    def table(self, width: int | None = None) -> str:
+        """The table as :func:`print` shows it.
+
+        Args:
+            width: Columns to fit it into: what does not fit is shortened or left out, the least important first. None
+                takes the terminal's, and as many as it takes where the output is no terminal.
+        """
+        return render(self, width)
+
     def __str__(self) -> str:
         """The table."""
-        return render(self)
+        return self.table()
 
     def _select(self, names: set[str]) -> "Plan":
         rows = tuple(replace(row, selected=row.name in names) for row in self.rows)

@@ -1,5 +1,7 @@
 """The plan as a table to read in a terminal."""
 
+import shutil
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -10,50 +12,86 @@ if TYPE_CHECKING:
 __all__ = ["count", "render", "tabulate"]
 
 WIDTH = 112
+"""Of what is wrapped, where the terminal is not narrower."""
 
 
-def render(plan: "Plan") -> str:
-    """The table of a plan: what is converted, what could be, and why the rest is left alone."""
+def render(plan: "Plan", width: int | None = None) -> str:
+    """The table of a plan: what is converted, what could be, and why the rest is left alone.
+
+    Args:
+        plan: What to show.
+        width: Columns to fit it into; None takes the terminal's, and as many as it takes where there is no terminal.
+    """
+    width = shutil.get_terminal_size((sys.maxsize, 0)).columns if width is None else width
     chosen = plan.selected
-    parts = []
+    parts, has_bound = [], False
     if chosen:
-        parts.append(_units(chosen, measured=plan.device is not None))
+        table, has_bound = _units(chosen, width, measured=plan.device is not None)
+        parts.append(table)
     else:
         pays = any(row.status == "pays" for row in plan.rows)
         would = "at these widths" if any(row.paying_ratio for row in plan.rows) else ""
         parts.append("No unit is selected." if pays else f"Nothing here is worth converting {would}".strip() + ".")
-    parts.append(_totals(plan))
+    parts.append(_totals(plan, width))
     if chosen:
-        parts.append(
-            "≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. Low-rank: one branch of ΣM, equal weights."
-        )
+        bound = "≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. " if has_bound else ""
+        parts.append(_fitted(f"{bound}Low-rank: one branch of ΣM, equal weights.", width))
+    parts += [_fitted(note, width) for note in _notes(chosen)]
+    grown = [row.name for row in chosen if row.weights_after > row.weights]
+    if grown:
+        parts.append(_wrapped("Larger than before: ", grown, width))
+    idle = [row.name for row in plan.rows if row.status == "pays" and not row.selected]
+    if idle:
+        parts.append(_wrapped(f"Could be converted, not selected ({len(idle)}): ", idle, width))
+    parts += [_left_alone(plan.rows, width), _paying_ratios(plan.rows, width)]
+    return "\n".join(part for part in parts if part)
+
+
+def _notes(chosen: Sequence["Row"]) -> list[str]:
+    """What to know about the units that are selected."""
+    notes = []
     if any(not row.within_half for row in chosen):
-        parts.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
+        notes.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
     if sum(row.branches > 1 for row in chosen) > 4:
-        parts.append(
+        notes.append(
             "From a random start the gradient grows with every converted layer in a row, 1.3 times at T = 2 and\n"
             "2.3 times at T = 3: clip it, use eps=1.0, or convert fewer (docs/numerics.md)."
         )
     others = [row for row in chosen if len(row.kernel) == 2 and not row.channels_last]
     if others:
-        parts.append(
+        notes.append(
             "For a GPU call model.to(memory_format=torch.channels_last) first: 2-d convolutions are faster in that\n"
             f"format, and {len(others)} of these {'is' if len(others) == 1 else 'are'} in another."
         )
-    grown = [row.name for row in chosen if row.weights_after > row.weights]
-    if grown:
-        parts.append(_wrapped("Larger than before: ", grown))
-    idle = [row.name for row in plan.rows if row.status == "pays" and not row.selected]
-    if idle:
-        parts.append(_wrapped(f"Could be converted, not selected ({len(idle)}): ", idle))
-    parts += [_left_alone(plan.rows), _paying_ratios(plan.rows)]
-    return "\n".join(part for part in parts if part)
+    return notes
 
 
-def _units(rows: Sequence["Row"], *, measured: bool) -> str:
-    head = ["unit", "layer", "becomes", "weights", "after", "ratio", "MACs", "after", "ratio", "≤"]
-    if measured:
-        head += ["fwd ms", "after", "ratio", "fwd+bwd", "after", "ratio"]
+_SHORTER = ("MACs", "≤", "weights", "fwd ms", "fwd+bwd", "layer")
+"""What goes from a table that is too wide, one after the other: a column, or all but the ratio of three."""
+
+
+def _units(rows: Sequence["Row"], width: int, *, measured: bool) -> tuple[str, bool]:
+    """The table of units in at most ``width`` columns, and whether the column of the inequality is in it."""
+    for dropped in range(len(_SHORTER) + 1):
+        lines, left = _cells(rows, _SHORTER[:dropped], measured=measured)
+        excess = max(map(len, tabulate(lines, left).splitlines())) - width
+        if excess <= 0:
+            return tabulate(lines, left), "≤" in lines[0]
+    room = max(8, max(len(line[0]) for line in lines) - excess)
+    for line in lines[1:]:
+        line[0] = line[0] if len(line[0]) <= room else "…" + line[0][1 - room :]
+    return tabulate(lines, left), "≤" in lines[0]
+
+
+def _cells(rows: Sequence["Row"], dropped: Sequence[str], *, measured: bool) -> tuple[list[list[str]], int]:
+    """The cells, two lines a unit below the head, and how many columns are aligned left."""
+    head = ["unit"] + ([] if "layer" in dropped else ["layer"]) + ["becomes"]
+    left = len(head)
+    groups = ["weights", "MACs"] + (["fwd ms", "fwd+bwd"] if measured else [])
+    bound = ["≤"] if "≤" not in dropped else []
+    for group in groups:
+        head += [group] if group in dropped else [group, "after", "ratio"]
+        head += bound if group == "MACs" else []
     lines = [head]
     for row in rows:
         widths = f"{row.branches} x {row.widths[0]}" if len(set(row.widths)) == 1 else "+".join(map(str, row.widths))
@@ -61,31 +99,37 @@ def _units(rows: Sequence["Row"], *, measured: bool) -> str:
         layer = (
             f"{row.in_channels}→{row.out_channels}" + (f", {kernel}" if kernel else "") + (" BN" if row.norm else "")
         )
-        sizes = [count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)]
-        macs = [count(row.macs), count(row.macs_after), ratio(row.macs_after, row.macs)]
         marks = (" stoch." if row.strategy == "stochastic" else "") + ("" if row.within_half else " *")
-        lines.append([row.name, layer, f"DCL {widths}{marks}", *sizes, *macs, "yes" if row.smaller else "no"])
-        low_rank = ["", "", f"low-rank {row.low_rank_width}", "", *sizes[1:], "", *macs[1:], ""]
-        lines.append(low_rank)
-        if measured:
-            lines[-2] += _milliseconds(row.timings, "dcl", show_plain=True)
-            lines[-1] += _milliseconds(row.timings, "low_rank", show_plain=False)
-    return tabulate(lines, left=3)
+        ours, low_rank = [row.name, layer, f"DCL {widths}{marks}"], ["", "", f"low-rank {row.low_rank_width}"]
+        if "layer" in dropped:
+            del ours[1], low_rank[1]
+        for group in groups:
+            for line, contender in ((ours, "dcl"), (low_rank, "low_rank")):
+                before, after, change = _before_and_after(row, group, contender)
+                short = [f"×{change}" if change else ""]
+                line.extend(short if group in dropped else [before if line is ours else "", after, change])
+                if group == "MACs" and bound:
+                    line.append(("yes" if row.smaller else "no") if line is ours else "")
+        lines += [ours, low_rank]
+    return lines, left
 
 
-def _milliseconds(timings: "Mapping[str, Timing] | None", contender: str, *, show_plain: bool) -> list[str]:
-    if timings is None:
-        return [""] * 6
-    cells = []
-    for before, after in zip(timings["plain"], timings[contender], strict=True):
-        if before is None or after is None:
-            cells += ["", "", ""]
-        else:
-            cells += [_ms(before) if show_plain else "", _ms(after), ratio(after, before)]
-    return cells
+def _before_and_after(row: "Row", group: str, contender: str) -> tuple[str, str, str]:
+    """What a unit has or takes before and after, and the ratio."""
+    if group == "weights":
+        return count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)
+    if group == "MACs":
+        return count(row.macs), count(row.macs_after), ratio(row.macs_after, row.macs)
+    if row.timings is None:
+        return "", "", ""
+    which = ("fwd ms", "fwd+bwd").index(group)
+    before, after = row.timings["plain"][which], row.timings[contender][which]
+    if before is None or after is None:
+        return "", "", ""
+    return _ms(before), _ms(after), ratio(after, before)
 
 
-def _totals(plan: "Plan") -> str:
+def _totals(plan: "Plan", width: int) -> str:
     lines = [
         f"Weights (no biases): {plan.weights:,} → {plan.weights_after:,} "
         f"({_change(plan.weights_after, plan.weights)}). "
@@ -94,17 +138,20 @@ def _totals(plan: "Plan") -> str:
         f"({_change(plan.macs_after, plan.macs)}).",
     ]
     if plan.timings:
-        lines.append(_network_latency(plan))
+        lines += _network_latency(plan)
+    lines = [_fitted(line, width) for line in lines]
     if plan.device:
         slower = [row.name for row in plan.selected if _slower(row.timings)]
         if slower:
-            lines.append(_wrapped(f"Slower than the layer it replaces, on {plan.device} ({len(slower)}): ", slower))
+            lines.append(
+                _wrapped(f"Slower than the layer it replaces, on {plan.device} ({len(slower)}): ", slower, width)
+            )
     return "\n".join(lines)
 
 
-def _network_latency(plan: "Plan") -> str:
+def _network_latency(plan: "Plan") -> list[str]:
     if plan.timings is None:
-        return ""
+        return []
     told, slower = _against(plan.timings["plain"], plan.timings["dcl"])
     lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if slower else "")]
     if "dcl, captured" in plan.timings:
@@ -113,7 +160,7 @@ def _network_latency(plan: "Plan") -> str:
         waits = [what for what in slower if what not in by_itself]
         if waits:
             lines.append(f"It is launches that {' and '.join(waits)} waited for: compile the network, or capture it.")
-    return "\n".join(lines)
+    return lines
 
 
 def _against(plain: "Timing", dcl: "Timing") -> tuple[str, list[str]]:
@@ -133,7 +180,7 @@ def _slower(timings: "Mapping[str, Timing] | None") -> bool:
     return any(a is not None and b is not None and b > a for a, b in pairs)
 
 
-def _left_alone(rows: Sequence["Row"]) -> str:
+def _left_alone(rows: Sequence["Row"], width: int) -> str:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.status != "pays" and not row.selected:
@@ -142,24 +189,34 @@ def _left_alone(rows: Sequence["Row"]) -> str:
         return ""
     total = sum(map(len, reasons.values()))
     lines = [f"Left alone ({total}):"]
-    lines += [_wrapped(f"  {reason} ({len(names)}): ", names) for reason, names in reasons.items()]
+    lines += [_wrapped(f"  {reason} ({len(names)}): ", names, width) for reason, names in reasons.items()]
     return "\n".join(lines)
 
 
-def _paying_ratios(rows: Sequence["Row"]) -> str:
+def _paying_ratios(rows: Sequence["Row"], width: int) -> str:
     """The ratios at which units would shrink that do not, the widest first."""
     ratios: dict[float, list[str]] = {}
     for row in rows:
         if row.paying_ratio is not None:
             ratios.setdefault(row.paying_ratio, []).append(row.name)
     return "\n".join(
-        _wrapped(f"Would shrink at ratio={ratio} or less ({len(names)}): ", names)
+        _wrapped(f"Would shrink at ratio={ratio} or less ({len(names)}): ", names, width)
         for ratio, names in sorted(ratios.items(), reverse=True)
     )
 
 
-def _wrapped(head: str, names: Sequence[str]) -> str:
-    return textwrap.fill(head + ", ".join(names), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+def _wrapped(head: str, names: Sequence[str], width: int) -> str:
+    return _filled(head + ", ".join(names), width)
+
+
+def _fitted(text: str, width: int) -> str:
+    """A note as it is written, unless a line of it is too long."""
+    return text if max(map(len, text.split("\n"))) <= width else _filled(text, width)
+
+
+def _filled(text: str, width: int) -> str:
+    width = max(20, min(width, WIDTH))
+    return textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False)
 
 
 def tabulate(lines: Sequence[Sequence[str]], left: int) -> str:
