@@ -562,7 +562,7 @@ def test_patterns_may_come_in_a_list(bignet_plan):
 @pytest.mark.parametrize("method", ["only", "without"])
 @pytest.mark.parametrize(("given", "kind"), [(3, "int"), (None, "NoneType"), (nn.Sequential(nn.ReLU()), "Sequential")])
 def test_what_is_no_pattern_is_named(bignet_plan, method, given, kind):
-    with pytest.raises(TypeError, match=rf"a name, a glob or a predicate .* got a {kind}; .* example \['conv1'"):
+    with pytest.raises(TypeError, match=rf"a name, a glob or a predicate .* got {kind}; .* example \['conv1'"):
         getattr(bignet_plan, method)(given)
 
 
@@ -833,7 +833,8 @@ def test_planning_does_not_disturb_the_random_state():
         ({"branches": 9}, "branches must be from 1 to 8, got 9"),
         ({"ratio": 0.0}, "ratio must be above 0"),
         ({"ratio": 1.5}, "ratio must be above 0"),
-        ({"width": 0}, "width 0 does not fit"),
+        ({"width": 0}, "width 0 does not fit any layer; a branch has one filter or more$"),
+        ({"width": (8, -3)}, "width -3 does not fit any layer"),
         ({"width": (3, 3, 3)}, "width names 3 branches, but branches = 2"),
         ({"round_to": 0}, "round_to must be a whole number"),
         ({"eps": -1.0}, "eps must be a finite positive number, got -1.0"),
@@ -851,6 +852,48 @@ def test_planning_does_not_disturb_the_random_state():
 def test_wrong_arguments_name_the_value_and_the_remedy(arguments, message):
     with pytest.raises(ValueError, match=message):
         dcl.plan(models.lenet(10), **{"input_size": (1, 28, 28), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_size": torch.zeros(2, 1, 28, 28)}, r"got a tensor of \(2, 1, 28, 28\)\. Pass it as example="),
+        ({"input_size": 784}, r"input_size is a tuple, without the batch; got 784\. Write \(784,\)"),
+        ({"budget": "0.5"}, "budget is the fraction of the weights to keep, .*; got '0.5'"),
+        ({"budget": True}, "budget is the fraction of the weights to keep, .*; got True"),
+        ({"budget": {"latency": 0.8}}, "budget is the fraction of the weights to keep, .*; got {'latency': 0.8}"),
+        ({"width": 8.0}, "width must be a whole number, or one for each branch, got 8.0"),
+        ({"width": "8"}, "width must be a whole number, or one for each branch, got '8'"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_name_the_value_and_the_remedy(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        dcl.plan(models.lenet(10), **{"input_size": (1, 28, 28), **arguments})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "an nn.Module, first; got None"),
+        (models.lenet, r"got the function lenet; call it: plan\(lenet\(\), \.\.\.\)"),
+        (nn.Sequential, r"got the class Sequential; make one: plan\(Sequential\("),
+        ({"weight": torch.zeros(3)}, "got a dict"),
+        ((3, 224, 224), "got a tuple"),
+    ],
+)
+def test_what_is_no_network_is_named(given, message):
+    with pytest.raises(TypeError, match=message):
+        dcl.plan(given, (1, 28, 28))
+
+
+def test_a_width_that_fits_no_layer_is_said_in_every_row():
+    plan = dcl.plan(models.lenet(10), (1, 28, 28), width=1 << 31)
+    assert rows(plan)["fc1"].reason == "width 2147483648 does not fit its 500 output channels"
+
+
+def test_an_example_that_is_none_says_what_one_is():
+    with pytest.raises(ValueError, match="An example is a tensor, a tuple of arguments, or a dictionary"):
+        dcl.plan(models.lenet(10), example=torch.zeros(2, 1, 28, 28).numpy())
 
 
 def test_an_example_may_be_a_tensor_a_tuple_or_keywords():
@@ -876,6 +919,22 @@ def test_wrapped_scripted_compiled_and_lazy_networks_say_what_to_do_first():
         dcl.plan(nn.DataParallel(model), (64,))
     with pytest.raises(ValueError, match="lazy and has no size yet"):
         dcl.plan(nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.Linear(32, 4)), (64,))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_scripted_traced_and_exported_networks_have_no_layers_any_more():
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    x = torch.zeros(2, 64)
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, x)):
+        with pytest.raises(
+            TypeError, match=r"a scripted or traced network has no layers .* convert the network itself"
+        ):
+            dcl.plan(scripted, (64,))
+    program = torch.export.export(model, (x,))
+    for exported in (program, program.module()):
+        with pytest.raises(TypeError, match=r"an exported network has no layers .* export it after that"):
+            dcl.plan(exported, (64,))
+    assert names(dcl.plan(torch.fx.symbolic_trace(model), (64,))) == ["0"]
 
 
 def test_the_network_itself_cannot_be_its_own_unit():

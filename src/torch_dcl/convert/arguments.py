@@ -34,7 +34,11 @@ class Wish:
 
 def check_wish(wish: Wish, budget: float | None) -> None:
     """Refuse what no unit could take; what one unit cannot take is said in its row."""
-    probe = 1 << 30
+    given = wish.width if isinstance(wish.width, Sequence) else (wish.width,)
+    numbers = [w for w in given if isinstance(w, int)]
+    if min(numbers, default=1) < 1:
+        raise ValueError(f"width {min(numbers)} does not fit any layer; a branch has one filter or more")
+    probe = max(numbers, default=1)
     widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
     if wish.strategy not in ("deterministic", "stochastic"):
         raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
@@ -42,16 +46,29 @@ def check_wish(wish: Wish, budget: float | None) -> None:
         raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
     check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
     if budget is not None:
+        told = "budget is the fraction of the weights to keep, a number above 0 and below 1, for example 0.8"
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            raise TypeError(f"{told}; got {budget!r}")
         if not 0 < budget < 1:
-            raise ValueError(f"budget is the fraction of the weights to keep, above 0 and below 1, got {budget!r}")
+            raise ValueError(f"{told}; got {budget!r}")
         if wish.width is not None:
             raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse what is no network, or one whose layers cannot be replaced any more."""
+    if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
+        raise TypeError(
+            "an exported network has no layers to convert any more; plan and convert the network itself, and export "
+            "it after that"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a network, an nn.Module, first; got {_described(model)}")
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError("a scripted network cannot be converted; plan and convert it before torch.jit.script")
+        raise TypeError(
+            "a scripted or traced network has no layers to convert any more; plan and convert the network itself. "
+            "What is converted can be exported with torch.export or torch.onnx.export, or traced, but not scripted"
+        )
     if hasattr(model, "_orig_mod"):
         raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -59,6 +76,22 @@ def check_model(model: nn.Module) -> None:
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
+
+
+def _is_exported(model: object) -> bool:
+    """Whether this is a graph of operations that calls no layers, as torch.export leaves it."""
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    return any(isinstance(node.target, torch._ops.OpOverload) for node in nodes)
+
+
+def _described(model: object) -> str:
+    if isinstance(model, type):
+        made = issubclass(model, nn.Module)
+        return f"the class {model.__name__}" + (f"; make one: plan({model.__name__}(...), ...)" if made else "")
+    name = getattr(model, "__name__", None)
+    if callable(model) and name is not None:
+        return f"the function {name}; call it: plan({name}(), ...)"
+    return repr(model) if model is None else f"a {type(model).__name__}"
 
 
 def read_example(
@@ -77,6 +110,13 @@ def read_example(
         args = tuple(example) if isinstance(example, tuple) else (example,)
         shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
         return args, {}, f"the example given ({shapes})"
+    if isinstance(input_size, Tensor):
+        raise TypeError(
+            f"input_size is the size of one input, without the batch; got a tensor of {tuple(input_size.shape)}. "
+            "Pass it as example=, or give its size"
+        )
+    if isinstance(input_size, int):
+        raise TypeError(f"input_size is a tuple, without the batch; got {input_size}. Write ({input_size},)")
     size = tuple(input_size or ())
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in size):
         raise ValueError(f"input_size must be whole numbers above 0, without the batch, got {input_size!r}")

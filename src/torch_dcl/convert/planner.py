@@ -67,7 +67,7 @@ def plan(
     check_wish(wish, budget)
     check_model(model)
     args, kwargs, description = read_example(model, input_size, example, batch)
-    seen = _run(model, args, kwargs, description)
+    seen = _run(model, args, kwargs, description, sized=example is None)
     rows, modules = _rows(model, seen, wish)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
@@ -82,14 +82,16 @@ def plan(
     return _measured(result, model, seen, args, kwargs) if measure else result
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str) -> Trace:
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str, *, sized: bool) -> Trace:
     try:
         return trace(model, args, kwargs)
     except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on {description}: {error}. "
+        remedy = (
             "Check input_size (without the batch), or pass example= with a real input"
-        ) from error
+            if sized
+            else "An example is a tensor, a tuple of arguments, or a dictionary of keyword arguments"
+        )
+        raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
 
 
 def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[str, nn.Module]]:

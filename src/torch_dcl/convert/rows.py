@@ -248,7 +248,7 @@ class Plan:
                     )
             else:
                 raise TypeError(
-                    f"a pattern is a name, a glob or a predicate on (name, module), got a {type(pattern).__name__}; "
+                    f"a pattern is a name, a glob or a predicate on (name, module), got {type(pattern).__name__}; "
                     f"the names of units are in plan.rows, for example {[row.name for row in self.rows][:3]}"
                 )
             chosen.update(row.name for row in found)
