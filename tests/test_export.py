@@ -125,3 +125,25 @@ def test_onnx_keeps_the_extremes(tmp_path):
         z = layer(x)
     torch.testing.assert_close(run(x), z, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(z, x.double().clamp(min=0).pow(3).add(1e-3).pow(1 / 3).float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("options", CONV2D)
+def test_onnx_by_tracing_too(options, tmp_path):
+    """``dynamo=False``, as many scripts still call it."""
+    pytest.importorskip("onnx", reason="needs the extra torch-dcl[onnx]")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra torch-dcl[onnx]")
+    model, path = network(**options), tmp_path / "model.onnx"
+    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    torch.onnx.export(model, (torch.randn(2, 3, 8, 8),), path, dynamo=False, **names)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert_same_everywhere(
+        lambda x: torch.from_numpy(session.run(None, {"x": x.numpy()})[0]), model, [(2, 3, 8, 8), (5, 3, 8, 8)]
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_scripting_says_what_to_do_instead():
+    for model in (network(branches=2), DCLLinear(6, 10)):
+        with pytest.raises(TypeError, match=r"cannot be scripted; export the network with torch\.export"):
+            torch.jit.script(model)

@@ -292,6 +292,11 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def exporting() -> bool:
-    """``torch.compiler.is_exporting()``, which up to torch 2.11 is also true while a network is compiled."""
+    """Whether a network is exported by torch.export, or traced for ONNX.
+
+    Up to torch 2.11 ``torch.compiler.is_exporting()`` is also true while a network is compiled.
+    """
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
-    return torch.compiler.is_exporting() if flag is None else bool(flag)
+    if torch.compiler.is_exporting() if flag is None else flag:
+        return True
+    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()  # type: ignore[attr-defined, no-untyped-call]

@@ -82,6 +82,13 @@ class _DCL(nn.Module):
         fuse = fuse_branches if self.fusion.strategy == "deterministic" else fuse_pairs
         return Responses(self.fusion.split(y), tuple(F.relu(p) for p in pre), fuse(pre, self.fusion.eps))
 
+    def __prepare_scriptable__(self) -> Self:
+        """Asked by torch.jit.script before it reads the source, which it could not."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be scripted; export the network with torch.export or torch.onnx.export, "
+            "or trace it with torch.jit.trace"
+        )
+
     @property
     def branches(self) -> int:
         """T."""

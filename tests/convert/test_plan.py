@@ -926,9 +926,7 @@ def test_scripted_traced_and_exported_networks_have_no_layers_any_more():
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
     x = torch.zeros(2, 64)
     for scripted in (torch.jit.script(model), torch.jit.trace(model, x)):
-        with pytest.raises(
-            TypeError, match=r"a scripted or traced network has no layers .* convert the network itself"
-        ):
+        with pytest.raises(TypeError, match=r"a scripted or traced network has no layers .* the network itself"):
             dcl.plan(scripted, (64,))
     program = torch.export.export(model, (x,))
     for exported in (program, program.module()):
