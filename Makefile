@@ -35,8 +35,8 @@ demo: env ## the idea in two minutes: three networks on two-digit numbers, and a
 test: env-dev ## run the tests (no GPU needed)
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-test-zoo: env-dev ## run the large zoo of torchvision and timm networks
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -m zoo $(PYTEST_ARGS)
+test-zoo: env-dev ## run the large zoo: torchvision, timm, transformers, segmentation-models-pytorch
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -m zoo --durations=10 tests/convert/test_zoo.py $(PYTEST_ARGS)
 
 lint: env-dev ## check style (ruff) and types (mypy, strict)
 	$(RUN) -m ruff check .

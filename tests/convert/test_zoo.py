@@ -1,16 +1,19 @@
-"""Networks as people have them: planned, converted, trained a step, saved, loaded, equal.
+"""Networks as people have them: planned, converted, trained a step, saved, loaded, equal; and rebuilt exactly.
 
-Four run always; the large zoo is behind the marker ``zoo`` (``make test-zoo``). Nothing is downloaded.
+A few run always; the large zoo is behind the marker ``zoo`` (``make test-zoo``). Nothing is downloaded.
 """
 
 import copy
 import gc
+import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
 import pytest
 import torch
+from tests.convert.families import FAMILIES
+from tests.convert.families import TIMM as TIMM_FAMILIES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchvision import models
@@ -175,6 +178,123 @@ def test_plan_convert_train_save_load_equal(name, tmp_path):
     assert any(t.numel() for t in before)
     assert all(t.isfinite().all() for t in before)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Exactly: every unit with the weights that it had
+
+
+@torch.no_grad()
+def wide_awake(model):
+    """A fresh network in which every unit shows: batch norms do something, and no branch is multiplied with zero.
+
+    In eval mode a fresh batch norm is the identity, and residual branches often start with a scale of nearly zero.
+    """
+    for name, parameter in model.named_parameters():
+        if not name.endswith("bias") and parameter.abs().max() < 1e-3:
+            parameter.normal_(0, 0.1)
+    for module in model.modules():
+        if isinstance(getattr(module, "running_var", None), Tensor):
+            module.running_var.uniform_(0.5, 1.5)
+            module.running_mean.normal_(0, 0.1)
+            if module.weight is not None:
+                module.weight.uniform_(0.5, 1.5)
+            if module.bias is not None:
+                module.bias.normal_(0, 0.1)
+    return model
+
+
+@torch.no_grad()
+def rebuild_(model, plan):
+    """Convert, and give every layer the weights of the layer and of the batch norm that it replaces.
+
+    At T = 1, ε = 0 and full width a DCL layer is ``relu(norm(W·θ·x + b))``. With the layer's weights as θ and the
+    identity as W the network computes what it did before.
+    """
+    old = [(row.name, *(model.get_submodule(n) if n else None for n in (row.name, row.norm))) for row in plan.selected]
+    dcl.convert_(model, plan, init="random")
+    for name, layer, norm in old:
+        new, weight, bias = model.get_submodule(name), layer.weight, layer.bias
+        if norm is not None and new.fusion.norm is None:  # a frozen one, which goes into the weights
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            bias = norm.bias + (0 if bias is None else bias * scale) - norm.running_mean * scale
+            weight = weight * scale.view(-1, *(1,) * (weight.dim() - 1))
+        new.branch.weight.copy_(weight)
+        new.fusion.weight.copy_(torch.eye(len(weight)))
+        if bias is not None:
+            new.fusion.bias.copy_(bias[None])
+        if new.fusion.norm is not None:
+            new.fusion.norm[0].load_state_dict(norm.state_dict())
+
+
+def full_width(model, args, kwargs):
+    """The plan of low-rank layers as wide as what they replace."""
+    return dcl.plan(model, example=kwargs or args, branches=1, ratio=1.0, round_to=1, eps=0.0)
+
+
+@torch.no_grad()
+def returned(model, args, kwargs):
+    """The floating tensors of the output in eval mode."""
+    torch.manual_seed(0)
+    result = model.eval()(*args, **kwargs)
+    leaves = tree_leaves(dict(result) if hasattr(result, "keys") else result)
+    return [t.clone() for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def difference(ours, theirs):
+    """The largest difference of two lists of tensors, each relative to the largest value of its tensor."""
+    assert any(t.numel() for t in theirs)
+    if [t.shape for t in ours] != [t.shape for t in theirs]:  # other boxes were found
+        return math.inf
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b.numel()]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def in_double(value):
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    return type(value)(map(in_double, value)) if isinstance(value, list | tuple) else value
+
+
+QUICK = ("torchvision:squeezenet1_1", "torchvision:shufflenet_v2_x0_5", "timm:skresnet18", "timm:swinv2_cr_tiny_224")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.zoo) for n in FAMILIES])
+def test_every_unit_with_its_own_weights_gives_the_same_output(name):
+    """What the plan takes for a unit is one: nothing else reads the layer's output before its norm and ReLU."""
+    family = FAMILIES[name]
+    model, args, kwargs = wide_awake(family.make()), family.args(), family.kwargs()
+    if family.double:
+        model, args = model.double(), in_double(args)
+    expected = returned(model, args, kwargs)
+    plan = full_width(model, args, kwargs)
+    units = [row.name for row in plan.rows if row.is_unit]
+    if not units:
+        assert all(row.reason for row in plan.rows)
+        return
+    rebuild_(model, plan.only(units))
+    assert difference(returned(model, args, kwargs), expected) <= family.tolerance
+
+    with torch.no_grad():
+        for unit in units:
+            weight = model.get_submodule(unit).fusion.weight
+            weight.mul_(1 + 0.05 * torch.randn(weight.shape[1]))
+    assert difference(returned(model, args, kwargs), expected) > family.tolerance, "no unit matters"
+
+
+def test_the_exact_check_notices_a_layer_that_is_no_unit():
+    model = wide_awake(timm_network("resnet18"))
+    args = (torch.randn(2, 3, 64, 64),)
+    expected = returned(model, args, {})
+    rebuild_(model, full_width(model, args, {}).only("layer1.0.conv2", force=True))
+    assert difference(returned(model, args, {}), expected) > 1e-2
+
+
+@pytest.mark.zoo
+def test_every_family_of_timm_is_in_the_zoo():
+    timm = pytest.importorskip("timm", reason="needs timm, of the extra of that name")
+    missing = sorted(set(timm.list_modules()) - set(TIMM_FAMILIES))
+    assert not missing, f"timm {timm.__version__} has families that the zoo does not: {', '.join(missing)}"
 
 
 # What a person who knows these networks expects to read
