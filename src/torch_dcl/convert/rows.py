@@ -23,6 +23,8 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 GROWS = "would not shrink"
 """How the reason of a unit begins that has no fewer weights as a DCL layer."""
 Pattern = str | Callable[[str, nn.Module], bool]
+GROWS = "would not shrink"
+"""How the reason of a unit begins that has no fewer weights as a DCL layer."""
 
 
 class Timing(NamedTuple):
