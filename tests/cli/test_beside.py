@@ -69,7 +69,7 @@ def test_an_interrupt_keeps_the_fleet_and_the_run_goes_on_to_the_same_numbers(dc
 
 @pytest.mark.parametrize(("words", "calls"), [(FIGURES, 4), (CALIBRATION, 2)])
 def test_minutes_end_in_the_middle_of_a_fleet(dcl, folder, epochs, monkeypatch, words, calls):
-    from torch_dcl.paper import calibration_run, engine, parts
+    from torch_dcl.experiments import calibration_run, engine, parts
 
     name = words[1]
     dcl(*words, "--out", f"runs/whole-{name}")

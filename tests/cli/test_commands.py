@@ -16,8 +16,8 @@ from torch_dcl.cli import plans
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.screen import say_minutes
 from torch_dcl.data import read_prepared
-from torch_dcl.paper.demo import CAVEAT, Entry, verdict
-from torch_dcl.paper.engine import Progress
+from torch_dcl.experiments.demo import CAVEAT, Entry, verdict
+from torch_dcl.experiments.engine import Progress
 
 NET = """
 from torch import nn

@@ -19,9 +19,9 @@ from torch_dcl.cli.app import app
 from torch_dcl.cli.names import UsageError
 from torch_dcl.cli.naturals import read_data
 from torch_dcl.cli.recipes import recipe, with_settings
-from torch_dcl.paper.natural.recipes import DATA, weights
-from torch_dcl.paper.natural.table import NOT_AVAILABLE, load_table2
-from torch_dcl.paper.natural.units import unit_weights
+from torch_dcl.experiments.natural.recipes import DATA, weights
+from torch_dcl.experiments.natural.table import NOT_AVAILABLE, load_table2
+from torch_dcl.experiments.natural.units import unit_weights
 
 # 20 images to train on, two epochs of the LeNet variant
 SHORT = ("--models", "lenet,lenet+dcl", "--seeds", "2", "--set", "scale=0.0134", "--set", "batch=5")

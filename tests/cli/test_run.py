@@ -47,7 +47,7 @@ def run(finished, folder):
 
 
 def test_smoke_prints_the_table_and_leaves_files(finished):
-    from torch_dcl.paper import load
+    from torch_dcl.experiments import load
 
     out, shown = finished
     table = load(out / "table1.json")
@@ -251,7 +251,7 @@ def test_other_ranks_of_torchrun_are_silent(dcl, run, monkeypatch):
 
 
 def test_calibration_goes_on_round_by_round(dcl, folder, monkeypatch):
-    from torch_dcl.paper import calibrate
+    from torch_dcl.experiments import calibrate
 
     seen = []
 

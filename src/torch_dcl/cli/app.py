@@ -217,7 +217,7 @@ def list_all(
     """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
     from torch_dcl.cli.folders import as_row, say  # noqa: PLC0415
     from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
-    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
 
     if name is not None:
         given, _ = find_recipe(name if name in ABOUT or Path(name).exists() else _in(runs, name))
@@ -304,7 +304,7 @@ def doctor(
     from rich.table import Table  # noqa: PLC0415
 
     from torch_dcl.cli.doctor import examine  # noqa: PLC0415
-    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
 
     known = [Path(state.path) for state in find_runs(Path("runs"))]
     for path in runs or []:

@@ -1,4 +1,4 @@
-"""``dcl demo``: the bar, and a table that fills in. What it does is done in `torch_dcl.paper.demo`."""
+"""``dcl demo``: the bar, and a table that fills in. What it does is done in `torch_dcl.experiments.demo`."""
 
 import os
 import time
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from torch_dcl.paper.demo import Entry
+    from torch_dcl.experiments.demo import Entry
 
 __all__ = ["result_table", "run_demo", "use_free_cores"]
 
@@ -28,10 +28,10 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
         seeds: Networks of each kind.
         as_json: Whether to end with the result for a machine.
     """
+    from torch_dcl.experiments import demo  # noqa: PLC0415
+    from torch_dcl.experiments.columns import weights  # noqa: PLC0415
+    from torch_dcl.experiments.digitsets import make_sets, read_mnist  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper import demo  # noqa: PLC0415
-    from torch_dcl.paper.columns import weights  # noqa: PLC0415
-    from torch_dcl.paper.digitsets import make_sets, read_mnist  # noqa: PLC0415
 
     images, epochs = images or demo.IMAGES, epochs or demo.EPOCHS
     for name, value, least in (("--images", images, 100), ("--epochs", epochs, 1), ("--seeds", seeds, 1)):
@@ -94,7 +94,7 @@ def result_table(entries: "list[Entry]") -> "Table":
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.demo import WORDS  # noqa: PLC0415
+    from torch_dcl.experiments.demo import WORDS  # noqa: PLC0415
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("network", "weights", "test error % (n)", "every seed", "time"):

@@ -39,8 +39,8 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
 
 def _training(task: Training) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     from torch_dcl.cli.speed import H200, memory, speed_of  # noqa: PLC0415
-    from torch_dcl.paper.engine import plan_fleets  # noqa: PLC0415
-    from torch_dcl.paper.table1 import estimate  # noqa: PLC0415
+    from torch_dcl.experiments.engine import plan_fleets  # noqa: PLC0415
+    from torch_dcl.experiments.table1 import estimate  # noqa: PLC0415
 
     jobs = jobs_of(task)
     images = task.images[0] if task.images else 60_000

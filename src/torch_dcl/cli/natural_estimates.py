@@ -34,8 +34,8 @@ class Work(NamedTuple):
 
 def works_of(task: "Natural", sets: list[str]) -> list[Work]:
     """Everything that a recipe trains on some sets."""
-    from torch_dcl.paper.natural.deciding import points_of  # noqa: PLC0415
-    from torch_dcl.paper.natural.recipes import network_of, recipe_of  # noqa: PLC0415
+    from torch_dcl.experiments.natural.deciding import points_of  # noqa: PLC0415
+    from torch_dcl.experiments.natural.recipes import network_of, recipe_of  # noqa: PLC0415
 
     recipe = task.recipe
     asked = task.images or (None, None)
@@ -104,9 +104,9 @@ def _speed(network: str, at_a_time: int, task: "Natural") -> float:
     """Images a second over so many networks: one epoch on generated images, after a first one."""
     import dataclasses  # noqa: PLC0415
 
-    from torch_dcl.paper.natural.recipes import recipe_of  # noqa: PLC0415
-    from torch_dcl.paper.natural.sets import made_up  # noqa: PLC0415
-    from torch_dcl.paper.natural.table2 import make_fleet  # noqa: PLC0415
+    from torch_dcl.experiments.natural.recipes import recipe_of  # noqa: PLC0415
+    from torch_dcl.experiments.natural.sets import made_up  # noqa: PLC0415
+    from torch_dcl.experiments.natural.table2 import make_fleet  # noqa: PLC0415
     from torch_dcl.training import Schedule  # noqa: PLC0415
 
     recipe = recipe_of(network, "cifar10")
@@ -123,7 +123,7 @@ def _speed(network: str, at_a_time: int, task: "Natural") -> float:
 
 def _memory(network: str, data: str, networks: int, task: "Natural") -> float:
     """GiB, about: images, weights with gradient, momentum and a copy, and what a step keeps for its backward pass."""
-    from torch_dcl.paper.natural.recipes import build, recipe_of  # noqa: PLC0415
+    from torch_dcl.experiments.natural.recipes import build, recipe_of  # noqa: PLC0415
 
     recipe = recipe_of(network, data)
     model = build(network, 100 if data == "cifar100" else 10, 0)

@@ -40,10 +40,10 @@ def _asked(task: "Natural") -> dict[str, Any]:
 def run_natural_table(task: "Natural") -> bool:
     """Run Table 2, or go on with it; whether it is complete."""
     from torch_dcl.cli.tables import long_table  # noqa: PLC0415
+    from torch_dcl.experiments.natural.page import as_html2  # noqa: PLC0415
+    from torch_dcl.experiments.natural.table import DEVIATIONS, said, save_table2  # noqa: PLC0415
+    from torch_dcl.experiments.natural.table2 import run_table2  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper.natural.page import as_html2  # noqa: PLC0415
-    from torch_dcl.paper.natural.table import DEVIATIONS, said, save_table2  # noqa: PLC0415
-    from torch_dcl.paper.natural.table2 import run_table2  # noqa: PLC0415
 
     screen = console()
     with _listening() as told:
@@ -64,10 +64,10 @@ def run_natural_table(task: "Natural") -> bool:
 
 def run_natural_chart(task: "Natural") -> bool:
     """Run the deciding chart, or go on with it; whether it is complete."""
+    from torch_dcl.experiments.figures import chart_figure, save  # noqa: PLC0415
+    from torch_dcl.experiments.natural.deciding import run_deciding  # noqa: PLC0415
+    from torch_dcl.experiments.natural.points import chart_said, edges_said  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper.figures import chart_figure, save  # noqa: PLC0415
-    from torch_dcl.paper.natural.deciding import run_deciding  # noqa: PLC0415
-    from torch_dcl.paper.natural.points import chart_said, edges_said  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     with _listening() as told:
@@ -90,7 +90,7 @@ def _print_chart(chart: dict[str, Any]) -> None:
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.natural import points  # noqa: PLC0415
+    from torch_dcl.experiments.natural import points  # noqa: PLC0415
 
     screen = console()
     screen.print(chart["title"], style="bold", markup=False, soft_wrap=True)

@@ -16,10 +16,10 @@ AUTO = "auto"
 def keys_of_natural(name: str) -> dict[str, Any]:
     """The settings of a recipe, in the order in which they are printed."""
     from torch_dcl.cli.recipes import Key  # noqa: PLC0415
-    from torch_dcl.paper.natural.deciding import RATES  # noqa: PLC0415
-    from torch_dcl.paper.natural.recipes import DATA, NETWORKS  # noqa: PLC0415
-    from torch_dcl.paper.natural.sets import MADE_UP  # noqa: PLC0415
-    from torch_dcl.paper.natural.units import UNITS  # noqa: PLC0415
+    from torch_dcl.experiments.natural.deciding import RATES  # noqa: PLC0415
+    from torch_dcl.experiments.natural.recipes import DATA, NETWORKS  # noqa: PLC0415
+    from torch_dcl.experiments.natural.sets import MADE_UP  # noqa: PLC0415
+    from torch_dcl.experiments.natural.units import UNITS  # noqa: PLC0415
 
     root = Key(
         AUTO, f'the folder with the sets; "{AUTO}" for the usual places, "{MADE_UP}" for generated images', MADE_UP
@@ -75,7 +75,7 @@ def read_data(given: str | Sequence[str], recipe: str) -> tuple[list[str], str |
     Raises:
         UsageError: A word is neither, or there are two folders, or sets that the recipe does not have.
     """
-    from torch_dcl.paper.natural import deciding, recipes  # noqa: PLC0415
+    from torch_dcl.experiments.natural import deciding, recipes  # noqa: PLC0415
 
     known = recipes.DATA if recipe == "table2" else deciding.DATA
     names: set[str] = set()
@@ -106,7 +106,7 @@ def root_of(recipe: Any) -> str | None:
     Raises:
         UsageError: There is no such folder.
     """
-    from torch_dcl.paper.natural.sets import MADE_UP  # noqa: PLC0415
+    from torch_dcl.experiments.natural.sets import MADE_UP  # noqa: PLC0415
 
     root = str(recipe["root"])
     if root in ("", AUTO):
@@ -128,7 +128,7 @@ def found_of(names: Sequence[str], root: str | None) -> dict[str, str | None]:
     """
     from torch_dcl.cli.datasets import is_here  # noqa: PLC0415
     from torch_dcl.data import load  # noqa: PLC0415
-    from torch_dcl.paper.natural.sets import MADE_UP, remedy  # noqa: PLC0415
+    from torch_dcl.experiments.natural.sets import MADE_UP, remedy  # noqa: PLC0415
 
     told: dict[str, str | None] = {}
     for name in names:

@@ -49,12 +49,12 @@ def keys_of(name: str) -> dict[str, Key]:
     """The settings of a recipe, in the order in which they are printed."""
     if name in NATURAL:
         return keys_of_natural(name)
-    from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
-    from torch_dcl.paper.engine import BATCH, SCHEDULE  # noqa: PLC0415
-    from torch_dcl.paper.experiments import FILTERS  # noqa: PLC0415
-    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
-    from torch_dcl.paper.reported import SETS  # noqa: PLC0415
-    from torch_dcl.paper.search import SEARCHED_ON, TRIALS  # noqa: PLC0415
+    from torch_dcl.experiments.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.experiments.engine import BATCH, SCHEDULE  # noqa: PLC0415
+    from torch_dcl.experiments.experiments import FILTERS  # noqa: PLC0415
+    from torch_dcl.experiments.reading import PARTS  # noqa: PLC0415
+    from torch_dcl.experiments.reported import SETS  # noqa: PLC0415
+    from torch_dcl.experiments.search import SEARCHED_ON, TRIALS  # noqa: PLC0415
 
     two = ["MNIST-II-01", "MNIST-III-01"]
     few = ["baseline", "A2", "low-rank"]
@@ -247,10 +247,10 @@ _WORDS = {
 
 def _value(key: str, value: Any, default: Value) -> Value:
     """A value of the kind that a setting has."""
-    from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
-    from torch_dcl.paper.natural import recipes  # noqa: PLC0415
-    from torch_dcl.paper.natural.units import UNITS  # noqa: PLC0415
-    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
+    from torch_dcl.experiments.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.experiments.natural import recipes  # noqa: PLC0415
+    from torch_dcl.experiments.natural.units import UNITS  # noqa: PLC0415
+    from torch_dcl.experiments.reading import PARTS  # noqa: PLC0415
 
     named: dict[str, Callable[[Any], Value]] = {
         "sets": read_sets,

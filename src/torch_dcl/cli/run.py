@@ -25,7 +25,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         as_json: Whether to end with the run's state for a machine.
     """
     from torch_dcl.cli.works import WORKS  # noqa: PLC0415
-    from torch_dcl.paper.reading import state_of  # noqa: PLC0415
+    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
 
     if several() and task.recipe.name not in ("table1", *NATURAL):
         raise UsageError("this recipe runs in one process; start it without torchrun")
@@ -68,7 +68,7 @@ def _wait_for(path: Path, seconds: float = 120) -> None:
 
 
 def _say_stopped(task: Task, why: str) -> None:
-    from torch_dcl.paper.reading import state_of  # noqa: PLC0415
+    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
 
     state = state_of(task.out)
     # This process may still be the holder of the lock.

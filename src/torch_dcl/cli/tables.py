@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from torch_dcl.paper.table import Table
+    from torch_dcl.experiments.table import Table
 
 __all__ = ["long_table"]
 
@@ -26,7 +26,7 @@ def long_table(
     from rich.markup import escape  # noqa: PLC0415
     from rich.table import Table as RichTable  # noqa: PLC0415
 
-    from torch_dcl.paper.text import mark  # noqa: PLC0415
+    from torch_dcl.experiments.text import mark  # noqa: PLC0415
 
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
     names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")

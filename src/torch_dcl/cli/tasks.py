@@ -12,9 +12,9 @@ from torch_dcl.cli.recipes import Recipe, find_recipe, read_settings, read_trial
 from torch_dcl.cli.screen import several
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.digitsets import Digits
-    from torch_dcl.paper.engine import Job, Settings
-    from torch_dcl.paper.natural.slices import How
+    from torch_dcl.experiments.digitsets import Digits
+    from torch_dcl.experiments.engine import Job, Settings
+    from torch_dcl.experiments.natural.slices import How
 
 __all__ = ["Natural", "Task", "Training", "as_kept", "jobs_of", "make_task"]
 
@@ -73,7 +73,7 @@ class Natural(Task):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of Table 2 that are asked for."""
-        from torch_dcl.paper.natural.table2 import columns_of  # noqa: PLC0415
+        from torch_dcl.experiments.natural.table2 import columns_of  # noqa: PLC0415
 
         return columns_of(self.recipe["networks"], self.recipe["models"] or None)
 
@@ -129,8 +129,8 @@ def make_task(
         if not dry:
             refuse_without_data(natural.sets, natural.root, recipe.name)
         return natural
-    from torch_dcl.paper.digitsets import read_mnist  # noqa: PLC0415
-    from torch_dcl.paper.engine import Settings  # noqa: PLC0415
+    from torch_dcl.experiments.digitsets import read_mnist  # noqa: PLC0415
+    from torch_dcl.experiments.engine import Settings  # noqa: PLC0415
     from torch_dcl.training import Schedule  # noqa: PLC0415
 
     try:
@@ -145,7 +145,7 @@ def make_task(
 
 
 def _natural(task: Task) -> Natural:
-    from torch_dcl.paper.natural.slices import How  # noqa: PLC0415
+    from torch_dcl.experiments.natural.slices import How  # noqa: PLC0415
 
     recipe = task.recipe
     for key in ("shares", "rates"):
@@ -180,19 +180,19 @@ def jobs_of(task: Training) -> list["Job"]:
     """Everything that the recipe trains, for an estimate."""
     recipe = task.recipe
     if recipe.name == "table1":
-        from torch_dcl.paper import table1  # noqa: PLC0415
-        from torch_dcl.paper.search import stored_choice  # noqa: PLC0415
+        from torch_dcl.experiments import table1  # noqa: PLC0415
+        from torch_dcl.experiments.search import stored_choice  # noqa: PLC0415
 
         return table1.jobs_of(recipe["models"], recipe["sets"], recipe["seeds"], stored_choice())
     if recipe.name == "table1-search":
-        from torch_dcl.paper.search_run import jobs_of_search  # noqa: PLC0415
+        from torch_dcl.experiments.search_run import jobs_of_search  # noqa: PLC0415
 
         return jobs_of_search(recipe["models"], recipe["sets"], read_trials(recipe["trials"]), recipe["seed"])
     if recipe.name == "figures":
-        from torch_dcl.paper.parts import jobs_of_parts  # noqa: PLC0415
+        from torch_dcl.experiments.parts import jobs_of_parts  # noqa: PLC0415
 
         return [job for jobs in jobs_of_parts(recipe.values).values() for job in jobs]
-    from torch_dcl.paper.calibration_run import jobs_of_calibration  # noqa: PLC0415
+    from torch_dcl.experiments.calibration_run import jobs_of_calibration  # noqa: PLC0415
 
     return jobs_of_calibration(recipe["sets"], recipe["start"], recipe["rounds"], recipe["seeds"], recipe["lr"])
 

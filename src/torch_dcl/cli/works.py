@@ -16,9 +16,9 @@ from torch_dcl.cli.screen import bullets, console, first_rank, several
 from torch_dcl.cli.tasks import Task, Training, as_kept, jobs_of
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.calibrate import Fitted
-    from torch_dcl.paper.engine import Settings
-    from torch_dcl.paper.search import Choice
+    from torch_dcl.experiments.calibrate import Fitted
+    from torch_dcl.experiments.engine import Settings
+    from torch_dcl.experiments.search import Choice
 
 __all__ = ["WORKS"]
 
@@ -39,10 +39,10 @@ def _listening(task: Training) -> "Iterator[tuple[Settings, dict[str, Any]]]":
 
 def _table1(task: Training) -> bool:
     from torch_dcl.cli.tables import long_table  # noqa: PLC0415
+    from torch_dcl.experiments import as_html, as_text, save, verdict  # noqa: PLC0415
+    from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
+    from torch_dcl.experiments.trial import as_trial, departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper import as_html, as_text, save, verdict  # noqa: PLC0415
-    from torch_dcl.paper.table1 import run_table1  # noqa: PLC0415
-    from torch_dcl.paper.trial import as_trial, departures  # noqa: PLC0415
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
@@ -71,7 +71,7 @@ def _table1(task: Training) -> bool:
 
 
 def _search(task: Training) -> bool:
-    from torch_dcl.paper.search_run import run_search  # noqa: PLC0415
+    from torch_dcl.experiments.search_run import run_search  # noqa: PLC0415
 
     with _listening(task) as (settings, told):
         choice = run_search(
@@ -104,7 +104,7 @@ def _print_choice(choice: "Choice") -> None:
 
 
 def _calibration(task: Training) -> bool:
-    from torch_dcl.paper.calibration_run import run_calibration  # noqa: PLC0415
+    from torch_dcl.experiments.calibration_run import run_calibration  # noqa: PLC0415
 
     with _listening(task) as (settings, told):
         fitted = run_calibration(
@@ -120,7 +120,7 @@ def _calibration(task: Training) -> bool:
 def _print_fitted(fitted: "list[Fitted]") -> None:
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.statistics import mean, signed  # noqa: PLC0415
+    from torch_dcl.experiments.statistics import mean, signed  # noqa: PLC0415
 
     console().print("Strengths at which the baseline errs as the paper's does:")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -134,9 +134,9 @@ def _print_fitted(fitted: "list[Fitted]") -> None:
 
 
 def _figures(task: Training) -> bool:
-    from torch_dcl.paper.parts import run_parts  # noqa: PLC0415
-    from torch_dcl.paper.reading import read_run  # noqa: PLC0415
-    from torch_dcl.paper.report import further_findings  # noqa: PLC0415
+    from torch_dcl.experiments.parts import run_parts  # noqa: PLC0415
+    from torch_dcl.experiments.reading import read_run  # noqa: PLC0415
+    from torch_dcl.experiments.report import further_findings  # noqa: PLC0415
 
     with _listening(task) as (settings, told):
         written = run_parts(
@@ -155,8 +155,8 @@ def _knowledge(task: Task) -> bool:
     from torch_dcl.cli.plans import find_model  # noqa: PLC0415
     from torch_dcl.convert.checkpoint import load_model  # noqa: PLC0415
     from torch_dcl.data import load  # noqa: PLC0415
+    from torch_dcl.experiments.looking import look_at  # noqa: PLC0415
     from torch_dcl.files import sha256_file  # noqa: PLC0415
-    from torch_dcl.paper.looking import look_at  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     network, _ = find_model(recipe["network"])
