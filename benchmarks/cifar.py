@@ -40,8 +40,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
 from torch_dcl.experiments.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.experiments.natural.slices import How
-from torch_dcl.experiments.natural.table2 import make_fleet
+from torch_dcl.experiments.natural.sets import NaturalConfig
+from torch_dcl.experiments.recipes.table2 import make_fleet
 from torch_dcl.stochastic import advance_branches_
 from torch_dcl.training import Fleet, train_abreast
 
@@ -120,13 +120,13 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     for compiled, turn in [(word == "yes", turn) for word in arguments.compile for turn in range(often[word])]:
         if turn:
             trials.forget()
-        how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
+        how = NaturalConfig(precision=precision, compile=compiled, streams=arguments.streams)
         fleets: list[Fleet] = []
         for column in wanted:
             who = Contender("fleet", (column,), seeds, compiled, turn)
             peaks[who] = _prepare(
                 ready, who, device,
-                lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into),
+                lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into, arguments),
             )  # fmt: skip
         if len(fleets) > 1 and device.type == "cuda":
             both = Contender("abreast", tuple(wanted), seeds, compiled, turn)
@@ -210,9 +210,10 @@ def timed(run, device: torch.device) -> float:
     return (time.perf_counter() - start) / images
 
 
-def fleet(column: str, seeds: int, data: Dataset, recipe, how: How, into: list[Fleet]):
+def fleet(column: str, seeds: int, data: Dataset, recipe, how: NaturalConfig, into: list[Fleet], arguments):
     """A fleet's epochs; the fleet itself is added to a list."""
-    made = make_fleet(column, range(seeds), data, replace(recipe, schedule=replace(recipe.schedule, epochs=1000)), how)
+    long = replace(recipe, schedule=replace(recipe.schedule, epochs=1000))
+    made = make_fleet(column, range(seeds), data, long, how, arguments.device, stacked=arguments.stacked)
 
     def run() -> int:
         made.train(1)

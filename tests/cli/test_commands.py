@@ -16,8 +16,9 @@ from torch_dcl.cli import plans
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.screen import say_minutes
 from torch_dcl.data import read_prepared
-from torch_dcl.experiments.demo import CAVEAT, Entry, verdict
-from torch_dcl.experiments.engine import Progress
+from torch_dcl.experiments.demo import CAVEAT, COLUMNS, RATES, TRIED, Entry, choose_rates, verdict
+from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.protocol import Progress
 
 NET = """
 from torch import nn
@@ -130,9 +131,11 @@ def test_the_demo_trains_three_kinds_and_writes_a_page(dcl, folder):
     shown = dcl("demo", "--images", "100", "--epochs", "1", "--seeds", "2")
     assert all(name in shown for name in ("plain", "DCL-A2", "low-rank", "335,500", CAVEAT[:30]))
     assert "of the DCL layer" in shown or "No filter can be shown" in shown
+    assert "classifier.1" in shown  # of the plan of a network that people use
     page = (folder / "runs/demo/report.html").read_text()
     assert str((folder / "runs/demo/report.html").resolve()) in shown.replace("\n", "")
     assert "data:image/png;base64," in page
+    assert "classifier.1" in page
     assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
@@ -142,6 +145,23 @@ def test_the_demo_for_machines(dcl_for_machines, folder):
     assert shown["verdict"][-1] == CAVEAT
     assert shown["page"] == str(folder / "runs/demo/report.html")
     assert "DCL-A2" in told
+
+
+def test_the_demo_chooses_its_rates_without_the_test_digits(monkeypatch):
+    digits = read_mnist(None)
+    blind = digits._replace(test=(digits.test[0][:0], digits.test[1][:0]))
+    lines = []
+    found = choose_rates(blind, rates=(1e-4, 0.05), images=300, epochs=1, seeds=(100,), report=lines.append)
+    assert list(found) == ["baseline", "A2", "low-rank"]
+    assert len(lines) == 6
+    by_line = {tuple(line.split(":")[0].split(" at ")): float(line.split()[-2]) for line in lines}
+    for column, rate in found.items():
+        assert by_line[column, f"{rate:g}"] == min(by_line[column, "0.0001"], by_line[column, "0.05"])
+
+
+def test_the_rates_of_the_demo_are_some_that_were_tried():
+    assert list(RATES) == list(COLUMNS)
+    assert set(RATES.values()) <= set(TRIED)
 
 
 def entries(plain, ours, low_rank):

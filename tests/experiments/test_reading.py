@@ -11,8 +11,9 @@ from torch_dcl.experiments import find_runs, read_run, save
 from torch_dcl.experiments.digitsets import read_mnist
 from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.natural.sets import MADE_UP
-from torch_dcl.experiments.natural.table2 import run_table2
 from torch_dcl.experiments.reading import state_of
+from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
+from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.experiments.trial import is_trial
 from torch_dcl.training import Schedule
@@ -117,9 +118,10 @@ def test_a_damaged_run_is_listed_with_its_problem(run):
 
 def test_a_run_of_table_2_is_counted_by_its_entries(tmp_path):
     recipe = {"table": 2, "seeds": 3, "recipes": {"cifar10 lenet": {}, "cifar10 lenet+dcl": {}}, "columns": []}
-    with RunFolder.open(tmp_path / "run", recipe) as folder:
-        for seed in (0, 1, 1):
-            folder.append("outcomes", {"data": "cifar10", "column": "lenet", "seed": seed, "error": 1.0})
+    lines = [{"data": "cifar10", "column": "lenet", "seed": seed, "error": 1.0} for seed in (0, 1, 1)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(recipe))
+    (tmp_path / "run" / "outcomes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     state = state_of(tmp_path / "run")
     assert (state.recipe, state.state, state.done, state.total) == ("table2", "incomplete", 2, 6)
     with pytest.raises(RunError, match=r"recipe or its outcomes are damaged \(KeyError: 'data'\)"):
@@ -128,16 +130,18 @@ def test_a_run_of_table_2_is_counted_by_its_entries(tmp_path):
 
 def test_a_run_of_table_2_that_has_not_ended_has_the_table_so_far(tmp_path):
     path = tmp_path / "run"
-    made = run_table2(
-        path, columns=("lenet", "lenet+dcl"), data=["cifar10"], seeds=2, scale=1e-9, root=MADE_UP, images=(10, 5),
-        batch=5, report=lambda _: None,
+    config = Table2Config(
+        models=("lenet", "lenet+dcl"), data=("cifar10",), seeds=2, scale=1e-9, root=MADE_UP, train_images=10,
+        test_images=5, batch=5,
     )  # fmt: skip
+    made = run_recipe(Table2(config), path).result
     assert read_run(path).table == made
+    (path / "table2.json").unlink()
     lines = (path / "outcomes.jsonl").read_text().splitlines(keepends=True)
-    (path / "outcomes.jsonl").write_text("".join(lines[:3]))
+    (path / "outcomes.jsonl").write_text("".join(lines[:1]))
     found = read_run(path)
-    assert (found.state.done, found.state.total) == (3, 4)
-    assert [(cell.column, cell.seeds) for cell in found.table.cells] == [("lenet", (0, 1)), ("lenet+dcl", (0,))]
+    assert (found.state.done, found.state.total) == (2, 4)
+    assert [(cell.column, cell.seeds) for cell in found.table.cells] == [("lenet", (0, 1))]
     assert found.table.cells[0] == made.cells[0]
     assert is_trial(found.table)
     (path / "outcomes.jsonl").unlink()
@@ -151,13 +155,15 @@ def test_an_unknown_recipe_is_named(tmp_path):
 
 
 def test_minutes_of_a_cell_are_the_share_of_its_fleets(run):
-    records = [json.loads(line) for line in (run / "outcomes.jsonl").read_text().splitlines()]
+    folder = RunFolder.look(run)
+    records = folder.read("outcomes")
     table = read_run(run).table
     for cell in table.cells:
         seconds = [r["seconds"] for r in records if r["job"]["column"] == cell.column]
         assert cell.minutes == pytest.approx(sum(seconds) / 60)
         assert cell.minutes > 0
+    (run / "outcomes.jsonl").unlink()
     for record in records:
         del record["seconds"]  # as runs before this was noted
-    (run / "outcomes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        folder.append("outcomes", record)
     assert {cell.minutes for cell in read_run(run).table.cells} == {None}

@@ -66,7 +66,7 @@ def untrained(monkeypatch):
 
 
 def records(folder, name="outcomes"):
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return RunFolder.look(folder).read(name)
 
 
 # One run
@@ -112,7 +112,8 @@ def test_it_says_how_it_was_made(whole):
 
 def test_compiling_has_minutes_of_its_own(done):
     lines = [{**record, "compiling": 3.0} for record in records(done)]
-    (done / "minutes.jsonl").write_text(json.dumps({"training": 2.0}) + "\n")
+    (done / "minutes.jsonl").unlink()
+    RunFolder.look(done).append("minutes", {"training": 2.0})
     made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.look(done))
     spent = 3.0 * len(lines) / 60
     before = {"calibration of the sets, earlier on an H200": stored_minutes()["calibration"]}
@@ -203,7 +204,7 @@ def test_every_start_is_noted_with_its_environment(done, untrained):
 
 def test_a_run_that_exists_is_refused_without_resume(done, untrained):
     before = {path.name: path.read_bytes() for path in done.glob("*.json*")}
-    with pytest.raises(RunError, match="holds a run already; go on with it by --resume, or choose another folder"):
+    with pytest.raises(RunError, match="holds a run already; resume it with --resume, or choose another folder"):
         run(done)
     assert {path.name: path.read_bytes() for path in done.glob("*.json*")} == before
 
@@ -211,25 +212,25 @@ def test_a_run_that_exists_is_refused_without_resume(done, untrained):
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        ({"seeds": 3}, r'-\s*"seeds": 2.*\n\+\s*"seeds": 3'),
-        ({"images": (100, 40)}, r"-\s*50\n\+\s*40"),
-        ({"choice": {**CHOICE, "A2": {2: Trial(0.03), 3: Trial(0.02)}}}, r'-\s*"lr": 0.02\n\+\s*"lr": 0.03'),
-        ({"choice": {**CHOICE, "A2": {2: Trial(0.02, 3.0), 3: Trial(0.02)}}}, r'-\s*"clip": null,\n\+\s*"clip": 3.0'),
-        ({"columns": ("baseline", "A2")}, r'"oracle"'),
-        ({"settings": dataclasses.replace(SETTINGS, batch=25)}, r'-\s*"batch": 50,\n\+\s*"batch": 25'),
-        ({"settings": dataclasses.replace(SETTINGS, schedule=Schedule(2))}, r'-\s*"epochs": 1,\n\+\s*"epochs": 2'),
-        ({"settings": dataclasses.replace(SETTINGS, precision="float32")}, r'\+\s*"precision": "float32"'),
-        ({"digits": MNIST._replace(source="others")}, r'\+\s*"digits": "others"'),
+        ({"seeds": 3}, "seeds: 2 then, 3 now"),
+        ({"images": (100, 40)}, r"images: \[100, 50\] then, \[100, 40\] now"),
+        ({"choice": {**CHOICE, "A2": {2: Trial(0.03), 3: Trial(0.02)}}}, r"choice\.A2\.2\.lr: 0\.02 then, 0\.03 now"),
+        ({"choice": {**CHOICE, "A2": {2: Trial(0.02, 3.0), 3: Trial(0.02)}}}, r"A2\.2\.clip: null then, 3\.0 now"),
+        ({"columns": ("baseline", "A2")}, "columns: .*oracle.* then"),
+        ({"settings": dataclasses.replace(SETTINGS, batch=25)}, "batch: 50 then, 25 now"),
+        ({"settings": dataclasses.replace(SETTINGS, schedule=Schedule(2))}, r"schedule\.epochs: 1 then, 2 now"),
+        ({"settings": dataclasses.replace(SETTINGS, precision="float32")}, 'precision: "float64" then, "float32" now'),
+        ({"digits": MNIST._replace(source="others")}, 'then, "others" now'),
     ],
 )
 def test_a_changed_recipe_is_refused_with_the_difference(done, untrained, change, difference):
-    with pytest.raises(RunError, match=rf"(?s)was begun with another recipe:\n.*{difference}.*ask for the same"):
+    with pytest.raises(RunError, match=rf"(?s)was begun with other settings:\n.*{difference}.*ask for the same"):
         run(done, resume=True, **change)
 
 
 def test_a_changed_strength_is_refused(done, untrained, monkeypatch):
     monkeypatch.setitem(LAYOUTS, NAME, dataclasses.replace(LAYOUTS[NAME], strength=0.9))
-    with pytest.raises(RunError, match=r'-\s*"MNIST-II-01": 0.7\n\+\s*"MNIST-II-01": 0.9'):
+    with pytest.raises(RunError, match=r"strengths\.MNIST-II-01: 0\.7 then, 0\.9 now"):
         run(done, resume=True)
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 
-from torch_dcl.experiments.engine import Progress, Settings
+from torch_dcl.experiments.engine import Settings
+from torch_dcl.experiments.protocol import Progress
 from torch_dcl.experiments.reading import state_of
 from torch_dcl.experiments.telling import telling
 from torch_dcl.training.runs import RunFolder

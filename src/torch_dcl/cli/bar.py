@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress as RichProgress
 
-    from torch_dcl.experiments.engine import Progress
+    from torch_dcl.experiments.protocol import Progress
 
 __all__ = ["Bar", "Listener"]
 

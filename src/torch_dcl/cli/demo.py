@@ -28,6 +28,8 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
         seeds: Networks of each kind.
         as_json: Whether to end with the result for a machine.
     """
+    from rich.markup import escape  # noqa: PLC0415
+
     from torch_dcl.experiments import demo  # noqa: PLC0415
     from torch_dcl.experiments.columns import weights  # noqa: PLC0415
     from torch_dcl.experiments.digitsets import make_sets, read_mnist  # noqa: PLC0415
@@ -65,10 +67,13 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
     bullets(screen, [*told, words, caveat])
     out.mkdir(parents=True, exist_ok=True)
     path = out / "report.html"
-    write_text(path, demo.demo_page(entries, found, words, images, epochs, seeds))
+    planned = demo.plan_of_a_network()
+    screen.print(f"\nWhich layers of {demo.PLANNED} pay, by dcl plan {demo.PLANNED}:", style="bold")
+    screen.print(planned, markup=False, soft_wrap=True)
+    write_text(path, demo.demo_page(entries, found, words, images, epochs, seeds, planned))
     spent = say_minutes(time.perf_counter() - start)
     spent += f" on {threads} CPU thread{'s' if threads > 1 else ''}"
-    screen.print(f"\n{spent}. The report, for a browser: [bold]{path.resolve()}[/bold]", soft_wrap=True)
+    screen.print(f"\n{spent}. The report, for a browser: [bold]{escape(str(path.resolve()))}[/bold]", soft_wrap=True)
     screen.print("Next:  dcl plan torchvision:vgg16 · dcl run table1 --smoke · dcl --help", style="dim")
     if as_json:
         rows = [{"column": e.column, "weights": e.weights, "errors": e.errors, "seconds": e.seconds} for e in entries]

@@ -1,20 +1,28 @@
-"""``dcl run``: begin a run or go on with it, and say how it ended."""
+"""``dcl run``: begin or resume a run, and say how it ended."""
 
 import dataclasses
 import shlex
+import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from torch_dcl.cli.folders import as_row, say
 from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.naturals import NATURAL
-from torch_dcl.cli.recipes import as_toml
+from torch_dcl.cli.recipes import RUN, as_toml
 from torch_dcl.cli.screen import console, first_rank, print_json, say_minutes, several
-from torch_dcl.cli.tasks import Task, Training
+from torch_dcl.cli.tasks import Sweep, Task, Training
 
-__all__ = ["run_task"]
+if TYPE_CHECKING:
+    from torch_dcl.experiments.runner import Summary
+
+__all__ = ["RESUME_ME", "run_task"]
+
+LATE = "Time is up."
+RESUME_ME = 75
+"""The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
 
 
 def run_task(task: Task, *, as_json: bool = False) -> None:
@@ -24,13 +32,17 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         task: What to run.
         as_json: Whether to end with the run's state for a machine.
     """
+    from rich.markup import escape  # noqa: PLC0415
+
     from torch_dcl.cli.works import WORKS  # noqa: PLC0415
     from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
 
-    if several() and task.recipe.name not in ("table1", *NATURAL):
+    if several() and task.recipe.name not in ("table1", *RUN):
         raise UsageError("this recipe runs in one process; start it without torchrun")
     screen = console()
-    if first_rank() and not (task.out / "recipe.json").exists():
+    if isinstance(task, Sweep):
+        pass  # the runner writes the recipe, once it holds the folder's lock
+    elif first_rank() and not (task.out / "recipe.json").exists():
         from torch_dcl.files import write_text  # noqa: PLC0415
 
         task.out.mkdir(parents=True, exist_ok=True)
@@ -39,23 +51,46 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         _wait_for(task.out / "recipe.json")
     start = time.perf_counter()
     source = f", written with {task.digits.source}" if isinstance(task, Training) else ""
-    screen.print(f"[bold]{task.recipe.name}[/bold] on {task.device}{source}")
+    screen.print(f"[bold]{task.recipe.name}[/bold] on {task.device}{escape(source)}")
     try:
-        finished = WORKS[task.recipe.name](task)
+        finished, code, why = _run_sweep(task) if isinstance(task, Sweep) else (WORKS[task.recipe.name](task), 0, LATE)
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
     if finished:
         spent = say_minutes(time.perf_counter() - start)
-        screen.print(f"{spent}, in [bold]{task.out}[/bold].{_next(task)}", soft_wrap=True)
+        screen.print(f"{spent}, in [bold]{escape(str(task.out))}[/bold].{escape(_next(task))}", soft_wrap=True)
     else:
-        _say_stopped(task, "Time is up.")
+        _say_stopped(task, why)
     if as_json:
         print_json(as_row(state_of(task.out)))
+    if code:
+        raise typer.Exit(code)
+
+
+def _run_sweep(task: Sweep) -> tuple[bool, int, str]:
+    """Whether the run is complete, the exit code, and why it ended."""
+    from torch_dcl.cli.works import run_sweep  # noqa: PLC0415
+
+    summary, stopped_by = run_sweep(task)
+    if summary.complete:
+        return True, 0, ""
+    if stopped_by is not None:
+        return False, RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
+    return (False, 1, _failures(summary)) if summary.failures else (False, 0, LATE)
+
+
+def _failures(summary: "Summary") -> str:
+    """Which jobs failed, in a sentence for each fleet."""
+    told = []
+    for jobs, error in summary.failures:
+        names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
+        told.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
+    return "\n".join(told)
 
 
 def _next(task: Task) -> str:
-    if task.recipe.name in ("table1", "figures", "knowledge", *NATURAL):
+    if task.recipe.name in ("table1", "figures", "knowledge", *RUN):
         return f" A page of it: dcl report {shlex.quote(str(task.out))}"
     return ""
 
@@ -73,4 +108,5 @@ def _say_stopped(task: Task, why: str) -> None:
     state = state_of(task.out)
     # This process may still be the holder of the lock.
     told = say(dataclasses.replace(state, state="incomplete") if state.state == "running" else state)
-    console().print(f"{why} {task.out} is {told}; what is done is saved.\nGo on with:  {task.go_on}", soft_wrap=True)
+    words = f"{why} {task.out} is {told}; what is done is saved.\nResume with:  {task.go_on}"
+    console().print(words, markup=False, soft_wrap=True)

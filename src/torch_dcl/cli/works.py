@@ -11,19 +11,41 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.natural_works import run_natural_chart, run_natural_table
+from torch_dcl.cli.recipes import as_toml
 from torch_dcl.cli.screen import bullets, console, first_rank, several
-from torch_dcl.cli.tasks import Task, Training, as_kept, jobs_of
+from torch_dcl.cli.tasks import Sweep, Task, Training, as_kept, jobs_of
 
 if TYPE_CHECKING:
+    from signal import Signals
+
     from torch_dcl.experiments.calibrate import Fitted
     from torch_dcl.experiments.engine import Settings
+    from torch_dcl.experiments.runner import Summary
     from torch_dcl.experiments.search import Choice
 
-__all__ = ["WORKS"]
+__all__ = ["WORKS", "run_sweep"]
 
 FEW = 4
 SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
+
+
+def run_sweep(task: Sweep) -> "tuple[Summary, Signals | None]":
+    """Run a recipe with a bar, and print its result; how it ended, and the signal that stopped it."""
+    from torch_dcl.experiments.runner import StopRequest, run  # noqa: PLC0415
+
+    screen = console()
+    unit = "networks, first rank" if several() else "networks"
+    with Bar(screen, 0, unit, by_step=True) as bar, StopRequest(bar.now) as stop:
+        summary = run(
+            task.running, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
+            listener=Listener(bar, "making networks"), settings=as_toml(task.recipe),
+        )  # fmt: skip
+    for part in [] if summary.result is None else task.running.shown(summary.result, screen.width):
+        if isinstance(part, str) and part:
+            bullets(screen, [part])
+        else:
+            screen.print(part)
+    return summary, stop.signal
 
 
 @contextmanager
@@ -38,9 +60,9 @@ def _listening(task: Training) -> "Iterator[tuple[Settings, dict[str, Any]]]":
 
 
 def _table1(task: Training) -> bool:
-    from torch_dcl.cli.tables import long_table  # noqa: PLC0415
     from torch_dcl.experiments import as_html, as_text, save, verdict  # noqa: PLC0415
     from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
+    from torch_dcl.experiments.text import long_table  # noqa: PLC0415
     from torch_dcl.experiments.trial import as_trial, departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
@@ -58,7 +80,7 @@ def _table1(task: Training) -> bool:
     save(table, task.out / "table1.json")
     write_text(task.out / "table1.html", as_html(table, recipe=RunFolder.look(task.out).recipe))
     if len(table.sets) <= FEW:
-        screen.print(long_table(table, weights=screen.width >= 92))
+        screen.print(long_table(table, screen.width))
         screen.print(SIGNS, style="dim")
     else:
         styled = screen.is_terminal and not screen.no_color
@@ -191,7 +213,5 @@ WORKS: dict[str, Callable[[Any], bool]] = {
     "table1-search": _search,
     "calibration": _calibration,
     "figures": _figures,
-    "table2": run_natural_table,
-    "chart": run_natural_chart,
     "knowledge": _knowledge,
 }

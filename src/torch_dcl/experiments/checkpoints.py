@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_dcl.experiments.drawings import finite
+from torch_dcl.experiments.protocol import finite
 from torch_dcl.training import Fleet
 from torch_dcl.training.runs import RunError, RunFolder
 

@@ -9,22 +9,14 @@ import torch
 
 from torch_dcl.experiments import figures
 from torch_dcl.experiments.complementary import Complementary
+from torch_dcl.experiments.protocol import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["drawings", "finite", "knowledge_from", "knowledge_of", "lost_runs"]
+__all__ = ["drawings", "knowledge_from", "knowledge_of", "lost_runs"]
 
 _TENSORS = ("fused", "branches", "by_digit")
-
-
-def finite(value: Any) -> Any:
-    """Plain data with None for what is no finite number, since JSON has no word for it."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def knowledge_of(found: Complementary, title: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments.checkpoints import Checkpoints
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.digitsets import Labelled, Sets
+from torch_dcl.experiments.protocol import Progress
 from torch_dcl.training import Fleet, Member, Schedule
 from torch_dcl.training.fleet import Precision
 
@@ -22,7 +23,6 @@ __all__ = [
     "SCHEDULE",
     "Job",
     "Outcome",
-    "Progress",
     "Settings",
     "TimeUpError",
     "plan_fleets",
@@ -83,20 +83,6 @@ class Outcome:
     """Its share of the time that its fleet took, by networks; None where that was not noted."""
     compiling: float = field(default=0.0, repr=False, compare=False)
     """Its share of the seconds of these that went into compiling and capturing kernels, on a GPU."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a fleet is. Before the first epoch, ``epoch`` is 0."""
-
-    fleet: int
-    fleets: int
-    name: str
-    networks: int
-    epoch: int
-    epochs: int
-    loss: float | None = None
-    """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
 @dataclass(frozen=True)

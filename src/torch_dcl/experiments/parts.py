@@ -22,8 +22,9 @@ from typing import Any
 from torch_dcl.experiments import experiments, figures
 from torch_dcl.experiments.checkpoints import Checkpoints
 from torch_dcl.experiments.digitsets import Digits
-from torch_dcl.experiments.drawings import drawings, finite, knowledge_of
+from torch_dcl.experiments.drawings import drawings, knowledge_of
 from torch_dcl.experiments.engine import Job, Report, Settings, TimeUpError
+from torch_dcl.experiments.protocol import finite
 from torch_dcl.experiments.search import Choice, stored_choice
 from torch_dcl.experiments.telling import telling
 from torch_dcl.files import write_text

@@ -17,6 +17,7 @@ from typing import Any
 from torch_dcl.experiments import table1
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.natural.table import NaturalTable, load_table2, table2_of
+from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, load
 from torch_dcl.experiments.trial import as_trial, departures
 from torch_dcl.training import Schedule
@@ -103,6 +104,8 @@ def _count(folder: RunFolder) -> tuple[str, int, int, str]:
         total = len(recipe["columns"]) * len(recipe["sets"]) * recipe["seeds"]
         jobs = {json.dumps(record["job"], sort_keys=True) for record in folder.read("outcomes")}
         return "table1", len(jobs), total, "entries"
+    if "total" in recipe:  # a run of the runner's
+        return str(recipe["recipe"]), len(outcomes_of(folder)), int(recipe["total"]), str(recipe["unit"])
     if recipe.get("table") == 2:
         entries = {(record["data"], record["column"], record["seed"]) for record in folder.read("outcomes")}
         return "table2", len(entries), len(recipe["recipes"]) * recipe["seeds"], "entries"

@@ -17,8 +17,8 @@ from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments.checkpoints import Checkpoints
 from torch_dcl.experiments.columns import CONTROLS, MODELS, weights
 from torch_dcl.experiments.digitsets import Digits, make_sets
-from torch_dcl.experiments.drawings import finite
 from torch_dcl.experiments.engine import Job, Outcome, Report, Settings, TimeUpError, plan_fleets, run_fleets
+from torch_dcl.experiments.protocol import finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.search import Choice, stored_choice, stored_minutes

@@ -6,7 +6,8 @@ import datetime
 import time
 from collections.abc import Iterator
 
-from torch_dcl.experiments.engine import Progress, Report, Settings
+from torch_dcl.experiments.engine import Report, Settings
+from torch_dcl.experiments.protocol import Progress
 from torch_dcl.training.runs import RunFolder
 
 __all__ = ["clocked", "minutes_of", "telling"]
@@ -30,8 +31,7 @@ def telling(folder: RunFolder, settings: Settings, report: Report, part: str = "
             tell(at)
 
     def line(text: str) -> None:
-        with (folder.path / f"log{part}.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{_now()} {text}\n")
+        folder.log(text, part)
         report(text)
 
     return dataclasses.replace(settings, on_epoch=on_epoch), line

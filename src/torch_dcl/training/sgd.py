@@ -1,5 +1,6 @@
 """One step of SGD on stacked parameters."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch_dcl import kernels
 from torch_dcl.training.operations import low_copy
 
-__all__ = ["Learning", "sgd_"]
+__all__ = ["Learning", "are_finite", "sgd_"]
 
 
 class Learning(NamedTuple):
@@ -23,6 +24,12 @@ class Learning(NamedTuple):
     active: Tensor | None = None
     """The two branches of each network that move, ``[E, 2]``; None for all."""
     branches: int = 1
+
+
+def are_finite(values: Sequence[Tensor], networks: int) -> Tensor:
+    """Of which networks all values are finite, bool ``[E]``; ``values`` are ``[E, ...]`` each."""
+    largest = [torch.linalg.vector_norm(value.reshape(networks, -1), math.inf, dim=1) for value in values]
+    return torch.stack(largest).isfinite().all(0)
 
 
 def sgd_(

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load
-from torch_dcl.experiments.natural.deciding import hold_out
 from torch_dcl.experiments.natural.recipes import DATA
 from torch_dcl.experiments.natural.sets import MADE_UP, NOT_AVAILABLE, departures, made_up, read_sets
+from torch_dcl.experiments.recipes.chart import hold_out
 
 
 @given(st.sampled_from(DATA), st.integers(1, 60), st.integers(1, 30))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import torch
 from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load, svhn
-from torch_dcl.experiments.natural import table2
 from torch_dcl.experiments.natural.recipes import (
     COLUMNS,
     build,
@@ -25,15 +25,16 @@ from torch_dcl.experiments.natural.recipes import (
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.natural.slices import How, abreast
+from torch_dcl.experiments.natural.sets import NaturalConfig
 from torch_dcl.experiments.natural.table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
-from torch_dcl.experiments.natural.table2 import run_table2
+from torch_dcl.experiments.protocol import SettingError
+from torch_dcl.experiments.recipes import table2
+from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.reported import TABLE2
+from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.models import count_weights
-from torch_dcl.training import Fleet, Member, Schedule
-from torch_dcl.training.abreast import train_abreast
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.training.runs import RunError
 
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
 SHORT = 0.02  # three epochs of the LeNet variant
@@ -47,9 +48,9 @@ def root(tmp_path_factory):
     return place
 
 
-def run(path, root, **changes):
-    asked = {"columns": ("lenet", "lenet+dcl"), "data": ["cifar10", "svhn"], "seeds": 2, "scale": SHORT, "batch": 5}
-    return run_table2(path, root=root, **{"report": lambda _: None, **asked, **changes})
+def run(path, root, *, settings=None, **options):
+    asked = {"models": ("lenet", "lenet+dcl"), "data": ("cifar10", "svhn"), "seeds": 2, "scale": SHORT, "batch": 5}
+    return run_recipe(Table2(Table2Config(root=str(root), **(asked | (settings or {})))), path, **options).result
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +157,7 @@ def test_the_table_has_a_cell_for_every_column_with_every_seed(whole):
         assert cell.weights == weights(cell.column, 10)
         assert cell.paper == (14.18 if cell.column == "lenet" else 13.55)
         assert all(map(math.isfinite, cell.train_loss + cell.test_loss))
-    assert list((path / "fleets").iterdir()) == []
+    assert not (path / "fleets").exists()
 
 
 def test_a_set_that_is_not_there_is_noted_and_nothing_else(whole):
@@ -169,7 +170,7 @@ def test_a_set_that_is_not_there_is_noted_and_nothing_else(whole):
 
 def test_none_of_the_sets_there_is_an_error_with_the_remedy(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"svhn was not found.*put train_32x32\.mat"):
-        run(tmp_path / "run", tmp_path, data=["cifar10", "svhn"])
+        run(tmp_path / "run", tmp_path)
 
 
 def test_a_shortened_run_is_marked(whole):
@@ -189,9 +190,8 @@ def test_the_rows_that_the_paper_quotes_are_shown(whole):
 
 def test_a_network_ends_as_it_would_in_a_fleet_by_hand(whole, root):
     data = load("cifar10", root=root)
-    how = How()
     recipe = dataclasses.replace(recipe_of("lenet", "cifar10").scaled(SHORT), batch=5)
-    fleet = table2.make_fleet("lenet+dcl", [1], data, recipe, how)
+    fleet = table2.make_fleet("lenet+dcl", [1], data, recipe, NaturalConfig())
     fleet.train()
     found = fleet.evaluate({"cifar10": (data.test_images, data.test_labels)})
     cell = whole[0].cell("cifar10", "lenet+dcl")
@@ -222,159 +222,55 @@ def test_a_file_that_is_no_table_is_refused_with_the_place(whole, tmp_path, chan
         load_table2(tmp_path / "table2.json")
 
 
-# Slices, kills, ranks
-
-
-def test_slices_give_the_table_of_one_run(whole, root, tmp_path):
-    slices = 0
-    table = None
-    while table is None:
-        table = run(tmp_path / "run", root, seconds=0.0, resume=slices > 0)
-        slices += 1
-        assert slices < 20
-    assert slices == 6  # two fleets of three epochs, and every call goes on by one
-    assert compared(table) == compared(whole[0])
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """The columns of a network train abreast here as well, as they do on a GPU."""
-    monkeypatch.setattr(
-        table2, "abreast", lambda fleets, how, alike: abreast(fleets, dataclasses.replace(how, device="cuda"), alike)
-    )
-
-
-def test_columns_abreast_give_the_table_of_columns_one_by_one(whole, root, tmp_path, together):
-    lines, slices, table = [], 0, None
-    while table is None:
-        table = run(tmp_path / "run", root, seconds=0.0, resume=slices > 0, report=lines.append)
-        slices += 1
-        assert slices < 20
-    assert slices == 3  # one group of two fleets, three epochs
-    assert compared(table) == compared(whole[0])
-    assert any(line.startswith("1/1 lenet, lenet+dcl on cifar10, 4 networks: epoch 2 of 3") for line in lines)
-    assert list((tmp_path / "run" / "fleets").iterdir()) == []
-
-
-@pytest.mark.parametrize("step", [3, 7, 17])  # in one column or the other, of the first epoch and later ones
-def test_columns_abreast_killed_at_any_step_give_the_same_table(step, whole, root, tmp_path, killed_at, together):
-    with killed_at(step):
-        run(tmp_path / "run", root, how=How(every=0.0))
-    assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
-
-
-def test_a_kill_between_two_checkpoints_leaves_fleets_at_two_epochs_and_changes_nothing(
-    whole, root, tmp_path, monkeypatch, together
-):
-    save, saved = Fleet.save, []
-
-    def once(self, path):
-        saved.append(path)
-        if len(saved) == 4:  # the second fleet's of the second epoch
-            raise KeyboardInterrupt
-        return save(self, path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Fleet, "save", once)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "run", root, how=How(every=0.0))
-    assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
-
-
-def test_which_fleets_train_abreast():
-    """Neighbours of one kind, on a GPU, as far as there is room."""
-    fleets = [["a1", "a2"], ["a3", "a4"], ["a5"], ["b1"], ["b2", "b3", "b4", "b5", "b6", "b7"], ["b8"]]
-    gpu = How("cuda", most=5)
-    assert abreast(fleets, gpu, lambda name: name[0]) == [fleets[:3], fleets[3:4], fleets[4:5], fleets[5:]]
-    assert abreast(fleets, How("cuda:1", most=4), lambda name: name[0])[0] == fleets[:2]
-    assert abreast(fleets, How("cpu"), lambda name: name[0]) == [[fleet] for fleet in fleets]
-    assert abreast([], gpu, lambda name: name[0]) == []
-
-
-def test_fleets_abreast_end_as_they_do_alone():
-    """Of other architectures, lengths and numbers of images; one is at its end before the other."""
-
-    def made():
-        fleets = []
-        for column, epochs, images in (("lenet", 1, 20), ("lenet+dcl", 3, 10)):
-            generator = torch.Generator().manual_seed(images)
-            data = torch.randint(0, 256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator)
-            labels = torch.arange(images) % 10
-            member = Member(column, "set", 1, 1e-3, Schedule(epochs), 0.0)
-            networks = [build(column, 10, 1)]
-            fleets.append(Fleet(networks, [member], {"set": (data, labels)}, batch=5, stacked=False))
-        return fleets
-
-    alone, together = made(), made()
-    for fleet in alone:
-        fleet.train()
-    epochs = []
-    while any(fleet.epoch < fleet.epochs for fleet in together):
-        train_abreast(together)
-        epochs.append([fleet.epoch for fleet in together])
-    assert epochs == [[1, 1], [1, 2], [1, 3]]
-    for one, other in zip(alone, together, strict=True):
-        assert one.history == other.history
-        for (name, mine), theirs in zip(one.network(0).named_parameters(), other.network(0).parameters(), strict=True):
-            assert torch.equal(mine, theirs), name
+# Breaks, other data, ranks
 
 
 @pytest.mark.parametrize("step", [0, 7, 12, 23])
 def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, root, tmp_path, killed_at):
     with killed_at(step):
-        run(tmp_path / "run", root, how=How(every=0.0))
+        run(tmp_path / "run", root, every=0.0)
     assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
 
 
-def test_a_kill_between_two_outcomes_of_a_fleet_loses_and_doubles_nothing(whole, root, tmp_path, monkeypatch):
-    append = RunFolder.append
-
-    def once(self, name, record):
-        if name == "outcomes" and record["seed"] == 1:
-            raise KeyboardInterrupt
-        append(self, name, record)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "append", once)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "run", root)
-    assert compared(run(tmp_path / "run", root, resume=True)) == compared(whole[0])
-    lines = (tmp_path / "run" / "outcomes.jsonl").read_text().splitlines()
-    assert len(lines) == 4
-
-
-def test_a_damaged_checkpoint_is_named_with_the_remedy(root, tmp_path):
-    run(tmp_path / "run", root, seconds=0.0)
-    (path,) = (tmp_path / "run" / "fleets").iterdir()
-    bytes_ = bytearray(path.read_bytes())
-    bytes_[-5] ^= 1
-    path.write_bytes(bytes_)
-    with pytest.raises(ValueError, match="remove the file to train this fleet from its beginning"):
-        run(tmp_path / "run", root, resume=True)
+def test_a_resume_on_other_images_in_a_folder_of_the_same_name_is_refused(root, tmp_path):
+    place = tmp_path / "data"
+    shutil.copytree(root, place)
+    run(tmp_path / "run", place, seconds=0.0)
+    file = place / "cifar-10-batches-bin" / "data_batch_3.bin"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=r"other settings:\n  sha256\.cifar10: "):
+        run(tmp_path / "run", place, resume=True)
 
 
 def test_another_recipe_in_the_same_folder_is_refused(whole, root):
-    with pytest.raises(RunError, match="another recipe"):
-        run(whole[1], root, scale=0.5, resume=True)
+    with pytest.raises(RunError, match=r"scale: 0\.02 then, 0\.5 now"):
+        run(whole[1], root, settings={"scale": 0.5}, resume=True)
 
 
-def test_names_that_do_not_exist_are_refused(root, tmp_path):
-    with pytest.raises(ValueError, match="there is no network 'vgg'; the networks are lenet, bignet, wrn"):
-        run(tmp_path / "run", root, columns=None, networks=["vgg"])
-    with pytest.raises(ValueError, match="Table 2 has no set 'mnist'"):
-        run(tmp_path / "run", root, data=["mnist"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"networks": ["vgg"]}, "there is no network 'vgg'; known are lenet, bignet, wrn"),
+        ({"data": ["mnist"]}, "there is no set 'mnist'; known are cifar10, cifar100, svhn"),
+        ({"seeds": 10**9}, "seeds must be at least 1 and at most 10,000, not 1e.09"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused(settings, message):
+    with pytest.raises(SettingError, match=message):
+        Table2Config(**settings)
 
 
 def test_two_processes_share_a_run(whole, root, tmp_path):
     program = f"""
 import torch
 torch.set_num_threads(1)
-from torch_dcl.experiments.natural.table import save_table2
-from torch_dcl.experiments.natural.table2 import run_table2
-table = run_table2({str(tmp_path / "run")!r}, root={str(root)!r}, columns=("lenet", "lenet+dcl"),
-                   data=["cifar10", "svhn"], seeds=2, scale={SHORT}, batch=5)
-if table is not None:
-    save_table2(table, {str(tmp_path / "table2.json")!r})
+from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
+from torch_dcl.experiments.runner import run
+config = Table2Config(root={str(root)!r}, models=("lenet", "lenet+dcl"), data=("cifar10", "svhn"), seeds=2,
+                      scale={SHORT}, batch=5)
+run(Table2(config), {str(tmp_path / "run")!r})
 """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -386,8 +282,8 @@ if table is not None:
     ]
     assert [process.wait(timeout=300) for process in ranks] == [0, 0]
     parts = [len((tmp_path / "run" / f"outcomes-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
-    assert parts == [2, 2]
-    table = load_table2(tmp_path / "table2.json")
+    assert parts == [1, 1]  # a fleet each
+    table = load_table2(tmp_path / "run" / "table2.json")
     for mine, theirs in zip(table.cells, whole[0].cells, strict=True):
         assert (mine.set, mine.column, mine.seeds) == (theirs.set, theirs.column, theirs.seeds)
         assert mine.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
@@ -407,10 +303,9 @@ def test_every_column_trains_on_cifar_and_on_svhn_from_files_of_the_right_form(r
         labels = np.arange(count) % 10
         images = rng.integers(0, 256, (32, 32, 3, count), np.uint8)
         savemat(place / "svhn" / f"{split}_32x32.mat", {"X": images, "y": np.where(labels == 0, 10, labels)[:, None]})
-    table = run_table2(
-        tmp_path / "run", root=place, data=["cifar100", "svhn"], seeds=1, scale=1e-9, batch=2, images=(4, 3),
-        report=lambda _: None,
-    )  # fmt: skip
+    few = {"seeds": 1, "scale": 1e-9, "batch": 2, "train_images": 4, "test_images": 3}
+    config = Table2Config(root=str(place), data=("cifar100", "svhn"), **few)
+    table = run_recipe(Table2(config), tmp_path / "run").result
     assert table.absent == {}
     assert [(cell.set, cell.column) for cell in table.cells] == list(itertools.product(("cifar100", "svhn"), COLUMNS))
     assert all(cell.stopped == () and math.isfinite(cell.test_loss[0]) for cell in table.cells)

@@ -149,7 +149,7 @@ def chart_table(chart: Mapping[str, Any]) -> str:
     """The points of the deciding chart as a table, and how they were come by.
 
     Args:
-        chart: What `torch_dcl.experiments.natural.deciding.run_deciding` gave.
+        chart: What `torch_dcl.experiments.recipes.chart` made.
     """
     rows = [
         [

@@ -1,22 +1,22 @@
-"""What the points of the deciding chart say, in the standard library alone.
-
-A chart is what `torch_dcl.experiments.natural.deciding.run_deciding` gave, or what JSON has of it.
-"""
+"""What the points of the chart say. A chart is what `torch_dcl.experiments.recipes.chart` made, as JSON has it."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.comparing import difference
 from torch_dcl.experiments.statistics import Difference, mean, std
 
-__all__ = ["against_dcl", "chart_said", "edges_said", "lowest_first", "shown_error"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["against_dcl", "as_rich_chart", "chart_said", "edges_said", "lowest_first", "shown_error"]
 
 Point = Mapping[str, Any]
 """A unit at a budget: its errors by seed, weights, time of a step, and the learning rates that were tried."""
 
 
 _GUESSING = {"cifar10": 90.0, "cifar100": 99.0}
-"""Error in percent of who answers without looking."""
+"""Chance-level error in percent."""
 
 
 def lowest_first(chart: Mapping[str, Any]) -> list[Point]:
@@ -82,3 +82,26 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
         return None
     told = "; ".join(f"{rate:g} for {', '.join(dict.fromkeys(units))}" for rate, units in sorted(ends.items()))
     return f"Chosen at the end of the learning rates that were tried: {told}. Beyond it they might do better still."
+
+
+def as_rich_chart(chart: Mapping[str, Any], width: int) -> "Table":
+    """The points for a terminal of so many characters; one that is narrow leaves out the differences to DCL."""
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.markup import escape  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    is_wide = width >= 100
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    differences = ("difference to DCL (95 % CI)",) if is_wide else ()
+    for name in ("unit", "budget", "error % ± std (n)", *differences, "weights", "step ms", "rate"):
+        table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
+    for point in lowest_first(chart):
+        found = against_dcl(chart, point)
+        told = "" if found is None else escape(f"{found}{found.sign}")
+        budget = "–" if point["unit"] == "plain" else f"{point['share']:g}"
+        step = f"{point['step_ms']:.{2 if point['step_ms'] < 10 else 0}f}"
+        table.add_row(
+            point["unit"], budget, shown_error(point), *([told] if is_wide else []), f"{point['weights']:,}", step,
+            f"{point['lr']:g}",
+        )  # fmt: skip
+    return table

@@ -1,22 +1,134 @@
-"""The images of Table 2 and of the deciding chart: read from where they lie, or made up to try the path."""
+"""The images of Table 2 and of the chart, read from where they lie or generated, and the settings that both share."""
 
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.natural.recipes import DATA
+from torch_dcl.experiments.protocol import Config, SettingError, setting, settings_of
+from torch_dcl.training.fleet import Precision
 
-__all__ = ["MADE_UP", "NOT_AVAILABLE", "Images", "departures", "made_up", "read_sets", "remedy"]
+__all__ = [
+    "AUTO", "MADE_UP", "NOT_AVAILABLE", "Images", "NaturalConfig", "departures", "made_up", "read_data", "read_sets",
+    "remedy", "tensors_of",
+]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
 MADE_UP = "made-up"
 """In place of a folder: generated images."""
+AUTO = "auto"
+"""In place of a folder: the usual places."""
 Images = tuple[int | None, int | None]
 """How many images to train on and to test with, the first ones of a set; None for all."""
+_PRECISIONS = ("auto", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalConfig(Config):
+    """The settings that the recipes on natural images share."""
+
+    data: Any = setting(DATA, "which sets", choices=DATA, what="set")
+    root: str = setting(
+        AUTO, f'the folder with the sets; "{AUTO}" for the usual places, "{MADE_UP}" for generated images',
+        smoke=MADE_UP,
+    )  # fmt: skip
+    seeds: int = setting(3, "networks of each kind", smoke=2, least=1, most=10_000)
+    scale: float = setting(
+        1.0, "the fraction of each recipe's epochs to train; a shortened run is marked so", smoke=0.005, above=0, most=1
+    )
+    train_images: int = setting(0, "the first images of a set to train on; 0 for all", smoke=20, least=0)
+    test_images: int = setting(0, "the first images of a set to test with; 0 for all", smoke=10, least=0)
+    batch: int = setting(0, "images of a step; 0 for the recipe's", smoke=10, least=0, most=100_000)
+    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+    precision: str = setting(
+        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', choices=_PRECISIONS,
+        what="precision",
+    )  # fmt: skip
+    most: int = setting(
+        12, "networks that train at a time: seeds of a column, on a GPU several columns", least=1, most=100_000,
+        machine=True,
+    )  # fmt: skip
+    compile: bool = setting(False, "compile the networks")
+    streams: int = setting(8, "how many networks of a fleet run at a time on a GPU", least=1, most=1000, machine=True)
+    deterministic: bool = setting(False, "the same bits every time, also on a GPU and after a resume")
+    average: bool = setting(False, "test with the mean over an image and its mirror image")
+
+    @classmethod
+    def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
+        """``data`` names sets, their folder, or both."""
+        if key != "data":
+            return None
+        default, rules = settings_of(cls)["data"]
+        is_one = isinstance(default, str)
+        names, folder = read_data(value, rules.choices, one=is_one)
+        found: dict[str, Any] = {"root": folder} if folder is not None else {}
+        return found | ({"data": names[0] if is_one else names} if names else {})
+
+    @property
+    def place(self) -> str | None:
+        """Where the sets are; None for the usual places."""
+        return None if self.root in ("", AUTO) else self.root
+
+    @property
+    def images(self) -> Images | None:
+        """How many images to train on and to test with; None for all."""
+        train, test = self.train_images or None, self.test_images or None
+        return None if train is None and test is None else (train, test)
+
+    @property
+    def wanted_precision(self) -> Precision | None:
+        """The precision; None for the device's own."""
+        return None if self.precision == "auto" else cast("Precision", self.precision)
+
+
+def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = False) -> tuple[list[str], str | None]:
+    """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
+
+    A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
+
+    Args:
+        given: What was typed.
+        known: The sets that there are.
+        one: Whether there can be only one.
+
+    Returns:
+        The sets, none where only a folder was named; and the folder.
+
+    Raises:
+        SettingError: A word is neither, or there are two folders, or too many sets.
+    """
+    names: set[str] = set()
+    folders: list[str] = []
+    words = [part.strip() for text in ([given] if isinstance(given, str) else given) for part in str(text).split(",")]
+    for word in filter(None, words):
+        plain = word.lower().replace("-", "").replace("_", "")
+        if plain == "all" and not one:
+            names.update(known)
+        elif plain in known:
+            names.add(plain)
+        elif Path(word).expanduser().is_dir():
+            folders.append(word)
+        else:
+            what = "no folder either" if "/" in word or "\\" in word else "no folder of that name"
+            raise SettingError(f"there is no set {word!r}, and {what}", plain, known)
+    if len(folders) > 1:
+        raise SettingError(f"--data names {len(folders)} folders, {', '.join(folders)}; name one")
+    if one and len(names) > 1:
+        raise SettingError(f"data is one set, not {', '.join(sorted(names))}; run it once for each")
+    if not names and not folders:
+        raise SettingError(f"no data is named; give some of {', '.join(known)}, or a folder")
+    return [name for name in known if name in names], folders[0] if folders else None
+
+
+def tensors_of(data: Dataset) -> list[Tensor]:
+    """Everything in a set that a network sees."""
+    return [tensor for split in data.splits.values() for tensor in split]
 
 
 def read_sets(
@@ -80,7 +192,7 @@ def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
 
 
 def made_up(name: str, train: int, test: int) -> Dataset:
-    """Images that nobody took: a pattern of colours for each class, under noise. They are the same every time.
+    """Synthetic images: a pattern of colours for each class, under noise. They are the same every time.
 
     Every class that occurs has ten images to train on where there are so many.
 

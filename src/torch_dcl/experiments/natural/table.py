@@ -91,7 +91,7 @@ def table2_of(folder: RunFolder) -> NaturalTable:
     sources, columns = dict(asked["data"]), list(asked["columns"])
     absent = {name: source for name, source in sources.items() if source == NOT_AVAILABLE}
     by_cell: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-    for record in folder.read("outcomes"):
+    for record in records_of(folder):
         by_cell.setdefault((record["data"], record["column"]), {})[record["seed"]] = record
     cells = []
     for name in sources:
@@ -117,6 +117,18 @@ def table2_of(folder: RunFolder) -> NaturalTable:
     batches = [r.batch for (name, column), r in recipes.items() if r.batch != recipe_of(network_of(column), name).batch]
     made = as_trial(table, departures(protocol_sources(protocol), asked["images"], batches))
     return made if isinstance(made, NaturalTable) else table
+
+
+def records_of(folder: RunFolder) -> list[dict[str, Any]]:
+    """What came of every entry, by ``data``, ``column`` and ``seed``; also in folders of format 1."""
+    if folder.format == 1:
+        return folder.read("outcomes")
+    found = []
+    for record in folder.read("outcomes"):
+        for outcome in record["outcomes"]:
+            job = outcome["job"]
+            found.append({**outcome, "data": job["data"], "column": job["network"], "seed": job["seed"]})
+    return found
 
 
 def protocol_sources(protocol: Mapping[str, str]) -> list[str]:

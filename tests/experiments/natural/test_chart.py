@@ -1,18 +1,17 @@
-"""The deciding chart: every unit at the same weights, chosen without the test set, the same after any break."""
+"""The chart: every unit at the same weights, chosen without the test set, the same after any break."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 import torch
 
 from torch_dcl.data import cifar, load
-from torch_dcl.experiments.natural import deciding
-from torch_dcl.experiments.natural.deciding import hold_out, run_deciding
 from torch_dcl.experiments.natural.sets import made_up
-from torch_dcl.experiments.natural.slices import How
 from torch_dcl.experiments.natural.units import UNITS, build_unit, counted_networks, unit_weights
+from torch_dcl.experiments.recipes import chart as recipe
+from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
+from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.models import count_weights
 from torch_dcl.training import Fleet, Inputs, Member, Schedule
 
@@ -32,17 +31,22 @@ def root(tmp_path_factory):
     return place
 
 
-def run(path, root, **changes):
-    asked = {"units": ("star", "dcl"), "rates": (0.001, 0.01), "seeds": 2, "scale": 0.01, "search_scale": 0.005}
-    return run_deciding(path, root=root, batch=6, **{"report": lambda _: None, **asked, **changes})
+def run(path, root, *, units=("star", "dcl"), **options):
+    config = ChartConfig(
+        root=str(root), units=units, rates=(0.001, 0.01), seeds=2, scale=0.01, search_scale=0.005, batch=6, rounds=1
+    )
+    return run_recipe(Chart(config), path, **options).result
 
 
 @pytest.fixture(scope="module")
 def whole(root, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "whole"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(deciding, "step_times", functools.partial(deciding.step_times, rounds=1))
-        return run(path, root), path
+    return run(path, root), path
+
+
+@pytest.fixture
+def no_clock(monkeypatch):
+    monkeypatch.setattr(recipe, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
 
 
 def compared(chart):
@@ -134,17 +138,17 @@ def test_one_image_cannot_be_parted():
 
 def test_each_unit_takes_the_rate_with_the_lowest_error_and_is_tested_with_every_seed(whole):
     chart, path = whole
-    assert [point["unit"] for point in chart["points"]] == ["star", "dcl"]
+    assert [point["unit"] for point in chart["points"]] == ["dcl", "star"]
     for point in chart["points"]:
         assert point["weights"] == BUDGET
         assert point["seeds"] == [0, 1]
         assert len(point["errors"]) == 2
         assert f"{point['lr']:g}" == min(point["trials"], key=point["trials"].get)
         assert point["step_ms"] > 0
-    assert list((path / "fleets").iterdir()) == []
+    assert not (path / "fleets").exists()
 
 
-def test_the_rate_is_chosen_on_training_images_alone(whole, root, tmp_path, monkeypatch):
+def test_the_rate_is_chosen_on_training_images_alone(root, tmp_path, monkeypatch, no_clock):
     seen = []
     evaluate = Fleet.evaluate
 
@@ -153,15 +157,13 @@ def test_the_rate_is_chosen_on_training_images_alone(whole, root, tmp_path, monk
         return evaluate(self, data, **options)
 
     monkeypatch.setattr(Fleet, "evaluate", watched)
-    monkeypatch.setattr(deciding, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
     run(tmp_path / "run", root, units=("dcl",))
     assert seen == [(100, 1), (0, 3)]  # one image kept apart to choose by, then three of the test set
 
 
-def test_slices_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, monkeypatch, killed_at):
-    monkeypatch.setattr(deciding, "step_times", lambda points, *_, **__: dict.fromkeys(points, 1.0))
+def test_calls_cut_short_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, no_clock, killed_at):
     with killed_at(3):
-        run(tmp_path / "run", root, how=How(every=0.0))
+        run(tmp_path / "run", root, every=0.0)
     chart, slices = None, 0
     while chart is None:
         chart = run(tmp_path / "run", root, seconds=0.0, resume=True)
