@@ -168,6 +168,16 @@ def test_search_smoke(dcl, folder):
     assert len((folder / "runs/s/trials.jsonl").read_text().splitlines()) == 2
 
 
+def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
+    from torch_dcl.training.runs import hold
+
+    words = ("run", "table1", "--sets", "II-01", "--models", "baseline", "--seeds", "1", "--out", "runs/r", *TINY)
+    with hold("runs/r"):
+        (folder / "runs/r/recipe.toml").write_text("of the winner")
+        assert "is in use by process" in dcl(*words, code=1)
+    assert (folder / "runs/r/recipe.toml").read_text() == "of the winner"
+
+
 def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environment):
     words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/r", *TINY]
     # So many epochs that the second fleet is still at it when the interrupt comes.
@@ -187,7 +197,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environme
     assert process.returncode == 130, shown
     assert "runs/r is incomplete, 1 of 2 entries" in shown
     assert "dcl run runs/r --resume" in shown
-    assert shown.count("Interrupted") == 1
+    assert shown.count("Stopped by SIGINT") == 1
     assert "Traceback" not in shown
     # The fleet was kept at the end of an epoch, and that is where it goes on.
     done = subprocess.run(

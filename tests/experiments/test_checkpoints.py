@@ -23,18 +23,18 @@ class StopError(Exception):
 
 
 def run(path, *, stop=None, resume=False, error=StopError):
-    """Run, noting every epoch; `stop` is a fleet and an epoch to break off after."""
+    """Run, noting every epoch; `stop` is a fleet and an epoch to break off after, by an error or by being asked to."""
     seen, lines = [], []
 
     def on_epoch(at):
         seen.append((at.fleet, at.epoch))
-        if (at.fleet, at.epoch) == stop:
+        if (at.fleet, at.epoch) == stop and error is not None:
             raise error
 
-    settings = dataclasses.replace(EXACT, on_epoch=on_epoch)
+    settings = dataclasses.replace(EXACT, on_epoch=on_epoch, should_stop=lambda: error is None and stop in seen)
     try:
         table = run_table1(path, MNIST, settings, resume=resume, report=lines.append, **ASKED)
-    except error:
+    except StopError:
         table = None
     return table, seen, lines
 
@@ -125,7 +125,7 @@ def test_an_interrupt_between_two_epochs_keeps_the_fleet_however_new_the_last_ch
 ):
     monkeypatch.setattr(checkpoints, "EVERY", 3600.0)
     path = tmp_path / "run"
-    run(path, stop=(2, 3), error=KeyboardInterrupt)
+    run(path, stop=(2, 3), error=None)
     assert kept(path).is_file()
     table, seen, _ = run(path, resume=True)
     assert seen == [(1, 0), (1, 4)]
@@ -174,8 +174,8 @@ def test_a_slice_ends_in_the_middle_of_a_fleet(whole, tmp_path, monkeypatch):
     assert slices == 3  # eight epochs, three to a slice
     assert [epoch for epoch in seen if epoch] == [1, 2, 3, 4, 1, 2, 3, 4]
     assert [line for line in lines if "time is up" in line] == [
-        "time is up: 2 fleets are left; go on with --resume",
-        "time is up: 1 fleet is left; go on with --resume",
+        "time is up: 2 fleets are left; resume with --resume",
+        "time is up: 1 fleet is left; resume with --resume",
     ]
     assert table.cells == whole[0].cells
     assert leftovers(path) == []

@@ -95,3 +95,11 @@ def test_the_excerpt_is_read_without_a_folder_and_says_so():
 def test_an_unknown_set_is_an_error():
     with pytest.raises(KeyError, match="MNIST-IV-01"):
         make_sets(MNIST, ["MNIST-IV-01"], "report")
+
+
+def test_digits_are_known_by_their_content_and_not_by_their_folder():
+    digits = read_mnist(None)
+    assert digits.sha256 == digits._replace(source="elsewhere").sha256
+    images = digits.test[0].clone()
+    images[3, 5, 5] ^= 1
+    assert digits._replace(test=(images, digits.test[1])).sha256 != digits.sha256

@@ -55,17 +55,17 @@ def epochs(monkeypatch):
     return noting(monkeypatch)
 
 
-def stopping(after, error=KeyboardInterrupt):
-    """Settings that break off behind so many epochs, as Ctrl-C does."""
+def stopping(after, error=None):
+    """Settings that stop behind so many epochs, as Ctrl-C does; or raise an error, as if the process were killed."""
     count = 0
 
     def on_epoch(at):
         nonlocal count
         count += bool(at.epoch)
-        if at.epoch and count == after:
+        if error is not None and at.epoch and count == after:
             raise error
 
-    return dataclasses.replace(SETTINGS, on_epoch=on_epoch)
+    return dataclasses.replace(SETTINGS, on_epoch=on_epoch, should_stop=lambda: error is None and count >= after)
 
 
 def draw(path, settings=SETTINGS, **changes):
@@ -137,7 +137,7 @@ def test_the_epochs_are_those_that_the_tests_count_on(figures, calibration):
     ("names", "after", "fleets"),
     [
         (("filters", "curves"), 3, ["filters"] * 2),  # in the second fleet, which curves has too
-        (("filters", "curves"), 4, ["filters"] * 2),  # behind its last epoch, before the part is written down
+        (("filters", "curves"), 4, []),  # behind its last epoch: the part is written down
         (("filters", "curves"), 5, ["curves"]),
         (("filters", "curves"), 4 + 7, ["curves"] * 4),  # in the fleet that filters has too
         (("knowledge",), 3, ["knowledge"] * 2),
@@ -147,8 +147,7 @@ def test_the_epochs_are_those_that_the_tests_count_on(figures, calibration):
 def test_figures_that_are_interrupted_go_on_in_the_middle_of_a_fleet(figures, epochs, tmp_path, names, after, fleets):
     recipe, left, trained = some(figures, *names)
     path, lines = tmp_path / "run", []
-    with pytest.raises(KeyboardInterrupt):
-        draw(path, stopping(after), recipe=recipe)
+    assert draw(path, stopping(after), recipe=recipe) is None
     assert len(epochs) == after
     files = [name for name in kept(path) if name.startswith("fleet")]
     assert [name.split("-")[1] for name in files] == fleets
@@ -165,8 +164,7 @@ def test_a_part_that_is_asked_for_again_leaves_the_fleets_of_another_alone(figur
     """Filters and curves have a job in common, and the one that is kept is of curves."""
     recipe, left, trained = some(figures, "filters", "curves")
     path = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        draw(path, stopping(11), recipe=recipe)
+    assert draw(path, stopping(11), recipe=recipe) is None
     (path / "parts.jsonl").unlink()
     draw(path, recipe=recipe)
     assert epochs == trained[:11] + trained[:4] + trained[11:]
@@ -184,7 +182,7 @@ def test_figures_in_slices_that_end_anywhere_give_the_figures_of_one_run(figures
         slices += 1
         assert slices < 20
     assert slices == 11  # 32 epochs, three to a slice
-    assert "filters: time is up: 1 fleet is left; go on with --resume" in lines
+    assert "filters: time is up: 1 fleet is left; resume with --resume" in lines
     assert epochs == figures[1]
     assert drawn(path) == figures[0]
     assert kept(path) == []
@@ -251,8 +249,7 @@ def test_the_minutes_of_a_part_are_those_of_all_its_slices(epochs, tmp_path, mon
 
 def test_other_figures_are_refused_and_what_is_kept_stays(epochs, tmp_path):
     path = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        draw(path, stopping(3))
+    assert draw(path, stopping(3)) is None
     before = kept(path)
     with pytest.raises(RunError, match=r"other settings:\n  filters: \[10\] then, \[25\] now"):
         draw(path, recipe={**FIGURES, "filters": [25]})
@@ -265,8 +262,7 @@ def test_other_figures_are_refused_and_what_is_kept_stays(epochs, tmp_path):
 def test_fleets_of_another_size_leave_what_is_kept_aside_and_say_so(epochs, tmp_path):
     path, lines = tmp_path / "run", []
     few = {**FIGURES, "parts": ["filters"], "seeds": 2}
-    with pytest.raises(KeyboardInterrupt):
-        draw(path, stopping(3), recipe=few)
+    assert draw(path, stopping(3), recipe=few) is None
     names = kept(path)[1:]
     assert draw(path, dataclasses.replace(SETTINGS, most=1), recipe=few, report=lines.append) == ["filters.svg"]
     aside = [line for line in lines if line.endswith("it is left aside")]
@@ -281,12 +277,11 @@ def test_fleets_of_another_size_leave_what_is_kept_aside_and_say_so(epochs, tmp_
 @pytest.mark.parametrize("after", [3, ROUND + 1, ROUND + 3, 2 * ROUND, 2 * ROUND + 3])
 def test_a_calibration_that_is_interrupted_goes_on_in_the_middle_of_a_fleet(calibration, epochs, tmp_path, after):
     path = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        fit(path, stopping(after))
+    assert fit(path, stopping(after)) is None
     assert len(epochs) == after
-    number, inside = divmod(after - 1, ROUND)
+    number, inside = divmod(after, ROUND)
     files = [name for name in kept(path) if name.startswith("fleet")]
-    assert [name.rsplit("-", 1)[0] for name in files] == [f"fleet-round-{number}"] * (1 + inside // 2)
+    assert [name.rsplit("-", 1)[0] for name in files] == [f"fleet-round-{number}"] * ((inside + 1) // 2)
     assert state_of(path).done == number
     assert fit(path) is not None
     assert epochs == calibration[1]
@@ -303,7 +298,7 @@ def test_a_calibration_in_slices_gives_that_of_one_run(calibration, epochs, tmp_
         slices += 1
         assert slices < 20
     assert slices == 4  # 12 epochs, three to a slice
-    assert "round 0: time is up: 1 fleet is left; go on with --resume" in lines
+    assert "round 0: time is up: 1 fleet is left; resume with --resume" in lines
     assert epochs == calibration[1]
     assert fitted(path) == calibration[0]
     assert kept(path) == []

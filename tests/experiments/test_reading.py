@@ -116,6 +116,18 @@ def test_a_damaged_run_is_listed_with_its_problem(run):
     assert "parts" in state.problem
 
 
+@pytest.mark.parametrize(
+    "recipe", [b"[" * 100_000, b"\xff\xfe", b"[]", b'{"table": 1}', b'{"total": "x", "recipe": 1}', b""]
+)
+def test_one_bad_folder_does_not_hide_the_others(run, recipe):
+    bad = run.parent / "bad"
+    bad.mkdir()
+    (bad / "recipe.json").write_bytes(recipe)
+    (bad / "lock").write_bytes(b"\xff\x00")
+    states = {state.path: state.state for state in find_runs(run.parent)}
+    assert states == {str(run): "finished", str(bad): "damaged"}
+
+
 def test_a_run_of_table_2_is_counted_by_its_entries(tmp_path):
     recipe = {"table": 2, "seeds": 3, "recipes": {"cifar10 lenet": {}, "cifar10 lenet+dcl": {}}, "columns": []}
     lines = [{"data": "cifar10", "column": "lenet", "seed": seed, "error": 1.0} for seed in (0, 1, 1)]

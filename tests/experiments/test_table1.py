@@ -165,7 +165,7 @@ def test_a_run_in_slices_gives_the_table_of_a_run_at_once(whole, tmp_path, monke
     path = tmp_path / "slices"
     assert run(path, seconds=0, report=lines.append) is None
     assert not (path / "outcomes.jsonl").exists()
-    assert lines == ["time is up: 4 fleets are left; go on with --resume"]
+    assert lines == ["time is up: 4 fleets are left; resume with --resume"]
     for count in (2, 4, 5):
         assert run(path, settings=settings, resume=True, seconds=1) is None  # one fleet each
         assert len(records(path)) == count
@@ -226,6 +226,13 @@ def test_a_run_that_exists_is_refused_without_resume(done, untrained):
 def test_a_changed_recipe_is_refused_with_the_difference(done, untrained, change, difference):
     with pytest.raises(RunError, match=rf"(?s)was begun with other settings:\n.*{difference}.*ask for the same"):
         run(done, resume=True, **change)
+
+
+def test_other_digits_in_a_folder_of_the_same_name_are_refused(done, untrained):
+    labels = MNIST.train[1].clone()
+    labels[7] = (labels[7] + 1) % 10
+    with pytest.raises(RunError, match=r"sha256: .* then, .* now"):
+        run(done, resume=True, digits=MNIST._replace(train=(MNIST.train[0], labels)))
 
 
 def test_a_changed_strength_is_refused(done, untrained, monkeypatch):

@@ -45,6 +45,14 @@ def test_records_come_back_in_order_and_as_they_were(tmp_path_factory, records):
     assert folder.read("outcomes") == records
 
 
+def test_several_records_are_one_write(tmp_path, monkeypatch):
+    folder, synced, real = RunFolder(tmp_path, {}), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), real(descriptor)))
+    folder.append("outcomes", {"seed": 0}, {"seed": 1}, {"seed": 2})
+    assert folder.read("outcomes") == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+    assert len(synced) == 1
+
+
 def test_nothing_written_is_nothing_read(tmp_path):
     with RunFolder.open(tmp_path / "run", RECIPE) as folder:
         assert folder.read("outcomes") == []

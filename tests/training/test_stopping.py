@@ -92,8 +92,8 @@ def test_weights_that_overflow_in_the_very_last_step_are_noticed(monkeypatch):
     def steep(images, labels):
         losses, gradients = real(images, labels)
         if int(fleet._step) == STEPS - 1:
-            gradients[0][1] += 3e38  # finite, and not so times the momentum's sum
-            fleet._moments[next(iter(fleet._moments))][1] += 3e38
+            gradients[0][1].view(-1)[0] = 1e38  # finite, but not so when the moment is added
+            fleet._moments[next(iter(fleet._moments))][1].view(-1)[0] = 3.4e38
         return losses, gradients
 
     monkeypatch.setattr(fleet.stack, "gradients", steep)

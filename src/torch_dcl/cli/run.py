@@ -16,11 +16,12 @@ from torch_dcl.cli.screen import console, first_rank, print_json, say_minutes, s
 from torch_dcl.cli.tasks import Sweep, Task, Training
 
 if TYPE_CHECKING:
-    from torch_dcl.experiments.runner import Summary
+    from collections.abc import Sequence
+
+    from torch_dcl.experiments.runner import Failure
 
 __all__ = ["RESUME_ME", "run_task"]
 
-LATE = "Time is up."
 RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
 
@@ -34,8 +35,9 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
     """
     from rich.markup import escape  # noqa: PLC0415
 
-    from torch_dcl.cli.works import WORKS  # noqa: PLC0415
+    from torch_dcl.cli.works import WORKS, run_sweep  # noqa: PLC0415
     from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
+    from torch_dcl.experiments.runner import StopRequest  # noqa: PLC0415
 
     if several() and task.recipe.name not in ("table1", *RUN):
         raise UsageError("this recipe runs in one process; start it without torchrun")
@@ -43,24 +45,29 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
     if isinstance(task, Sweep):
         pass  # the runner writes the recipe, once it holds the folder's lock
     elif first_rank() and not (task.out / "recipe.json").exists():
-        from torch_dcl.files import write_text  # noqa: PLC0415
-
-        task.out.mkdir(parents=True, exist_ok=True)
-        write_text(task.out / "recipe.toml", as_toml(task.recipe))
+        _write_recipe(task)
     elif not first_rank():
         _wait_for(task.out / "recipe.json")
     start = time.perf_counter()
     source = f", written with {task.digits.source}" if isinstance(task, Training) else ""
     screen.print(f"[bold]{task.recipe.name}[/bold] on {task.device}{escape(source)}")
+    stop = StopRequest()
+    failures: tuple[Failure, ...] = ()
     try:
-        finished, code, why = _run_sweep(task) if isinstance(task, Sweep) else (WORKS[task.recipe.name](task), 0, LATE)
+        if isinstance(task, Sweep):
+            summary = run_sweep(task, stop)
+            finished, failures = summary.complete, summary.failures
+        else:
+            finished = WORKS[task.recipe.name](task, stop)
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
+    code = 0
     if finished:
         spent = say_minutes(time.perf_counter() - start)
         screen.print(f"{spent}, in [bold]{escape(str(task.out))}[/bold].{escape(_next(task))}", soft_wrap=True)
     else:
+        code, why = _ending(stop.signal, failures)
         _say_stopped(task, why)
     if as_json:
         print_json(as_row(state_of(task.out)))
@@ -68,25 +75,27 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         raise typer.Exit(code)
 
 
-def _run_sweep(task: Sweep) -> tuple[bool, int, str]:
-    """Whether the run is complete, the exit code, and why it ended."""
-    from torch_dcl.cli.works import run_sweep  # noqa: PLC0415
+def _write_recipe(task: Task) -> None:
+    """Write the recipe under the folder's lock, so that the loser of two starts writes nothing."""
+    from torch_dcl.files import write_text  # noqa: PLC0415
+    from torch_dcl.training.runs import hold  # noqa: PLC0415
 
-    summary, stopped_by = run_sweep(task)
-    if summary.complete:
-        return True, 0, ""
+    with hold(task.out):
+        if not (task.out / "recipe.json").exists():
+            write_text(task.out / "recipe.toml", as_toml(task.recipe))
+
+
+def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]") -> tuple[int, str]:
+    """The exit code of a run that is not complete, and why it is not."""
     if stopped_by is not None:
-        return False, RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
-    return (False, 1, _failures(summary)) if summary.failures else (False, 0, LATE)
-
-
-def _failures(summary: "Summary") -> str:
-    """Which jobs failed, in a sentence for each fleet."""
+        return RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
+    if not failures:
+        return 0, "Time is up."
     told = []
-    for jobs, error in summary.failures:
+    for jobs, error in failures:
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
         told.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
-    return "\n".join(told)
+    return 1, "\n".join(told)
 
 
 def _next(task: Task) -> str:

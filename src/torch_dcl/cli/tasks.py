@@ -177,5 +177,6 @@ def as_kept(task: Task) -> dict[str, Any]:
         del kept["data"]
         if task.recipe.name == "calibration" and task.images is None:
             del kept["train_images"], kept["test_images"]
-        return {"recipe": task.recipe.name, "digits": task.digits.source, **kept}
+        known = {"digits": task.digits.source, "sha256": task.digits.sha256}
+        return {"recipe": task.recipe.name, **known, **kept}
     return {"recipe": task.recipe.name, **kept}

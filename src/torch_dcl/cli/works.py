@@ -6,7 +6,7 @@ Each function gives whether the run is complete; it is not where time was up bef
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.bar import Bar, Listener
@@ -16,11 +16,9 @@ from torch_dcl.cli.screen import bullets, console, first_rank, several
 from torch_dcl.cli.tasks import Sweep, Task, Training, as_kept, jobs_of
 
 if TYPE_CHECKING:
-    from signal import Signals
-
     from torch_dcl.experiments.calibrate import Fitted
     from torch_dcl.experiments.engine import Settings
-    from torch_dcl.experiments.runner import Summary
+    from torch_dcl.experiments.runner import StopRequest, Summary
     from torch_dcl.experiments.search import Choice
 
 __all__ = ["WORKS", "run_sweep"]
@@ -29,13 +27,12 @@ FEW = 4
 SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
 
 
-def run_sweep(task: Sweep) -> "tuple[Summary, Signals | None]":
-    """Run a recipe with a bar, and print its result; how it ended, and the signal that stopped it."""
-    from torch_dcl.experiments.runner import StopRequest, run  # noqa: PLC0415
+def run_sweep(task: Sweep, stop: "StopRequest") -> "Summary":
+    """Run a recipe with a bar, print its result, and say how it ended."""
+    from torch_dcl.experiments.runner import run  # noqa: PLC0415
 
     screen = console()
-    unit = "networks, first rank" if several() else "networks"
-    with Bar(screen, 0, unit, by_step=True) as bar, StopRequest(bar.now) as stop:
+    with _bar(stop, by_step=True) as bar:
         summary = run(
             task.running, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
             listener=Listener(bar, "making networks"), settings=as_toml(task.recipe),
@@ -45,21 +42,28 @@ def run_sweep(task: Sweep) -> "tuple[Summary, Signals | None]":
             bullets(screen, [part])
         else:
             screen.print(part)
-    return summary, stop.signal
+    return summary
 
 
 @contextmanager
-def _listening(task: Training) -> "Iterator[tuple[Settings, dict[str, Any]]]":
+def _bar(stop: "StopRequest", *, by_step: bool = False) -> Iterator[Bar]:
+    """A bar over networks, which says so when a signal asks to stop."""
+    with Bar(console(), 0, "networks, first rank" if several() else "networks", by_step=by_step) as bar:
+        stop.on_signal = bar.now
+        with stop:
+            yield bar
+
+
+@contextmanager
+def _listening(task: Training, stop: "StopRequest") -> "Iterator[tuple[Settings, dict[str, Any]]]":
     """A bar over the networks of a run: the settings that tell it of every epoch, and what a run is told to call."""
-    with Bar(console(), 0, "networks, first rank" if several() else "networks") as bar:
+    with _bar(stop) as bar:
         listener = Listener(bar)
-        settings = dataclasses.replace(task.settings, on_epoch=listener.on_epoch)
-        # With torchrun the other ranks would wait for this one.
-        with nullcontext() if several() else listener.stopping_softly():
-            yield settings, {"report": listener.report, "begin": listener.begin}
+        settings = dataclasses.replace(task.settings, on_epoch=listener.on_epoch, should_stop=stop)
+        yield settings, {"report": listener.report, "begin": listener.begin}
 
 
-def _table1(task: Training) -> bool:
+def _table1(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments import as_html, as_text, save, verdict  # noqa: PLC0415
     from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
     from torch_dcl.experiments.text import long_table  # noqa: PLC0415
@@ -68,7 +72,7 @@ def _table1(task: Training) -> bool:
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         table = run_table1(
             task.out, task.digits, settings, columns=recipe["models"], sets=recipe["sets"], seeds=recipe["seeds"],
             images=task.images, resume=task.resume, seconds=task.seconds, **told,
@@ -92,10 +96,10 @@ def _table1(task: Training) -> bool:
     return True
 
 
-def _search(task: Training) -> bool:
+def _search(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments.search_run import run_search  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         choice = run_search(
             task.out, as_kept(task), task.digits, settings, jobs_of(task), images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -125,10 +129,10 @@ def _print_choice(choice: "Choice") -> None:
     console().print(table)
 
 
-def _calibration(task: Training) -> bool:
+def _calibration(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments.calibration_run import run_calibration  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         fitted = run_calibration(
             task.out, as_kept(task), task.digits, settings, images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -155,12 +159,12 @@ def _print_fitted(fitted: "list[Fitted]") -> None:
     console().print(table)
 
 
-def _figures(task: Training) -> bool:
+def _figures(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments.parts import run_parts  # noqa: PLC0415
     from torch_dcl.experiments.reading import read_run  # noqa: PLC0415
     from torch_dcl.experiments.report import further_findings  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         written = run_parts(
             task.out, as_kept(task), task.digits, settings, images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -173,7 +177,7 @@ def _figures(task: Training) -> bool:
     return True
 
 
-def _knowledge(task: Task) -> bool:
+def _knowledge(task: Task, _stop: "StopRequest") -> bool:
     from torch_dcl.cli.plans import find_model  # noqa: PLC0415
     from torch_dcl.convert.checkpoint import load_model  # noqa: PLC0415
     from torch_dcl.data import load  # noqa: PLC0415
@@ -208,7 +212,7 @@ def _say_written(task: Task, names: list[str]) -> None:
         console().print("Everything was there already.")
 
 
-WORKS: dict[str, Callable[[Any], bool]] = {
+WORKS: dict[str, Callable[[Any, Any], bool]] = {
     "table1": _table1,
     "table1-search": _search,
     "calibration": _calibration,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_dcl.data._segments import read_digits
 from torch_dcl.data.digits import generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
+from torch_dcl.experiments.protocol import content_hash
 
 __all__ = ["Digits", "Labelled", "Purpose", "make_sets", "read_mnist"]
 
@@ -28,6 +29,11 @@ class Digits(NamedTuple):
     train: Labelled
     test: Labelled
     source: str
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all digits and labels, by which a run knows them whatever their folder is called."""
+        return content_hash([*self.train, *self.test])
 
 
 class Sets(NamedTuple):

@@ -100,8 +100,9 @@ class Settings:
     networks: bool = False
     """Whether to give the trained networks."""
     on_epoch: Callable[[Progress], None] | None = field(default=None, repr=False, compare=False)
-    """Called before a fleet begins and after each of its epochs, to show how far it is; it changes no result. When it
-    raises KeyboardInterrupt the fleet is kept first, where there are checkpoints."""
+    """Called before a fleet begins and after each of its epochs, to show how far it is; it changes no result."""
+    should_stop: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
+    """Asked before every step. Where it says so the fleet is saved, if there are checkpoints, and training ends."""
     checkpoints: Checkpoints | None = field(default=None, repr=False, compare=False)
     """Where a fleet is kept while it is trained, to go on in the middle of it; None for nowhere."""
     until: float = field(default=math.inf, repr=False, compare=False)
@@ -110,14 +111,15 @@ class Settings:
 
 
 class TimeUpError(Exception):
-    """Time is up, and some fleets are not trained yet.
+    """Time is up, or it was asked to stop, and some fleets are not trained yet.
 
     Args:
         left: How many.
+        why: In words.
     """
 
-    def __init__(self, left: int) -> None:
-        super().__init__(f"time is up: {left} fleet{'s are' if left > 1 else ' is'} left; go on with --resume")
+    def __init__(self, left: int, why: str = "time is up") -> None:
+        super().__init__(f"{why}: {left} fleet{'s are' if left > 1 else ' is'} left; resume with --resume")
 
 
 Report = Callable[[str], None]
@@ -190,8 +192,8 @@ def run_fleets(
     if kept is not None:
         kept.expect(fleets)
     for count, fleet in enumerate(fleets, 1):
-        if time.perf_counter() >= settings.until:
-            raise TimeUpError(len(fleets) - count + 1)
+        if time.perf_counter() >= settings.until or _is_stopped(settings):
+            raise _ended(settings, len(fleets) - count + 1)
         start, size = time.perf_counter(), sum(job.networks for job in fleet)
         wide = f", {fleet[0].filters} filters" if fleet[0].filters else ""
         name = f"{fleet[0].column}, {fleet[0].classes} classes{wide}"
@@ -236,27 +238,34 @@ def _one_fleet(jobs: Sequence[Job], sets: Sets, settings: Settings, at: Progress
     if settings.curves and len(judged) < fleet.epoch:
         judged.append(fleet.evaluate(judge).losses.tolist())
 
+    late = False
+
     def after_epoch(trained: Fleet) -> None:
+        nonlocal late
         if settings.curves:
             judged.append(trained.evaluate(judge).losses.tolist())
         if kept is not None:
             kept.after_epoch(trained, judged)
         if settings.on_epoch is not None:
             losses = [loss for loss in trained.history.train_loss[-1] if math.isfinite(loss)]
-            try:
-                settings.on_epoch(replace(at, epoch=trained.epoch, loss=mean(losses) if losses else None))
-            except KeyboardInterrupt:
-                # Asked to stop between two epochs, where the fleet can be kept as it is.
-                if kept is not None:
-                    kept.save(trained, judged)
-                raise
-        if kept is not None and trained.epoch < trained.epochs and time.perf_counter() >= settings.until:
-            kept.save(trained, judged)
-            raise TimeUpError(at.fleets - at.fleet + 1)
+            settings.on_epoch(replace(at, epoch=trained.epoch, loss=mean(losses) if losses else None))
+        late = kept is not None and time.perf_counter() >= settings.until
 
-    fleet.train(on_epoch=after_epoch)
+    fleet.train(on_epoch=after_epoch, should_stop=lambda: late or _is_stopped(settings))
+    if fleet.epoch < fleet.epochs:
+        if kept is not None:
+            kept.save(fleet, judged)
+        raise _ended(settings, at.fleets - at.fleet + 1)
     rows_of = {job: [row for row, whose in enumerate(owner) if whose is job] for job in jobs}
     return _outcomes(fleet, rows_of, sets, judge, judged, settings)
+
+
+def _is_stopped(settings: Settings) -> bool:
+    return settings.should_stop is not None and settings.should_stop()
+
+
+def _ended(settings: Settings, left: int) -> TimeUpError:
+    return TimeUpError(left, "stopped" if _is_stopped(settings) else "time is up")
 
 
 def _outcomes(

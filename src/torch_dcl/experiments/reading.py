@@ -84,7 +84,7 @@ def state_of(path: str | os.PathLike[str]) -> State:
         name, done, total, unit = _count(folder)
         started = next((record.get("time") for record in folder.read("environment")), None)
         now = _last_seen(folder) if pid is not None else None
-    except (RunError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (RunError, ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
         told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
         return State(os.fspath(path), "?", "damaged", 0, 0, pid=pid, problem=told)
     state = "running" if pid is not None else "finished" if done >= total else "incomplete"

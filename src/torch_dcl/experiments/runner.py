@@ -81,7 +81,7 @@ class StopRequest:
 
     def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
         self.signal: signal.Signals | None = None
-        self._on_signal = on_signal
+        self.on_signal = on_signal
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
@@ -105,8 +105,8 @@ class StopRequest:
         self.signal = signal.Signals(number)
         if signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-        if self._on_signal is not None:
-            self._on_signal("stopping after this step; Ctrl-C again stops at once")
+        if self.on_signal is not None:
+            self.on_signal("stopping after this step; Ctrl-C again stops at once")
 
 
 def run(

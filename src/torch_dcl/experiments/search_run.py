@@ -65,8 +65,7 @@ def run_search(
         settings, report = telling(folder, settings, report)
 
         def keep(found: list[Outcome]) -> None:
-            for row in as_json(found):
-                folder.append("trials", row)
+            folder.append("trials", *as_json(found))
 
         known = {_outcome(row).job for row in folder.read("trials")}
         fleets = plan_fleets([job for job in jobs if job not in known], settings.most)

@@ -23,7 +23,7 @@ from torch_dcl.experiments.ranks import Rank
 from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.search import Choice, stored_choice, stored_minutes
 from torch_dcl.experiments.table import Cell, Table
-from torch_dcl.experiments.telling import minutes_of, telling
+from torch_dcl.experiments.telling import clocked, minutes_of, telling
 from torch_dcl.training.runs import RunFolder, environment
 
 __all__ = ["Estimate", "estimate", "jobs_of", "outcome_of", "run_table1", "table_of"]
@@ -110,8 +110,8 @@ def run_table1(
     rank = Rank.here()
     settings = dataclasses.replace(settings, device=rank.device(settings.device))
     recipe = {
-        "table": 1, "digits": digits.source, "columns": list(columns), "sets": list(sets), "seeds": seeds,
-        "images": images, "schedule": dataclasses.asdict(settings.schedule), "batch": settings.batch,
+        "table": 1, "digits": digits.source, "sha256": digits.sha256, "columns": list(columns), "sets": list(sets),
+        "seeds": seeds, "images": images, "schedule": dataclasses.asdict(settings.schedule), "batch": settings.batch,
         "precision": settings.precision, "strengths": {name: LAYOUTS[name].strength for name in sets},
         "choice": _kept_choice(choice, columns),
     }  # fmt: skip
@@ -131,16 +131,15 @@ def run_table1(
         settings = dataclasses.replace(settings, checkpoints=kept, until=start + seconds)
 
         def keep(outcomes: list[Outcome]) -> None:
-            for outcome in outcomes:
-                folder.append(f"outcomes{rank.part}", _record(outcome))
+            folder.append(f"outcomes{rank.part}", *map(_record, outcomes))
 
         if fleets:
-            written = make_sets(digits, sets, "report", device=settings.device, images=images)
-            try:
-                run_fleets(fleets, written, settings, report, keep)
-            except TimeUpError as error:
-                report(str(error))
-        folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+            with clocked(folder, rank.part):
+                written = make_sets(digits, sets, "report", device=settings.device, images=images)
+                try:
+                    run_fleets(fleets, written, settings, report, keep)
+                except TimeUpError as error:
+                    report(str(error))
         rank.wait()
         if rank.number:
             return None

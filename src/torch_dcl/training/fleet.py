@@ -24,7 +24,7 @@ from torch_dcl.training.inputs import Inputs
 from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
 from torch_dcl.training.resident import Labelled, Resident, check_data, check_fleet, check_labels
-from torch_dcl.training.sgd import Learning, are_finite, sgd_
+from torch_dcl.training.sgd import Learning, are_finite, may_step, sgd_
 from torch_dcl.training.stack import Stack
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
@@ -342,7 +342,7 @@ class Fleet:
         self.stack.advance(self._seed, self._step)
         losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
-            self._alive &= losses.isfinite() & are_finite([g for g in gradients if g is not None], len(self))
+            self._alive &= may_step(losses, gradients)
             rate = self._rates.index_select(0, self._step)[0] * self._alive
             self._loss += losses
             self._update(gradients, rate)

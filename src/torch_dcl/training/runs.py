@@ -34,7 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "holder"]
+__all__ = ["RunError", "RunFolder", "environment", "hold", "holder"]
 
 FORMAT = 2
 _CHECK = "check"
@@ -116,12 +116,12 @@ class RunFolder:
         recipe.pop("version", None)
         return cls(Path(path), recipe, form if isinstance(form, int) else 1)
 
-    def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Add a line to a file of records, and wait until it is on the disk. A line cut off by a kill is taken away."""
-        if _CHECK in record:
-            raise ValueError(f"a record must not have the key {_CHECK!r}, which the file itself uses")
-        text = json.dumps(record)
-        line = f'{text[:-1]}{", " if record else ""}"{_CHECK}": "{_digest(text.encode())}"}}\n'.encode()
+    def append(self, name: str, *records: Mapping[str, Any]) -> None:
+        """Add lines to a file of records in one write, and wait until they are on the disk.
+
+        A line that was cut off by a kill is taken away.
+        """
+        line = b"".join(map(_line, records))
         with _open_safely(self.path / f"{name}.jsonl", "ab+") as file:
             size, tail = _tail(file)
             if tail and _CHECKED.fullmatch(tail):
@@ -157,6 +157,13 @@ class RunFolder:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with _open_safely(self.path / f"log{part}.txt", "a") as file:
             file.write(f"{now} {text}\n")
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    if _CHECK in record:
+        raise ValueError(f"a record must not have the key {_CHECK!r}, which the file itself uses")
+    text = json.dumps(record)
+    return f'{text[:-1]}{", " if record else ""}"{_CHECK}": "{_digest(text.encode())}"}}\n'.encode()
 
 
 def _digest(text: bytes) -> str:
@@ -261,6 +268,19 @@ def _commit() -> str | None:
     return answer[0].strip() + (", changed" if answer[1].strip() else "")
 
 
+@contextlib.contextmanager
+def hold(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a folder, and hold its lock without beginning a run.
+
+    Raises:
+        RunError: Another process holds it.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        yield
+
+
 def holder(path: str | os.PathLike[str]) -> int | None:
     """The process that holds a folder; None where nobody does, whatever an old lock says.
 
@@ -269,7 +289,7 @@ def holder(path: str | os.PathLike[str]) -> int | None:
     """
     for lock in sorted(Path(path).glob("lock*")):
         try:
-            with lock.open("r", encoding="utf-8") as file:
+            with lock.open("r", encoding="utf-8", errors="replace") as file:
                 text = file.read().strip()
                 # A process that was killed leaves its number; the lock itself is gone with it.
                 if text.isdigit() and _alive(int(text)) and _held(file.fileno()):
