@@ -14,8 +14,8 @@ from torch_dcl.experiments.natural.sets import MADE_UP
 from torch_dcl.experiments.reading import state_of
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.runner import run as run_recipe
+from torch_dcl.experiments.table import is_trial
 from torch_dcl.experiments.table1 import run_table1
-from torch_dcl.experiments.trial import is_trial
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunError, RunFolder, holder
 

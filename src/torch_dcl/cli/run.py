@@ -1,6 +1,7 @@
 """``dcl run``: begin or resume a run, and say how it ended."""
 
 import dataclasses
+import math
 import shlex
 import signal
 import time
@@ -67,7 +68,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         spent = say_minutes(time.perf_counter() - start)
         screen.print(f"{spent}, in [bold]{escape(str(task.out))}[/bold].{escape(_next(task))}", soft_wrap=True)
     else:
-        code, why = _ending(stop.signal, failures)
+        code, why = _ending(stop.signal, failures, is_limited=math.isfinite(task.seconds))
         _say_stopped(task, why)
     if as_json:
         print_json(as_row(state_of(task.out)))
@@ -85,12 +86,12 @@ def _write_recipe(task: Task) -> None:
             write_text(task.out / "recipe.toml", as_toml(task.recipe))
 
 
-def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]") -> tuple[int, str]:
+def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
     """The exit code of a run that is not complete, and why it is not."""
     if stopped_by is not None:
         return RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
     if not failures:
-        return 0, "Time is up."
+        return (0, "Time is up.") if is_limited else (1, "Jobs of another process failed; failures-*.jsonl names them.")
     told = []
     for jobs, error in failures:
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))

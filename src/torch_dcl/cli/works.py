@@ -65,9 +65,9 @@ def _listening(task: Training, stop: "StopRequest") -> "Iterator[tuple[Settings,
 
 def _table1(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments import as_html, as_text, save, verdict  # noqa: PLC0415
+    from torch_dcl.experiments.table import as_trial, long_table  # noqa: PLC0415
     from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
-    from torch_dcl.experiments.text import long_table  # noqa: PLC0415
-    from torch_dcl.experiments.trial import as_trial, departures  # noqa: PLC0415
+    from torch_dcl.experiments.trial import departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 

@@ -14,7 +14,9 @@ from torch_dcl.experiments.style import CSS
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["box", "column", "document", "figure", "listed", "not_run", "prose", "sheet", "table"]
+    from torch_dcl.experiments.table import Table
+
+__all__ = ["box", "column", "document", "figure", "how", "listed", "not_run", "prose", "sheet", "table"]
 
 SCALE = 1.5
 
@@ -168,3 +170,32 @@ def sheet(names: Sequence[str], mnist: str | os.PathLike[str] | None = None, sam
         words += " They are written with the embedded digits."
     inner = f'<img alt="Contact sheet of {escape(", ".join(names))}" src="data:image/png;base64,{picture}">'
     return f"<figure>{box(inner, 'Contact sheet')}<figcaption>{words}</figcaption></figure>"
+
+
+def how(made: "Table", *, machine: bool = True) -> str:
+    """Protocol, deviations, and what is needed to run it again.
+
+    Args:
+        made: The table.
+        machine: Whether to name hardware and versions, which may stand elsewhere.
+    """
+    parts = []
+    if made.protocol:
+        parts.append(f"<h2>Protocol</h2>\n{listed(made.protocol)}")
+    if made.deviations:
+        told = "".join(f"<li>{escape(deviation)}</li>" for deviation in made.deviations)
+        parts.append(f"<h2>Deviations from the paper</h2>\n<ul>{told}</ul>")
+    again: dict[str, str] = {}
+    if made.hardware and machine:
+        again["Hardware"] = made.hardware
+    if made.versions and machine:
+        again["Versions"] = ", ".join(f"{name} {version}" for name, version in made.versions.items())
+    if made.minutes:
+        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in made.minutes.items())
+        together = f"; together {sum(made.minutes.values()):.4g}" if len(made.minutes) > 1 else ""
+        again["Minutes"] = phases + together
+    if again or made.command:
+        parts.append(f"<h2>To run it again</h2>\n{listed(again) if again else ''}")
+    if made.command:
+        parts.append(box(f"<pre>{escape(made.command)}</pre>", "Command", "margin-top:14px"))
+    return "\n".join(parts)

@@ -6,17 +6,16 @@ from typing import Any
 
 from torch_dcl.experiments.again import command_for
 from torch_dcl.experiments.claims import Finding
-from torch_dcl.experiments.document import box, column, document, listed, prose, table
+from torch_dcl.experiments.document import box, column, document, how, prose, table
 from torch_dcl.experiments.reported import SETS, TABLE1
 from torch_dcl.experiments.statistics import interval, notation
 from torch_dcl.experiments.strip import strip
-from torch_dcl.experiments.table import CONTROLS, Cell, Table
+from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
 from torch_dcl.experiments.table1 import DEVIATIONS
-from torch_dcl.experiments.text import mark, notes
-from torch_dcl.experiments.trial import is_trial
+from torch_dcl.experiments.text import notes
 from torch_dcl.experiments.verdict import Pair, findings, reservations, scores, summary
 
-__all__ = ["as_html", "claim", "how", "sections"]
+__all__ = ["as_html", "claim", "sections"]
 
 # A rule stands before each of these columns: the DCL models of either layer, and the controls.
 GROUPS = ("A2", "B2", CONTROLS[0])
@@ -206,32 +205,3 @@ def _judged(whose: str, finding: Finding | None) -> str:
     evidence = finding.evidence[:1].upper() + finding.evidence[1:]
     tone = TONES[finding.verdict]
     return f'<p><span>{whose}: <strong class="{tone}">{escape(finding.verdict)}</strong></span>{prose(evidence)}</p>'
-
-
-def how(made: Table, *, machine: bool = True) -> str:
-    """Protocol, deviations, and what is needed to run it again.
-
-    Args:
-        made: The table.
-        machine: Whether to name hardware and versions, which may stand elsewhere.
-    """
-    parts = []
-    if made.protocol:
-        parts.append(f"<h2>Protocol</h2>\n{listed(made.protocol)}")
-    if made.deviations:
-        told = "".join(f"<li>{escape(deviation)}</li>" for deviation in made.deviations)
-        parts.append(f"<h2>Deviations from the paper</h2>\n<ul>{told}</ul>")
-    again: dict[str, str] = {}
-    if made.hardware and machine:
-        again["Hardware"] = made.hardware
-    if made.versions and machine:
-        again["Versions"] = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    if made.minutes:
-        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in made.minutes.items())
-        together = f"; together {sum(made.minutes.values()):.4g}" if len(made.minutes) > 1 else ""
-        again["Minutes"] = phases + together
-    if again or made.command:
-        parts.append(f"<h2>To run it again</h2>\n{listed(again) if again else ''}")
-    if made.command:
-        parts.append(box(f"<pre>{escape(made.command)}</pre>", "Command", "margin-top:14px"))
-    return "\n".join(parts)

@@ -18,8 +18,8 @@ from torch_dcl.experiments import table1
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.natural.table import NaturalTable, load_table2, table2_of
 from torch_dcl.experiments.runner import outcomes_of
-from torch_dcl.experiments.table import Table, load
-from torch_dcl.experiments.trial import as_trial, departures
+from torch_dcl.experiments.table import Table, as_trial, load
+from torch_dcl.experiments.trial import departures
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunError, RunFolder, holder
 

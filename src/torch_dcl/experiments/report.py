@@ -15,12 +15,12 @@ from typing import Any
 
 from torch_dcl.experiments import figures
 from torch_dcl.experiments.claims import Finding, Losses, large_banks_help_little, loss_gap_shrinks, more_filters_help
-from torch_dcl.experiments.document import box, column, document, figure, listed, not_run, prose, sheet, table
+from torch_dcl.experiments.document import box, column, document, figure, how, listed, not_run, prose, sheet, table
 from torch_dcl.experiments.drawings import drawings, lost_runs
 from torch_dcl.experiments.natural.page import chart_table, sections2
 from torch_dcl.experiments.natural.points import chart_said
 from torch_dcl.experiments.natural.table import NaturalTable, join_table2, said
-from torch_dcl.experiments.page import claim, how, sections
+from torch_dcl.experiments.page import claim, sections
 from torch_dcl.experiments.reading import Run, read_run
 from torch_dcl.experiments.reported import DCL_COLUMNS, SETS, TABLE1
 from torch_dcl.experiments.statistics import mean, std

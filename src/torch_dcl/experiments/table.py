@@ -8,9 +8,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch_dcl.experiments.claims import Losses
 from torch_dcl.experiments.comparing import difference
@@ -18,9 +18,16 @@ from torch_dcl.experiments.reported import COLUMNS, DCL_COLUMNS, SETS, TABLE1, R
 from torch_dcl.experiments.statistics import Difference, mean, notation, std
 from torch_dcl.files import write_text
 
-__all__ = ["CONTROLS", "Cell", "Table", "TableError", "load", "parse", "save"]
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+__all__ = [
+    "CONTROLS", "MARK", "Cell", "Table", "TableError", "as_trial", "is_trial", "load", "long_table", "mark", "parse",
+    "save",
+]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
+MARK = " (a trial, not the protocol)"
 
 
 class TableError(ValueError):
@@ -210,6 +217,62 @@ def parse(data: object, source: str = "table") -> Table:
             raise TableError(f"{source}: cells[{i}] is a second {cell.column} on {cell.set}; put all seeds into one")
         seen.add((cell.set, cell.column))
     return table
+
+
+def as_trial(table: Table, told: list[str]) -> Table:
+    """The table with what it departs in, first among its deviations; itself where it does not."""
+    if not told:
+        return table
+    return replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
+
+
+def is_trial(table: Table) -> bool:
+    """Whether the table says of itself that it is a trial."""
+    return table.title.endswith(MARK)
+
+
+def mark(table: Table, cell: Cell) -> str:
+    """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
+    found = table.to_baseline(cell)
+    clear = "" if found is None else found.sign
+    return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
+
+
+def long_table(
+    table: Table, width: int, *, against: str = "the baseline", absent: Mapping[str, str] | None = None
+) -> "RichTable":
+    """A line for every cell: the paper's number, ours, and the difference to the baseline.
+
+    Args:
+        table: The table.
+        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
+        against: What a difference is to.
+        absent: Sets of which nothing was run, with the reason.
+    """
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
+    from rich.markup import escape  # noqa: PLC0415
+    from rich.table import Table as RichTable  # noqa: PLC0415
+
+    weights = width >= 92
+    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against} (95 % CI)", "weights")
+    for name in names if weights else names[:-1]:
+        made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
+    for name in table.sets:
+        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
+        for i, cell in enumerate(cells):
+            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
+            gap = table.to_baseline(cell)
+            told = "" if gap is None else str(gap)
+            made.add_row(
+                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
+                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
+                *([f"{cell.weights:,}"] if weights else []),
+                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
+            )  # fmt: skip
+    for name, reason in (absent or {}).items():
+        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
+    return made
 
 
 class _Reader:

@@ -1,18 +1,18 @@
 """Table 1 in a terminal, and as Markdown."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_dcl.experiments.claims import Finding
 from torch_dcl.experiments.reported import SETS
-from torch_dcl.experiments.table import Cell, Table
+from torch_dcl.experiments.table import Table, mark
 from torch_dcl.experiments.verdict import findings, verdict
 
 if TYPE_CHECKING:
     import rich.table
 
-__all__ = ["LEGEND", "as_markdown", "as_rich", "as_text", "long_table", "mark"]
+__all__ = ["LEGEND", "as_markdown", "as_rich", "as_text"]
 
 LEGEND = (
     "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
@@ -23,13 +23,6 @@ FIRST_COLUMN = 8
 GAP = 1
 FITTED = "* The difficulty of the set was fitted to the paper's number in this column."
 STOPPED = "† At least one run diverged."
-
-
-def mark(table: Table, cell: Cell) -> str:
-    """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
-    found = table.to_baseline(cell)
-    clear = "" if found is None else found.sign
-    return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 
 def notes(table: Table) -> list[str]:
@@ -113,43 +106,6 @@ def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
     for note in notes(table):
         console.print(note, markup=False)
     return out.getvalue()
-
-
-def long_table(
-    table: Table, width: int, *, against: str = "the baseline", absent: Mapping[str, str] | None = None
-) -> "rich.table.Table":
-    """A line for every cell: the paper's number, ours, and the difference to the baseline.
-
-    Args:
-        table: The table.
-        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
-        against: What a difference is to.
-        absent: Sets of which nothing was run, with the reason.
-    """
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.table import Table as RichTable  # noqa: PLC0415
-
-    weights = width >= 92
-    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against} (95 % CI)", "weights")
-    for name in names if weights else names[:-1]:
-        made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
-    for name in table.sets:
-        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
-        for i, cell in enumerate(cells):
-            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
-            gap = table.to_baseline(cell)
-            told = "" if gap is None else str(gap)
-            made.add_row(
-                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
-                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
-                *([f"{cell.weights:,}"] if weights else []),
-                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
-            )  # fmt: skip
-    for name, reason in (absent or {}).items():
-        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
-    return made
 
 
 def _blocks(table: Table, width: int) -> list[list[str]]:

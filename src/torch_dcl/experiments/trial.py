@@ -1,14 +1,9 @@
 """Where a run of Table 1 is not the protocol's: a trial, and its page says so."""
 
-import dataclasses
-
 from torch_dcl.experiments.engine import SCHEDULE
-from torch_dcl.experiments.table import Table
 from torch_dcl.training import Schedule
 
-__all__ = ["as_trial", "departures", "is_trial"]
-
-MARK = " (a trial, not the protocol)"
+__all__ = ["departures"]
 
 
 def departures(source: str, schedule: Schedule, images: tuple[int, int] | None) -> list[str]:
@@ -28,15 +23,3 @@ def departures(source: str, schedule: Schedule, images: tuple[int, int] | None) 
     if source.startswith("the embedded"):
         told.append("Written with an excerpt of MNIST, while how hard the sets are was fitted with all of it.")
     return told
-
-
-def as_trial(table: Table, told: list[str]) -> Table:
-    """The table with what it departs in, first among its deviations; itself where it does not."""
-    if not told:
-        return table
-    return dataclasses.replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
-
-
-def is_trial(table: Table) -> bool:
-    """Whether the table says of itself that it is a trial."""
-    return table.title.endswith(MARK)

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torch_dcl.experiments.document import document, prose, table
+from torch_dcl.experiments.document import document, how, prose, table
 from torch_dcl.experiments.natural.points import against_dcl, edges_said, lowest_first, shown_error
 from torch_dcl.experiments.natural.recipes import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.experiments.natural.table import DEVIATIONS, NaturalTable, said
-from torch_dcl.experiments.page import how
 from torch_dcl.experiments.reported import TABLE2
 from torch_dcl.experiments.statistics import mean, signed
 from torch_dcl.experiments.table import Cell

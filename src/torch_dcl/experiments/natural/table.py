@@ -17,8 +17,7 @@ from torch_dcl.experiments.natural.recipes import COLUMNS, DATA, Recipe, network
 from torch_dcl.experiments.natural.sets import NOT_AVAILABLE, departures
 from torch_dcl.experiments.reported import TABLE2
 from torch_dcl.experiments.statistics import Difference
-from torch_dcl.experiments.table import Cell, Table, TableError
-from torch_dcl.experiments.trial import as_trial
+from torch_dcl.experiments.table import Cell, Table, TableError, as_trial
 from torch_dcl.files import write_text
 from torch_dcl.training import Schedule
 from torch_dcl.training.runs import RunFolder

@@ -25,7 +25,7 @@ from torch_dcl.experiments.natural.sets import NaturalConfig, departures, read_s
 from torch_dcl.experiments.natural.units import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
 from torch_dcl.experiments.runner import outcomes_of
-from torch_dcl.experiments.trial import MARK
+from torch_dcl.experiments.table import MARK
 from torch_dcl.files import write_text
 from torch_dcl.training import Fleet, Member
 

@@ -24,7 +24,7 @@ from torch_dcl.experiments.natural.recipes import Recipe as TrainingRecipe
 from torch_dcl.experiments.natural.sets import NaturalConfig, read_sets, tensors_of
 from torch_dcl.experiments.natural.table import DEVIATIONS, NaturalTable, said, save_table2, table2_of
 from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
-from torch_dcl.experiments.text import long_table
+from torch_dcl.experiments.table import long_table
 from torch_dcl.files import write_text
 from torch_dcl.training import Fleet, Member
 from torch_dcl.training.fleet import Precision
