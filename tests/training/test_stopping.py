@@ -14,7 +14,7 @@ STEPS = 4  # of an epoch
 KEY = "torch_dcl_fleet"
 
 
-def make_fleet(*, epochs=3, lr=0.05, stacked=True, networks=3):
+def make_fleet(*, epochs=3, lr=0.05, stacked=True, networks=3, device="cpu"):
     torch.manual_seed(5)
     data = torch.randint(0, 256, (20, 6, 6), dtype=torch.uint8), torch.randint(0, 4, (20,))
     made = [
@@ -22,7 +22,7 @@ def make_fleet(*, epochs=3, lr=0.05, stacked=True, networks=3):
         for _ in range(networks)
     ]
     members = [Member(f"network {i}", "data", i, lr, Schedule(epochs, drops=(0.7,))) for i in range(networks)]
-    return Fleet(made, members, {"data": data}, batch=5, stacked=stacked)
+    return Fleet(made, members, {"data": data}, batch=5, stacked=stacked, device=device, deterministic=True)
 
 
 def weights(fleet, row=None):
@@ -51,6 +51,35 @@ def test_a_fleet_that_stops_at_any_step_and_resumes_ends_with_the_same_bits(tmp_
     # The one that stopped may go on by itself as well.
     stopped.train()
     assert torch.equal(weights(stopped), weights(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stacked", [True, False])
+def test_on_a_gpu_a_fleet_stops_resumes_and_refuses_what_is_not_finite_inside_of_its_graph(tmp_path, stacked):
+    whole, stopped, resumed = (make_fleet(stacked=stacked, device="cuda") for _ in range(3))
+    whole.train()
+    stopped.train(should_stop=after(STEPS + 2))
+    stopped.save(tmp_path / "fleet.safetensors")
+    resumed.load(tmp_path / "fleet.safetensors")
+    resumed.train()
+    assert torch.equal(weights(resumed), weights(whole))
+    assert resumed.history == whole.history
+    wild = make_fleet(stacked=stacked, device="cuda", lr=1e30)
+    wild.train()
+    assert set(wild.history.stopped) == {0, 1, 2}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_fleets_that_train_concurrently_stop_together_and_go_on():
+    whole, stopped = ([make_fleet(device="cuda"), make_fleet(stacked=False, device="cuda")] for _ in range(2))
+    for fleet in whole:
+        fleet.train(1)
+    train_abreast(stopped, after(2))
+    assert [fleet.step for fleet in stopped] == [2, 2]
+    train_abreast(stopped)
+    assert all(torch.equal(weights(a), weights(b)) for a, b in zip(whole, stopped, strict=True))
 
 
 def test_fleets_that_train_concurrently_stop_together_and_go_on():
