@@ -212,7 +212,7 @@ def test_the_demo_has_a_page_of_the_same_kind(look, tmp_path):
 
     entries = [Entry(column, 1000, [10.0 - i, 11.0 + i]) for i, column in enumerate(NETWORKS)]
     path = tmp_path / "demo.html"
-    path.write_text(demo_page(entries, None, "No filter.", 100, 1, 2))
+    path.write_text(demo_page(entries, None, "No filter.", 100, 1, 2, "unit  layer" + 60 * "  column"))
     seen = look(path, width=360)
     assert (seen.complaints, len(seen.requests), seen.overflow()) == ([], 1, 0)
     table = seen.page.locator("table")

@@ -182,9 +182,11 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environme
     # So many epochs that the second fleet is still at it when the interrupt comes.
     words[-1:] = ["warmup=1", "--set", "most=1", "--set", "train_images=200", "--set", "epochs=12"]
     command = [sys.executable, "-m", "torch_dcl", *words]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits that they are ignored
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=folder
     )
+    signal.signal(signal.SIGINT, before)
     file = folder / "runs/r/metrics.jsonl"
     for _ in range(600):
         # Twelve epochs of the first fleet, and one of the second.

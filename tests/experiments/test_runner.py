@@ -180,6 +180,15 @@ def test_the_minutes_before_an_interruption_count(tmp_path, killed_at):
     assert len(RunFolder.look(tmp_path).read("minutes")) == 2
 
 
+@pytest.fixture
+def interrupts():
+    """Whatever runs the tests may ignore them, as a shell does for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_asks_to_stop_and_a_second_interrupt_does_not_wait(number):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
