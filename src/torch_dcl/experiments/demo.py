@@ -133,9 +133,9 @@ def choose_rates(
 
 def plan_of_a_network() -> str:
     """The plan of `PLANNED` as its table: which layers of a network that people use pay."""
-    import torchvision  # noqa: PLC0415
+    import torchvision
 
-    from torch_dcl.convert import plan  # noqa: PLC0415
+    from torch_dcl.convert import plan
 
     return str(plan(torchvision.models.get_model(PLANNED), (3, 224, 224)))
 
@@ -220,7 +220,7 @@ def demo_page(
         f"<h2>What a filter and its branches answer to</h2><p>{prose(words)}</p>",
     ]
     if found is not None:
-        from torch_dcl.experiments.figures import complementary_figure  # noqa: PLC0415
+        from torch_dcl.experiments.figures import complementary_figure
 
         title = f"DCL-A2 on {SET}, the network of seed 0"
         parts.append(figure(lambda dark: complementary_figure(found, title=title, dark=dark), "complementary"))

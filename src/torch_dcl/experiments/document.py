@@ -122,7 +122,7 @@ def figure(draw: "Callable[[bool], Figure]", name: str) -> str:
         draw: Called with whether it is for a dark page.
         name: What its ids begin with.
     """
-    from torch_dcl.experiments.figures import svg  # noqa: PLC0415
+    from torch_dcl.experiments.figures import svg
 
     drawn = [draw(dark) for dark in (False, True)]
     parts = [
@@ -158,8 +158,8 @@ def sheet(names: Sequence[str], mnist: str | os.PathLike[str] | None = None, sam
         mnist: A folder with the idx files of MNIST; None for the embedded digits.
         samples: Images of each set.
     """
-    from torch_dcl.data.layouts import LAYOUTS  # noqa: PLC0415
-    from torch_dcl.data.sheet import contact_sheet  # noqa: PLC0415
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.data.sheet import contact_sheet
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "sheet.png")

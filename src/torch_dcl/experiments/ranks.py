@@ -54,7 +54,7 @@ class Rank(NamedTuple):
         """Wait until all processes have come here."""
         if self.world == 1:
             return
-        import torch.distributed as dist  # noqa: PLC0415
+        import torch.distributed as dist
 
         if not dist.is_initialized():
             dist.init_process_group("gloo")

@@ -145,7 +145,7 @@ def run(
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
         if settings and not rank.number and not (folder.path / "recipe.toml").exists():
-            from torch_dcl.files import write_text  # noqa: PLC0415
+            from torch_dcl.files import write_text
 
             write_text(folder.path / "recipe.toml", settings)
         sweep = _Sweep(recipe, folder, rank, start + seconds, every, should_stop or (lambda: False), listener)

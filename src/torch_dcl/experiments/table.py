@@ -249,9 +249,9 @@ def long_table(
         against: What a difference is to.
         absent: Sets of which nothing was run, with the reason.
     """
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.table import Table as RichTable  # noqa: PLC0415
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table as RichTable
 
     weights = width >= 92
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")

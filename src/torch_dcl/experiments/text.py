@@ -43,9 +43,9 @@ def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.T
         columns: The columns to show; None for all, which wants a terminal of about 130 characters.
     """
     # Rich is for the terminal alone; reading a table does not need it.
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
-    from rich.table import Table as RichTable  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
 
     made = RichTable(box=SIMPLE_HEAD, padding=0, pad_edge=False)
     made.add_column("MNIST-", no_wrap=True)
@@ -89,7 +89,7 @@ def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
         width: Characters of a line.
         styled: Whether to write the terminal's codes for bold and dim.
     """
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
     out = io.StringIO()
     console = Console(

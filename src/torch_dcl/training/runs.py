@@ -244,7 +244,7 @@ def _command() -> str:
 
 
 def _versions() -> dict[str, str]:
-    from importlib import metadata  # noqa: PLC0415 - slow, and wanted once a run
+    from importlib import metadata
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("torch-dcl", "triton", "torchvision", "numpy"):
@@ -344,7 +344,7 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
     path = folder / "recipe.json"
     if not path.exists():
-        from torch_dcl import __version__  # noqa: PLC0415
+        from torch_dcl import __version__
 
         content = {**recipe, "format": FORMAT, "version": __version__}
         write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")

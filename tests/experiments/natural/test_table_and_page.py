@@ -178,7 +178,8 @@ def chart():
 
 def test_the_chart_says_what_dcl_wins_and_loses(chart):
     assert chart_said(chart) == (
-        "The lowest error is that of star: 7.31 % (n = 3). The plain layer's error less DCL's is +0.10 [+0.08, +0.11]. "
+        "The lowest error is that of star: 7.31 % (n = 3). "
+        "The plain layer's error minus DCL's is +0.10 [+0.08, +0.11]. "
         "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches is clearly lower in "
         "1 and clearly higher in 1."
     )
@@ -219,7 +220,7 @@ def test_the_chart_s_table_has_every_point_the_lowest_first(chart):
 def test_a_layer_is_compared_with_dcl_at_its_own_budget(chart):
     chart["points"] += [point("dcl", [9.0, 9.1, 9.2], share=0.125), point("star", [9.0, 9.1, 9.2], share=0.125)]
     told = chart_said(chart)
-    assert "less DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
+    assert "minus DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
     assert "Of 3 comparisons" in told
     assert "clearly lower in 1 and clearly higher in 1" in told
 

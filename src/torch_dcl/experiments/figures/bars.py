@@ -36,7 +36,7 @@ def complementary_figure(found: Complementary, *, title: str = "", dark: bool = 
     width = (_COLUMN if positions < 3 else _PAGE) * _INCH
     panel = (width - left - right - between * (positions - 1)) / positions
     with _style():
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=(width / _INCH, height / _INCH), facecolor="none")
         figure.set_gid("complementary")

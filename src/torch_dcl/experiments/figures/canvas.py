@@ -122,7 +122,7 @@ def _svg_file(figure: "Figure") -> str:
 
 def _style() -> AbstractContextManager[None]:
     """Settings for drawing and for saving, which must be the same: tick labels are only made when a figure is drawn."""
-    import matplotlib as mpl  # noqa: PLC0415
+    import matplotlib as mpl
 
     return mpl.rc_context(
         {
@@ -145,7 +145,7 @@ def _theme(dark: bool) -> _Theme:
 
 def _layout(wspace: float = 0, hspace: float = 0) -> Any:
     """Axes as large as their labels allow, with thin margins in inches."""
-    from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     return ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=wspace, hspace=hspace)
 
@@ -157,7 +157,7 @@ def _id(*words: object) -> str:
 
 def _figure(name: str, width: float, height: float, theme: _Theme) -> tuple["Figure", "Axes"]:
     """An empty figure with one dressed pair of axes."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="none", layout=_layout())
     figure.set_gid(name)

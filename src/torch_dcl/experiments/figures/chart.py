@@ -70,7 +70,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     theme, width = _theme(dark), _PAGE * _INCH
     panel = (width - _LEFT - _BETWEEN) / 2 - _NAMED
     with _style():
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure
 
         figure = Figure(figsize=(_PAGE, _HEIGHT / _INCH), facecolor="none")
         figure.set_gid("chart")

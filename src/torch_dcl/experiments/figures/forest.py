@@ -46,7 +46,7 @@ def differences_figure(cells: Sequence[Mapping[str, Any]], *, dark: bool = False
     sets, columns = (list(dict.fromkeys(key[i] for key in table)) for i in (0, 1))
     theme = _theme(dark)
     with _style():
-        from matplotlib.figure import Figure  # noqa: PLC0415
+        from matplotlib.figure import Figure
 
         groups = _groups(columns)
         most = max(len(group) for group in groups)
@@ -88,7 +88,7 @@ def _forest(
     theme: _Theme,
 ) -> None:
     """One panel: a row a set, around the line of no difference."""
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+    from matplotlib.ticker import MaxNLocator
 
     _dress(axes, theme, grid=False)
     axes.set_title(_title(column), size=_BODY, weight="bold", color=theme.text, pad=4)
@@ -122,7 +122,7 @@ def _difference(axes: "Axes", row: int, cell: Mapping[str, Any], theme: _Theme) 
 
 def _differences_words(figure: "Figure", space: str, theme: _Theme) -> None:
     """What the axis means, below, and what the marks mean, above; `space` may break the line."""
-    from matplotlib.lines import Line2D  # noqa: PLC0415
+    from matplotlib.lines import Line2D
 
     words = f"error rate of DCL minus baseline (percentage points),{space}left of 0 is better"
     figure.supxlabel(words, size=_BODY, color=theme.text, linespacing=1.35)

@@ -42,7 +42,7 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     Raises:
         ValueError: something is missing, empty or out of range.
     """
-    from matplotlib.ticker import NullLocator  # noqa: PLC0415
+    from matplotlib.ticker import NullLocator
 
     where = "filters_figure"
     points = sorted(_list(data, "points", where), key=lambda point: int(_get(point, "filters", where)))
@@ -118,8 +118,8 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     Raises:
         ValueError: something is missing, empty, not finite or of unequal length.
     """
-    from matplotlib.lines import Line2D  # noqa: PLC0415
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
 
     where = "curves_figure"
     series = _get(data, "series", where)
@@ -198,7 +198,7 @@ def _series_colours(names: Iterable[str], theme: _Theme) -> list[str]:
 
 def _decades(axes: "Axes") -> None:
     """Label a logarithmic axis at 1, 2 and 5 of every decade, in plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=20))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -158,10 +158,10 @@ def chart_table(chart: Mapping[str, Any]) -> str:
         ]
         for point in lowest_first(chart)
     ]  # fmt: skip
-    heads = ("Layer", "Budget", "Error % ± std (n)", "Less DCL’s, 95 %", "Weights", "Step ms", "Rate")
+    heads = ("Layer", "Budget", "Error % ± std (n)", "Difference to DCL (95 % CI)", "Weights", "Step ms", "Rate")
     words = (
         "The budget is the filters of one of DCL’s two branches as a part of the layer’s. A difference is the layer’s "
-        "error less that of DCL on the same seeds, with the 95 % interval of the paired differences; ▾ and ▴ mark one "
+        "error minus that of DCL on the same seeds, with the 95 % interval of the paired differences; ▾ and ▴ mark one "
         f"without 0. Trained on all training images: {chart['recipe']}, with each layer’s own rate in place of the "
         "recipe’s. The test set is looked at once."
     )

@@ -54,7 +54,7 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     told = [f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."]
     plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
     if plain is not None and (found := against_dcl(chart, plain)) is not None:
-        told.append(f"The plain layer's error less DCL's is {found}.")
+        told.append(f"The plain layer's error minus DCL's is {found}.")
     guessing = _GUESSING.get(chart["set"], 100.0)
     lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
     rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
@@ -86,9 +86,9 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
 
 def as_rich_chart(chart: Mapping[str, Any], width: int) -> "Table":
     """The points for a terminal of so many characters; one that is narrow leaves out the differences to DCL."""
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415
-    from rich.markup import escape  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
 
     is_wide = width >= 100
     table = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -191,7 +191,7 @@ class Chart(Recipe[ChartConfig]):
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The points as a table, and what they say."""
-        from rich.text import Text  # noqa: PLC0415
+        from rich.text import Text
 
         said = [*result["told"], chart_said(result), *filter(None, [edges_said(result)])]
         return [Text(result["title"], style="bold"), as_rich_chart(result, width), *said]

@@ -135,7 +135,7 @@ class Table2(Recipe[Table2Config]):
 
     def shown(self, result: NaturalTable, width: int) -> "list[RenderableType]":
         """The table, what its signs mean, and what it says."""
-        from rich.text import Text  # noqa: PLC0415
+        from rich.text import Text
 
         why = [told for told in result.deviations if told not in DEVIATIONS]
         table = long_table(result, width, against="the plain network", absent=result.absent)
