@@ -57,7 +57,7 @@ def demo(
     images: Annotated[
         int, typer.Option(help="Images to train on.  [dim]\\[default: 5000][/dim]", show_default=False)
     ] = 0,
-    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 7][/dim]", show_default=False)] = 0,
+    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 6][/dim]", show_default=False)] = 0,
     seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
     as_json: AsJsonEnd = False,
 ) -> None:
