@@ -4,8 +4,8 @@
     python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1 --compile no
 
 Images are random bytes of CIFAR's size: speed does not depend on what they show. Each network is trained by the recipe
-of Table 2 (`torch_dcl.paper.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order, crops
-and mirrorings drawn on the device, forward, loss, backward, SGD.
+of Table 2 (`torch_dcl.experiments.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order,
+crops and mirrorings drawn on the device, forward, loss, backward, SGD.
 
 - fleet: `torch_dcl.training.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
   the images.
@@ -39,9 +39,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
-from torch_dcl.paper.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.paper.natural.slices import How
-from torch_dcl.paper.natural.table2 import make_fleet
+from torch_dcl.experiments.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
+from torch_dcl.experiments.natural.sets import NaturalConfig
+from torch_dcl.experiments.recipes.table2 import make_fleet
 from torch_dcl.stochastic import advance_branches_
 from torch_dcl.training import Fleet, train_abreast
 
@@ -120,13 +120,13 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
     for compiled, turn in [(word == "yes", turn) for word in arguments.compile for turn in range(often[word])]:
         if turn:
             trials.forget()
-        how = How(arguments.device, precision, stacked=arguments.stacked, compile=compiled, streams=arguments.streams)
+        how = NaturalConfig(precision=precision, compile=compiled, streams=arguments.streams)
         fleets: list[Fleet] = []
         for column in wanted:
             who = Contender("fleet", (column,), seeds, compiled, turn)
             peaks[who] = _prepare(
                 ready, who, device,
-                lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into),
+                lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into, arguments),
             )  # fmt: skip
         if len(fleets) > 1 and device.type == "cuda":
             both = Contender("abreast", tuple(wanted), seeds, compiled, turn)
@@ -210,9 +210,10 @@ def timed(run, device: torch.device) -> float:
     return (time.perf_counter() - start) / images
 
 
-def fleet(column: str, seeds: int, data: Dataset, recipe, how: How, into: list[Fleet]):
+def fleet(column: str, seeds: int, data: Dataset, recipe, how: NaturalConfig, into: list[Fleet], arguments):
     """A fleet's epochs; the fleet itself is added to a list."""
-    made = make_fleet(column, range(seeds), data, replace(recipe, schedule=replace(recipe.schedule, epochs=1000)), how)
+    long = replace(recipe, schedule=replace(recipe.schedule, epochs=1000))
+    made = make_fleet(column, range(seeds), data, long, how, arguments.device, stacked=arguments.stacked)
 
     def run() -> int:
         made.train(1)

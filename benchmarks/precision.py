@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
+from torch_dcl.experiments.digitsets import make_sets, read_mnist
+from torch_dcl.experiments.engine import Job, Settings, run_jobs
+from torch_dcl.experiments.search import stored_choice
+from torch_dcl.experiments.statistics import paired
 from torch_dcl.files import replacing
-from torch_dcl.paper.digitsets import make_sets, read_mnist
-from torch_dcl.paper.engine import Job, Settings, run_jobs
-from torch_dcl.paper.search import stored_choice
-from torch_dcl.paper.statistics import paired
 
 COLUMNS = ["column", "set", "seed", "bfloat16", "float32", "device", "torch"]
 

@@ -67,7 +67,7 @@ html_theme_options = {
 nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|contextlib|weakref|pathlib|os|typing|rich)\..*")]
 nitpick_ignore = [("py:class", name) for name in ("torch.Tensor", "Tensor", "Path", "Any")]
 
-ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".training", ".models", ".paper", ".kernels")
+ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".training", ".models", ".experiments", ".kernels")
 
 
 def public_names() -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch_dcl
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
     "files", "functional", "kernels", "fusion", "layers", "stochastic",
-    "convert", "models", "data", "training", "paper", "cli",
+    "convert", "models", "data", "training", "experiments", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
@@ -126,3 +126,20 @@ def test_the_check_of_the_rooms_sees_every_way_to_import(tmp_path, monkeypatch):
     assert sorted(imported_rooms(path)) == [
         (2, "cli"), (3, "paper"), (4, "training"), (5, "models"), (6, "data"), (7, "convert"), (9, "cli"),
     ]  # fmt: skip
+
+
+def test_the_former_name_of_a_room_still_imports_and_says_the_new_one():
+    program = """
+import json, sys, warnings
+sys.path[:0] = {path}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from torch_dcl.paper import TABLE1, Table
+from torch_dcl import experiments
+told = [str(w.message) for w in caught if w.category is DeprecationWarning and "torch_dcl" in str(w.message)]
+print(json.dumps([told, Table is experiments.Table, TABLE1 is experiments.TABLE1]))
+"""
+    told, *same = in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)]))
+    assert len(told) == 1
+    assert "torch_dcl.experiments" in told[0]
+    assert same == [True, True]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from torch_dcl.paper import report
-from torch_dcl.paper.natural.recipes import COLUMNS, paper_error, weights
-from torch_dcl.paper.natural.table import NOT_AVAILABLE, NaturalTable, save_table2
-from torch_dcl.paper.natural.units import UNITS, unit_weights
-from torch_dcl.paper.table import Cell
+from torch_dcl.experiments import report
+from torch_dcl.experiments.natural.recipes import COLUMNS, paper_error, weights
+from torch_dcl.experiments.natural.table import NOT_AVAILABLE, NaturalTable, save_table2
+from torch_dcl.experiments.natural.units import UNITS, unit_weights
+from torch_dcl.experiments.table import Cell
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from torch_dcl.paper import load, parts, report, save
-from torch_dcl.paper.digitsets import read_mnist
-from torch_dcl.paper.engine import Settings
-from torch_dcl.paper.reported import COLUMNS, SETS, TABLE1
-from torch_dcl.paper.table import Cell, Table
-from torch_dcl.paper.table1 import run_table1
+from torch_dcl.experiments import load, parts, report, save
+from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.engine import Settings
+from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.table import Cell, Table
+from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.training import Schedule
 
 MNIST = read_mnist(None)
@@ -207,12 +207,12 @@ def test_the_page_of_a_broken_part_is_refused_with_its_name(runs, tmp_path):
 
 
 def test_the_demo_has_a_page_of_the_same_kind(look, tmp_path):
-    from torch_dcl.paper.demo import COLUMNS as NETWORKS
-    from torch_dcl.paper.demo import Entry, demo_page
+    from torch_dcl.experiments.demo import COLUMNS as NETWORKS
+    from torch_dcl.experiments.demo import Entry, demo_page
 
     entries = [Entry(column, 1000, [10.0 - i, 11.0 + i]) for i, column in enumerate(NETWORKS)]
     path = tmp_path / "demo.html"
-    path.write_text(demo_page(entries, None, "No filter.", 100, 1, 2))
+    path.write_text(demo_page(entries, None, "No filter.", 100, 1, 2, "unit  layer" + 60 * "  column"))
     seen = look(path, width=360)
     assert (seen.complaints, len(seen.requests), seen.overflow()) == ([], 1, 0)
     table = seen.page.locator("table")

@@ -41,21 +41,27 @@ def left(path):
 
 
 @pytest.mark.parametrize(
-    ("words", "after", "state"), [(FIGURES, 3, "0 of 2 parts"), (FIGURES, 11, "1 of 2 parts"),
-                                  (CALIBRATION, 3, "1 of 3 rounds")],
+    ("words", "after", "state", "number", "code"),
+    [(FIGURES, 3, "0 of 2 parts", signal.SIGTERM, 75), (FIGURES, 11, "1 of 2 parts", signal.SIGINT, 130),
+     (CALIBRATION, 3, "1 of 3 rounds", signal.SIGTERM, 75)],
 )  # fmt: skip
-def test_an_interrupt_keeps_the_fleet_and_the_run_goes_on_to_the_same_numbers(dcl, folder, epochs, words, after, state):
+def test_a_signal_saves_the_fleet_and_the_run_is_resumed_to_the_same_numbers(
+    dcl, folder, epochs, words, after, state, number, code
+):
     name = words[1]
     dcl(*words, "--out", f"runs/whole-{name}")
     whole = list(epochs)
     epochs.clear()
 
-    def ctrl_c():
+    def stop():
         if len(epochs) == after:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    epochs.then = ctrl_c
-    shown = dcl(*words, code=130)
+    epochs.then = stop
+    before = signal.signal(number, signal.default_int_handler)  # a shell's background has interrupts ignored
+    shown = dcl(*words, code=code)
+    signal.signal(number, before)
+    assert f"Stopped by {number.name}" in shown
     assert f"runs/{name} is incomplete, {state}" in " ".join(shown.split())
     assert f"dcl run runs/{name} --resume" in shown
     assert len(epochs) == after
@@ -69,7 +75,7 @@ def test_an_interrupt_keeps_the_fleet_and_the_run_goes_on_to_the_same_numbers(dc
 
 @pytest.mark.parametrize(("words", "calls"), [(FIGURES, 4), (CALIBRATION, 2)])
 def test_minutes_end_in_the_middle_of_a_fleet(dcl, folder, epochs, monkeypatch, words, calls):
-    from torch_dcl.paper import calibration_run, engine, parts
+    from torch_dcl.experiments import calibration_run, engine, parts
 
     name = words[1]
     dcl(*words, "--out", f"runs/whole-{name}")
@@ -153,7 +159,7 @@ def test_the_knowledge_of_ones_own_network(dcl, folder, mine):
     assert "LeNet on MNIST-II-01, fc1, filter 7" in page
     assert "tens digit" in page  # the classes are numbers, and known as such
     assert "Everything was there already." in dcl("run", "runs/knowledge", "--resume")
-    assert "another recipe" in dcl("run", "runs/knowledge", "--resume", "--set", "filters=8", code=1)
+    assert "other settings" in dcl("run", "runs/knowledge", "--resume", "--set", "filters=8", code=1)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import re
-import signal
 import sys
 import time
 from pathlib import Path
@@ -15,10 +13,11 @@ from rich.console import Console
 
 from torch_dcl.cli import plans
 from torch_dcl.cli.bar import Bar, Listener
-from torch_dcl.cli.screen import say_minutes
+from torch_dcl.cli.screen import console, for_machines, say_minutes
 from torch_dcl.data import read_prepared
-from torch_dcl.paper.demo import CAVEAT, Entry, verdict
-from torch_dcl.paper.engine import Progress
+from torch_dcl.experiments.demo import CAVEAT, COLUMNS, RATES, TRIED, Entry, choose_rates, verdict
+from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.protocol import Progress
 
 NET = """
 from torch import nn
@@ -235,9 +234,11 @@ def test_the_demo_trains_three_kinds_and_writes_a_page(dcl, folder):
     shown = dcl("demo", "--images", "100", "--epochs", "1", "--seeds", "2")
     assert all(name in shown for name in ("plain", "DCL-A2", "low-rank", "335,500", CAVEAT[:30]))
     assert "of the DCL layer" in shown or "No filter can be shown" in shown
+    assert "classifier.1" in shown  # of the plan of a network that people use
     page = (folder / "runs/demo/report.html").read_text()
     assert str((folder / "runs/demo/report.html").resolve()) in shown.replace("\n", "")
     assert "data:image/png;base64," in page
+    assert "classifier.1" in page
     assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
@@ -247,6 +248,23 @@ def test_the_demo_for_machines(dcl_for_machines, folder):
     assert shown["verdict"][-1] == CAVEAT
     assert shown["page"] == str(folder / "runs/demo/report.html")
     assert "DCL-A2" in told
+
+
+def test_the_demo_chooses_its_rates_without_the_test_digits(monkeypatch):
+    digits = read_mnist(None)
+    blind = digits._replace(test=(digits.test[0][:0], digits.test[1][:0]))
+    lines = []
+    found = choose_rates(blind, rates=(1e-4, 0.05), images=300, epochs=1, seeds=(100,), report=lines.append)
+    assert list(found) == ["baseline", "A2", "low-rank"]
+    assert len(lines) == 6
+    by_line = {tuple(line.split(":")[0].split(" at ")): float(line.split()[-2]) for line in lines}
+    for column, rate in found.items():
+        assert by_line[column, f"{rate:g}"] == min(by_line[column, "0.0001"], by_line[column, "0.05"])
+
+
+def test_the_rates_of_the_demo_are_some_that_were_tried():
+    assert list(RATES) == list(COLUMNS)
+    assert set(RATES.values()) <= set(TRIED)
 
 
 def entries(plain, ours, low_rank):
@@ -341,37 +359,12 @@ def test_a_fleet_that_goes_on_in_its_middle_does_not_run_over(capsys):
     assert (bar.done, bar.text) == (4, "A2, 100 classes, 4 networks")
 
 
-@pytest.fixture
-def interrupts():
-    """Whatever runs the tests may ignore them."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interrupts")
-def test_the_first_interrupt_waits_for_the_end_of_the_epoch_and_the_second_does_not():
-    bar = Bar(Console(file=io.StringIO()), 0, "networks")
-    listener = Listener(bar)
-    listener.begin(0, 8)
-    told(listener, 0)
-    before = signal.getsignal(signal.SIGINT)
-    with listener.stopping_softly():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert bar.text == "stopping after this epoch; Ctrl-C again stops at once"
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            told(listener, 1)
-        assert bar.done == pytest.approx(0.5)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.usefixtures("interrupts")
-def test_where_interrupts_are_ignored_they_stay_so():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Listener(Bar(Console(file=io.StringIO()), 0, "networks")).stopping_softly():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
+    for_machines(False)
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    console().print("1.96 ± 0.03 ▾")
+    assert raw.getvalue() == b"1.96 ? 0.03 ?\n"
 
 
 def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():
@@ -398,7 +391,9 @@ def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():
     assert "left" not in shown
 
 
-@pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3725, "1:02 h")])
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3725, "1:02 h"), (260_000, "3.0 days")]
+)
 def test_times_are_for_people(seconds, words):
     assert say_minutes(seconds) == words
 

@@ -1,27 +1,34 @@
 """`dcl run table2` and `dcl run chart`: on files of the right form, on made-up images, and without any."""
 
+import itertools
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_sources import write_cifar
 from typer.testing import CliRunner
 
-from torch_dcl.cli import natural_works
 from torch_dcl.cli.app import app
-from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.naturals import read_data
 from torch_dcl.cli.recipes import recipe, with_settings
-from torch_dcl.paper.natural.recipes import DATA, weights
-from torch_dcl.paper.natural.table import NOT_AVAILABLE, load_table2
-from torch_dcl.paper.natural.units import unit_weights
+from torch_dcl.cli.screen import console
+from torch_dcl.experiments.natural.points import as_rich_chart
+from torch_dcl.experiments.natural.recipes import DATA, weights
+from torch_dcl.experiments.natural.sets import read_data
+from torch_dcl.experiments.natural.table import NOT_AVAILABLE, load_table2
+from torch_dcl.experiments.natural.units import unit_weights
+from torch_dcl.experiments.protocol import SettingError
+from torch_dcl.experiments.recipes import table2
+from torch_dcl.training import Fleet
 
 # 20 images to train on, two epochs of the LeNet variant
 SHORT = ("--models", "lenet,lenet+dcl", "--seeds", "2", "--set", "scale=0.0134", "--set", "batch=5")
@@ -131,38 +138,62 @@ def test_slices_end_in_the_middle_of_a_training_and_give_the_same_table(dcl, fin
     assert len(list((folder / "runs/table2/fleets").iterdir())) == 1
     assert "incomplete, 0 of 4 entries" in dcl("ls")
     assert "has no results yet" in dcl("report", "runs/table2", code=2)
-    assert "going on" in dcl("run", "runs/table2", "--resume")
+    assert "resumed after epoch 1 of 2" in dcl("run", "runs/table2", "--resume")
     mine, whole = (load_table2(path / "table2.json") for path in (folder / "runs/table2", finished[0]))
     assert mine.cells == whole.cells
     assert (mine.absent, mine.title) == (whole.absent, whole.title)
 
 
-def test_an_interrupt_waits_for_the_epoch_and_keeps_the_fleet(dcl, folder, monkeypatch):
-    from torch_dcl.cli.bar import Listener
-
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_stops_between_two_steps_saves_and_says_how_to_resume(
+    dcl, finished, folder, monkeypatch, number, code
+):
     put_cifar(folder / "images")
-    on_epoch = Listener.on_epoch
+    before = signal.signal(number, signal.default_int_handler)  # a shell's background has interrupts ignored
+    real, taken = Fleet._one_step, itertools.count()
 
-    def stop(self, at):
-        self.stop = at.epoch == 1
-        on_epoch(self, at)
+    def one_step(fleet):
+        real(fleet)
+        if next(taken) == 5:  # in the middle of the second epoch
+            os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Listener, "on_epoch", stop)
-        assert "Interrupted" in dcl("run", "table2", *SHORT, "--data", "cifar10,images", code=130)
-    assert len(list((folder / "runs/table2/fleets").iterdir())) == 1
-    shown = dcl("run", "runs/table2", "--resume")
-    assert "lenet on cifar10, 2 networks: going on" in shown
-    assert [json.loads(line)["epoch"] for line in (folder / "runs/table2/metrics.jsonl").read_text().splitlines()][
-        :3
-    ] == [1, 1, 2]  # it was told of the first epoch, of where it goes on, and of the second
+        patched.setattr(Fleet, "_one_step", one_step)
+        shown = dcl("run", "table2", *SHORT, "--data", "cifar10,svhn,images", code=code)
+    signal.signal(number, before)
+    assert f"Stopped by {number.name}" in shown
+    assert "dcl run runs/table2 --resume" in shown
+    assert next(taken) == 6
+    (kept,) = (folder / "runs/table2/fleets").iterdir()
+    assert kept.name.endswith("-00001-000002.safetensors")
+    dcl("run", "runs/table2", "--resume")
+    mine, whole = (load_table2(path / "table2.json") for path in (folder / "runs/table2", finished[0]))
+    assert mine.cells == whole.cells
+
+
+def test_a_network_that_fails_does_not_end_the_run_and_is_named(dcl, folder, monkeypatch):
+    put_cifar(folder / "images")
+    real = table2.make_fleet
+
+    def broken(column, *arguments):
+        if column == "lenet":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(column, *arguments)
+
+    words = ("run", "table2", *SHORT, "--data", "cifar10,images", "--out", "runs/[/b]")
+    with monkeypatch.context() as patched:
+        patched.setattr(table2, "make_fleet", broken)
+        shown = dcl(*words, code=1)
+    assert "lenet on cifar10 (2 jobs) failed: OutOfMemoryError: CUDA out of memory." in shown
+    assert "runs/[/b] is incomplete, 2 of 4 entries" in " ".join(shown.split())
+    assert "2 of 4 entries are done already" in dcl("run", "runs/[/b]", "--resume")
 
 
 def test_a_resume_of_a_finished_run_trains_nothing(dcl, run, folder, finished):
     before = (run / "outcomes.jsonl").read_text()
     assert "4 of 4 entries are done already" in dcl("run", "runs/mine", "--resume")
     assert (run / "outcomes.jsonl").read_text() == before
-    assert "another recipe" in dcl("run", "runs/mine", "--resume", "--seeds", "3", code=1)
+    assert "seeds: 2 then, 3 now" in dcl("run", "runs/mine", "--resume", "--seeds", "3", code=1)
 
 
 def test_ls_report_and_doctor_know_the_run(dcl, dcl_for_machines, run, folder):
@@ -197,7 +228,7 @@ def test_two_processes_share_a_run(finished, folder, environment):
     for mine, theirs in zip(table.cells, whole.cells, strict=True):
         assert (mine.set, mine.column, mine.seeds) == (theirs.set, theirs.column, theirs.seeds)
         assert mine.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)
-    assert len((folder / "runs/table2/outcomes-1.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "runs/table2/outcomes-1.jsonl").read_text().splitlines()) == 1  # a fleet
 
 
 def test_the_time_left_is_that_of_the_fleet_and_counts_only_what_was_done_now(monkeypatch):
@@ -225,12 +256,12 @@ def test_data_is_sets_or_a_folder_or_both(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     (tmp_path / "svhn").mkdir()
-    assert read_data("svhn,cifar10", "table2") == (["cifar10", "svhn"], None)
-    assert read_data("CIFAR-100,images", "table2") == (["cifar100"], "images")
-    assert read_data("images", "chart") == ([], "images")
-    assert read_data("svhn", "table2") == (["svhn"], None)  # the set, though a folder is called so
-    assert read_data("./svhn", "table2") == ([], "./svhn")
-    assert read_data("all", "table2") == (list(DATA), None)
+    assert read_data("svhn,cifar10", DATA) == (["cifar10", "svhn"], None)
+    assert read_data("CIFAR-100,images", DATA) == (["cifar100"], "images")
+    assert read_data("images", DATA, one=True) == ([], "images")
+    assert read_data("svhn", DATA) == (["svhn"], None)  # the set, though a folder is called so
+    assert read_data("./svhn", DATA) == ([], "./svhn")
+    assert read_data("all", DATA) == (list(DATA), None)
     made = with_settings(recipe("table2"), {"data": "images"})
     assert (made["data"], made["root"]) == (list(DATA), "images")
     made = with_settings(recipe("chart"), {"data": "cifar100,images"})
@@ -238,30 +269,29 @@ def test_data_is_sets_or_a_folder_or_both(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "name", "told"),
+    ("given", "one", "told"),
     [
-        ("cifar11", "table2", "did you mean cifar10?"),
-        ("no/such", "table2", "no folder either"),
-        ("mnist", "table2", "table2 has no set 'mnist'"),
-        ("svhn", "chart", "chart has no set 'svhn'"),
-        ("cifar10,cifar100", "chart", "one set"),
-        ("", "table2", "no data is named"),
-        ("a,b", "table2", "2 folders"),
+        ("cifar11", False, "there is no set 'cifar11', and no folder of that name"),
+        ("no/such", False, "no folder either"),
+        ("mnist", False, "there is no set 'mnist'"),
+        ("cifar10,cifar100", True, "one set"),
+        ("", False, "no data is named"),
+        ("a,b", False, "2 folders"),
     ],
 )
-def test_data_that_cannot_be_meant_is_refused(tmp_path, monkeypatch, given, name, told):
+def test_data_that_is_invalid_is_refused(tmp_path, monkeypatch, given, one, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with pytest.raises(UsageError, match=re.escape(told)):
-        read_data(given, name)
+    with pytest.raises(SettingError, match=re.escape(told)):
+        read_data(given, DATA, one=one)
 
 
 @given(st.sets(st.sampled_from(DATA), min_size=1), st.randoms())
 def test_sets_come_in_the_table_s_order_whatever_was_typed(names, random):
     typed = [random.choice([name, name.upper()]) for name in names]
     random.shuffle(typed)
-    assert read_data(",".join(typed), "table2") == ([name for name in DATA if name in names], None)
+    assert read_data(",".join(typed), DATA) == ([name for name in DATA if name in names], None)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +299,10 @@ def test_sets_come_in_the_table_s_order_whatever_was_typed(names, random):
     [
         (("table2", "--networks", "vgg"), "there is no network 'vgg'"),
         (("table2", "--networks", "wrm"), "did you mean wrn?"),
+        (("table2", "--data", "cifar11"), "did you mean cifar10?"),
+        (("chart", "--data", "svhn"), "there is no set 'svhn'"),
+        (("table2", "--seeds", "1000000000"), "seeds must be at least 1 and at most 10,000"),
+        (("table1", "--seeds", "1000000000"), "seeds must be at most 10,000, not 1,000,000,000"),
         (("table2", "--models", "bignet+dlc"), "did you mean bignet+dcl?"),
         (("table2", "--set", "scale=0"), "scale must be above 0 and at most 1, not 0"),
         (("table2", "--set", "scale=2"), "scale must be above 0 and at most 1, not 2"),
@@ -320,7 +354,7 @@ def test_differences_to_dcl_are_printed_where_there_is_room(monkeypatch, capsys,
          "lr": 0.003}
         for unit, errors in (("dcl", [17.5, 17.7, 17.9]), ("low-rank", [28.5, 29.75, 32.85]))
     ]  # fmt: skip
-    natural_works._print_chart({"title": "a chart", "points": points})
+    console().print(as_rich_chart({"title": "a chart", "points": points}, int(columns)))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= int(columns)
     row = next(line for line in shown.splitlines() if line.split()[:1] == ["low-rank"])
@@ -338,7 +372,7 @@ def test_the_chart_has_a_state_and_a_page(dcl, dcl_for_machines, chart, folder):
     assert page.count("<svg") == 2  # light and dark
     lines = (folder / "runs/chart/outcomes.jsonl").read_text().splitlines(keepends=True)
     (folder / "runs/chart/outcomes.jsonl").write_text("".join(lines[:-1]))
-    assert "incomplete, 5 of 6 trainings" in dcl("ls")
+    assert "incomplete, 4 of 6 trainings" in dcl("ls")  # a line is a fleet, here of two seeds
 
 
 def test_a_dry_run_of_the_chart_counts_search_and_seeds(dcl_for_machines, folder):

@@ -10,7 +10,7 @@ from tests.docs.pages import PAGES, ROOT, spans_of
 
 from torch_dcl.cli.app import app
 
-ROOMS = ["", ".convert", ".data", ".training", ".models", ".paper", ".kernels"]
+ROOMS = ["", ".convert", ".data", ".training", ".models", ".experiments", ".kernels"]
 COMMAND = typer.main.get_command(app)
 HELP = {"--help", "-h", "--debug", "--version", "--install-completion", "--show-completion"}
 

@@ -119,7 +119,7 @@ def test_a_run_is_not_begun_over_silently(example):
         example("train_image_folder.py", *words)
     with pytest.raises(SystemExit, match="not in a linear layer"):
         example("train_image_folder.py", *words, "--network", "squeezenet1_1")
-    with pytest.raises(RuntimeError, match="another recipe"):
+    with pytest.raises(RuntimeError, match="other settings"):
         example("train_image_folder.py", *words, "--resume", "--lr", "0.5")
     Path("runs/image-folder/checkpoint.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="checkpoint"):

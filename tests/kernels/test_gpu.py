@@ -10,8 +10,8 @@ from torch import nn
 
 from torch_dcl import DCLLinear
 from torch_dcl.data import digits
+from torch_dcl.experiments import columns
 from torch_dcl.kernels import dispatch
-from torch_dcl.paper import columns
 from torch_dcl.training import Fleet, Member, Schedule
 
 pytestmark = [

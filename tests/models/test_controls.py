@@ -10,9 +10,9 @@ from tests.reference import starts_of
 from torch import nn
 
 from torch_dcl import DCLLinear
+from torch_dcl.experiments import columns
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.counting import count_weights
-from torch_dcl.paper import columns
 
 RELU_VARIANCE = (1 - 1 / math.pi) / 2 / 3  # of relu(n) with torch's default start, which keeps a third of the variance
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import torch_dcl
 from torch_dcl.training import runs
 from torch_dcl.training.runs import RunError, RunFolder, environment
 
@@ -44,6 +45,14 @@ def test_records_come_back_in_order_and_as_they_were(tmp_path_factory, records):
     assert folder.read("outcomes") == records
 
 
+def test_several_records_are_one_write(tmp_path, monkeypatch):
+    folder, synced, real = RunFolder(tmp_path, {}), [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(1), real(descriptor)))
+    folder.append("outcomes", {"seed": 0}, {"seed": 1}, {"seed": 2})
+    assert folder.read("outcomes") == [{"seed": 0}, {"seed": 1}, {"seed": 2}]
+    assert len(synced) == 1
+
+
 def test_nothing_written_is_nothing_read(tmp_path):
     with RunFolder.open(tmp_path / "run", RECIPE) as folder:
         assert folder.read("outcomes") == []
@@ -64,33 +73,41 @@ def test_a_line_is_on_the_disk_before_the_next(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path, {})
     folder.append("outcomes", {"a": 1})
     folder.append("outcomes", {"a": 2})
-    assert synced == [9, 18]
+    length = len('{"a": 1, "check": "0123456789abcdef"}\n')
+    assert synced == [length, 2 * length]
 
 
 @pytest.mark.parametrize("kept", [1, 5, -2])
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path, kept):
     folder = RunFolder(tmp_path, {})
-    whole = json.dumps({"error": 1.96, "name": "ü"})
-    (tmp_path / "outcomes.jsonl").write_text(f"{whole}\n{whole[:kept]}")
+    folder.append("outcomes", {"error": 1.96, "name": "ü"})
+    whole = (tmp_path / "outcomes.jsonl").read_text()
+    (tmp_path / "outcomes.jsonl").write_text(f"{whole}{whole[:kept]}")
     assert folder.read("outcomes") == [{"error": 1.96, "name": "ü"}]
 
 
-@pytest.mark.parametrize("kept", [1, 5, -1, None])
+@pytest.mark.parametrize("kept", [1, 5, -2, -1])
 def test_a_record_after_a_line_that_was_cut_off_is_not_lost(tmp_path, kept):
     folder = RunFolder(tmp_path, {})
     folder.append("outcomes", {"error": 1.96})
-    with (tmp_path / "outcomes.jsonl").open("a") as file:
-        file.write(json.dumps({"error": 2.5})[:kept])
+    with (tmp_path / "outcomes.jsonl").open("r+") as file:
+        whole = file.read().replace("1.96", "2.50")
+        file.write(whole[:kept])
     folder.append("outcomes", {"error": 3.5})
     folder.append("outcomes", {"error": 4.5})
-    found = [record["error"] for record in folder.read("outcomes")]
-    assert [error for error in found if error != 2.5] == [1.96, 3.5, 4.5]
+    if kept == -1:  # whole but for its line break, and with another number than its checksum is of
+        with pytest.raises(RunError, match=r"line 2, is damaged \(its checksum is wrong\)"):
+            folder.read("outcomes")
+    else:
+        assert [record["error"] for record in folder.read("outcomes")] == [1.96, 3.5, 4.5]
 
 
 @pytest.mark.parametrize("line", [0, 1])
 def test_a_damaged_earlier_line_is_named_with_the_remedy(tmp_path, line):
     folder = RunFolder(tmp_path, {})
-    lines = ['{"a": 1}', '{"a": 2}', '{"a": 3}']
+    for value in range(3):
+        folder.append("outcomes", {"a": value})
+    lines = (tmp_path / "outcomes.jsonl").read_text().splitlines()
     lines[line] = '{"a": '
     (tmp_path / "outcomes.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(RunError, match=rf"outcomes.jsonl, line {line + 1}, is damaged .*remove the line, or the fold"):
@@ -100,7 +117,65 @@ def test_a_damaged_earlier_line_is_named_with_the_remedy(tmp_path, line):
 def test_a_last_line_that_is_whole_but_no_json_is_an_error(tmp_path):
     (tmp_path / "outcomes.jsonl").write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(RunError, match="line 2"):
-        RunFolder(tmp_path, {}).read("outcomes")
+        RunFolder(tmp_path, {}, format=1).read("outcomes")
+
+
+def test_every_flipped_bit_of_a_record_is_found(tmp_path):
+    folder = RunFolder(tmp_path, {})
+    for error in (1.96, 2.5):
+        folder.append("outcomes", {"error": error, "seed": 3})
+    file = tmp_path / "outcomes.jsonl"
+    whole = file.read_bytes()
+    length = whole.index(b"\n")
+    for bit in range(8 * length):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"line [12], is damaged"):
+            folder.read("outcomes")
+
+
+def test_a_folder_without_checksums_is_read(tmp_path):
+    (tmp_path / "recipe.json").write_text('{"seeds": 2}')
+    (tmp_path / "outcomes.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    folder = RunFolder.look(tmp_path)
+    assert (folder.format, folder.recipe) == (1, {"seeds": 2})
+    assert folder.read("outcomes") == [{"a": 1}, {"a": 2}]
+
+
+def test_a_folder_of_an_earlier_form_is_not_resumed_and_the_version_that_wrote_it_is_named(tmp_path):
+    (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
+    (tmp_path / "environment.jsonl").write_text('{"versions": {"torch-dcl": "0.0.7"}}\n')
+    with (
+        pytest.raises(RunError, match=r"begun by torch-dcl 0\.0\.7 .*dcl report reads it"),
+        RunFolder.open(tmp_path, RECIPE, resume=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["lock", "environment.jsonl", "outcomes.jsonl", "log.txt"])
+def test_nothing_is_written_through_a_symbolic_link(tmp_path, name):
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run.mkdir()
+    (run / name).symlink_to(victim)
+
+    def write():
+        with RunFolder.open(run, RECIPE) as folder:
+            folder.append("outcomes", {"a": 1})
+            folder.log("a line")
+
+    with pytest.raises(RunError, match="is a symbolic link"):
+        write()
+    assert victim.read_text() == "precious"
+
+
+def test_what_interrupted_writes_left_is_removed_once_the_lock_is_held(tmp_path):
+    aside = tmp_path / "fleets" / ".writing-abc"
+    aside.mkdir(parents=True)
+    (aside / "half").write_text("x")
+    with RunFolder.open(tmp_path, RECIPE):
+        assert not aside.exists()
 
 
 # The recipe
@@ -108,14 +183,16 @@ def test_a_last_line_that_is_whole_but_no_json_is_an_error(tmp_path):
 
 def test_the_recipe_is_kept_as_json(tmp_path):
     with RunFolder.open(tmp_path / "deep" / "run", RECIPE):
-        assert json.loads((tmp_path / "deep" / "run" / "recipe.json").read_text()) == RECIPE
+        stored = json.loads((tmp_path / "deep" / "run" / "recipe.json").read_text())
+    assert stored == {**RECIPE, "format": 2, "version": torch_dcl.__version__}
+    assert RunFolder.look(tmp_path / "deep" / "run").recipe == RECIPE
 
 
 def test_a_run_that_exists_is_refused_without_resume_and_gone_on_with_by_it(tmp_path):
     with RunFolder.open(tmp_path, RECIPE) as folder:
         folder.append("outcomes", {"a": 1})
     with (
-        pytest.raises(RunError, match="holds a run already; go on with it by --resume"),
+        pytest.raises(RunError, match="holds a run already; resume it with --resume"),
         RunFolder.open(tmp_path, RECIPE),
     ):
         pass
@@ -123,15 +200,16 @@ def test_a_run_that_exists_is_refused_without_resume_and_gone_on_with_by_it(tmp_
         assert folder.read("outcomes") == [{"a": 1}]
 
 
-def test_another_recipe_is_refused_with_the_lines_that_differ(tmp_path):
-    with RunFolder.open(tmp_path, RECIPE):
+def test_another_recipe_is_refused_with_the_settings_that_differ(tmp_path):
+    before = {**RECIPE, "schedule": {"epochs": 24, "warmup": 300}}
+    with RunFolder.open(tmp_path, before):
         pass
-    with pytest.raises(RunError) as caught, RunFolder.open(tmp_path, {**RECIPE, "seeds": 6}, resume=True):
+    now = {**before, "seeds": 6, "schedule": {"epochs": 3, "warmup": 300}}
+    with pytest.raises(RunError) as caught, RunFolder.open(tmp_path, now, resume=True):
         pass
     lines = str(caught.value).splitlines()
-    assert [line for line in lines if line[0] in "+-"] == ['- "seeds": 5,', '+ "seeds": 6,']
-    assert "MNIST-II-01" not in str(caught.value)
-    assert json.loads((tmp_path / "recipe.json").read_text()) == RECIPE
+    assert lines[1:-1] == ["  schedule.epochs: 24 then, 3 now", "  seeds: 5 then, 6 now"]
+    assert RunFolder.look(tmp_path).recipe == before
 
 
 def test_tuples_and_lists_are_the_same_recipe(tmp_path):
@@ -252,7 +330,10 @@ def test_a_long_last_line_that_was_cut_off_is_taken_away_whole(tmp_path, size):
     folder.append("x", {"a": 2})
     assert folder.read("x") == [{"a": 1}, {"a": 2}]
     with (tmp_path / "x.jsonl").open("ab") as file:
-        file.write(json.dumps({"a": "b" * size}).encode())  # whole, only its line break is missing
+        other = RunFolder(tmp_path / "other", {})
+        other.path.mkdir()
+        other.append("x", {"a": "b" * size})
+        file.write((other.path / "x.jsonl").read_bytes()[:-1])  # whole, only its line break is missing
     folder.append("x", {"a": 3})
     assert [len(str(record["a"])) for record in folder.read("x")] == [1, 1, size, 1]
 

@@ -57,9 +57,9 @@ def main(
 def demo(
     out: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("runs/demo"),
     images: Annotated[
-        int, typer.Option(help="Images to train on.  [dim]\\[default: 3600][/dim]", show_default=False)
+        int, typer.Option(help="Images to train on.  [dim]\\[default: 5000][/dim]", show_default=False)
     ] = 0,
-    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 4][/dim]", show_default=False)] = 0,
+    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 6][/dim]", show_default=False)] = 0,
     seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
     as_json: AsJsonEnd = False,
 ) -> None:
@@ -232,7 +232,7 @@ def list_all(
     """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
     from torch_dcl.cli.folders import as_row, say  # noqa: PLC0415
     from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
-    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
 
     if name is not None:
         given, _ = find_recipe(name if name in ABOUT or Path(name).exists() else _in(runs, name))
@@ -319,7 +319,7 @@ def doctor(
     from rich.table import Table  # noqa: PLC0415
 
     from torch_dcl.cli.doctor import examine  # noqa: PLC0415
-    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
 
     known = [Path(state.path) for state in find_runs(Path("runs"))]
     for path in runs or []:

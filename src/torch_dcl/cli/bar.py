@@ -1,11 +1,9 @@
 """Progress: a bar in a terminal, a plain line now and then elsewhere."""
 
-import contextlib
 import re
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress as RichProgress
 
-    from torch_dcl.paper.engine import Progress
+    from torch_dcl.experiments.protocol import Progress
 
 __all__ = ["Bar", "Listener"]
 
@@ -220,8 +218,6 @@ class Listener:
 
     def __init__(self, bar: Bar, first: str = "writing the sets") -> None:
         self.bar, self.first = bar, first
-        self.stop = False
-        """Whether to stop at the end of the epoch that is being trained."""
         self._before = 0.0
         self._size = 0
 
@@ -239,31 +235,6 @@ class Listener:
             self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
         self.bar.inside(at.epoch, at.epochs, "epochs")
         self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
-        if self.stop:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def stopping_softly(self) -> Iterator[None]:
-        """Let the first Ctrl-C wait for the end of the epoch, where the fleet can be kept, and the second one not.
-
-        Only the main thread of a process can do so, and only where interrupts are not ignored, as they are for what a
-        shell runs in the background; elsewhere an interrupt is what it always is.
-        """
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or before is signal.SIG_IGN:
-            yield
-            return
-
-        def ask(_number: int, _frame: object) -> None:
-            self.stop = True
-            signal.signal(signal.SIGINT, before)
-            self.bar.now("stopping after this epoch; Ctrl-C again stops at once")
-
-        signal.signal(signal.SIGINT, ask)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     def report(self, line: str) -> None:
         """Print a line, unless it only says that a fleet is done, which the bar shows."""

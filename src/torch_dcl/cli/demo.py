@@ -1,4 +1,4 @@
-"""``dcl demo``: the bar, and a table that fills in. What it does is done in `torch_dcl.paper.demo`."""
+"""``dcl demo``: the bar, and a table that fills in. What it does is done in `torch_dcl.experiments.demo`."""
 
 import os
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import nn
 
-    from torch_dcl.paper.demo import Entry
+    from torch_dcl.experiments.demo import Entry
 
 __all__ = ["result_table", "run_demo", "use_free_cores"]
 
@@ -29,10 +29,12 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
         seeds: Networks of each kind.
         as_json: Whether to end with the result for a machine.
     """
+    from rich.markup import escape  # noqa: PLC0415
+
+    from torch_dcl.experiments import demo  # noqa: PLC0415
+    from torch_dcl.experiments.columns import weights  # noqa: PLC0415
+    from torch_dcl.experiments.digitsets import make_sets, read_mnist  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper import demo  # noqa: PLC0415
-    from torch_dcl.paper.columns import weights  # noqa: PLC0415
-    from torch_dcl.paper.digitsets import make_sets, read_mnist  # noqa: PLC0415
 
     images, epochs = images or demo.IMAGES, epochs or demo.EPOCHS
     for name, value, least in (("--images", images, 100), ("--epochs", epochs, 1), ("--seeds", seeds, 1)):
@@ -66,10 +68,13 @@ def run_demo(out: Path, *, images: int = 0, epochs: int = 0, seeds: int = 3, as_
     *told, caveat = demo.verdict(entries)
     bullets(screen, [*told, words, caveat])
     path = out / "report.html"
-    write_text(path, demo.demo_page(entries, found, words, images, epochs, seeds))
+    planned = demo.plan_of_a_network()
+    screen.print(f"\nWhich layers of {demo.PLANNED} pay, by dcl plan {demo.PLANNED}:", style="bold")
+    screen.print(planned, markup=False, soft_wrap=True)
+    write_text(path, demo.demo_page(entries, found, words, images, epochs, seeds, planned))
     spent = say_minutes(time.perf_counter() - start)
     spent += f" on {threads} CPU thread{'s' if threads > 1 else ''}"
-    screen.print(f"\n{spent}. The report, for a browser: [bold]{path.resolve()}[/bold]", soft_wrap=True)
+    screen.print(f"\n{spent}. The report, for a browser: [bold]{escape(str(path.resolve()))}[/bold]", soft_wrap=True)
     screen.print("Next:  dcl plan torchvision:vgg16 · dcl run table1 --smoke · dcl --help", style="dim")
     if as_json:
         rows = [{"column": e.column, "weights": e.weights, "errors": e.errors, "seconds": e.seconds} for e in entries]
@@ -95,7 +100,7 @@ def result_table(entries: "list[Entry]") -> "Table":
     from rich.box import SIMPLE_HEAD  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.demo import WORDS  # noqa: PLC0415
+    from torch_dcl.experiments.demo import WORDS  # noqa: PLC0415
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("network", "weights", "test error % (n)", "every seed", "time"):

@@ -94,8 +94,8 @@ def _data() -> list[Check]:
 
 def _run(path: Path) -> Check:
     from torch_dcl.cli.folders import say  # noqa: PLC0415
+    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
     from torch_dcl.files import sha256_file  # noqa: PLC0415
-    from torch_dcl.paper.reading import state_of  # noqa: PLC0415
 
     state = state_of(path)
     files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("lock")]
@@ -106,7 +106,7 @@ def _run(path: Path) -> Check:
     if state.state == "damaged":
         remedy = "repair what the message names, or remove the folder"
     if (path / "table1.json").exists():
-        from torch_dcl.paper import TableError, load  # noqa: PLC0415
+        from torch_dcl.experiments import TableError, load  # noqa: PLC0415
 
         try:
             load(path / "table1.json")

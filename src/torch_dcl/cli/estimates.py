@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch_dcl.cli.screen import console, print_json, say_minutes
-from torch_dcl.cli.tasks import Natural, Task, Training, jobs_of
+from torch_dcl.cli.tasks import Sweep, Task, Training, jobs_of
 
 __all__ = ["dry_run"]
 
@@ -15,10 +15,10 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
         task: The run.
         as_json: Whether to say it to a machine.
     """
-    if isinstance(task, Natural):
-        from torch_dcl.cli.natural_estimates import estimate_natural  # noqa: PLC0415
+    if isinstance(task, Sweep):
+        from torch_dcl.cli.natural_estimates import estimate  # noqa: PLC0415
 
-        rows, plain = estimate_natural(task)
+        rows, plain = estimate(task)
     else:
         rows, plain = _training(task) if isinstance(task, Training) else _looking(task)
     rows.append(("folder", str(task.out)))
@@ -39,8 +39,8 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
 
 def _training(task: Training) -> tuple[list[tuple[str, str]], dict[str, Any]]:
     from torch_dcl.cli.speed import H200, memory, speed_of  # noqa: PLC0415
-    from torch_dcl.paper.engine import plan_fleets  # noqa: PLC0415
-    from torch_dcl.paper.table1 import estimate  # noqa: PLC0415
+    from torch_dcl.experiments.engine import plan_fleets  # noqa: PLC0415
+    from torch_dcl.experiments.table1 import estimate  # noqa: PLC0415
 
     jobs = jobs_of(task)
     images = task.images[0] if task.images else 60_000

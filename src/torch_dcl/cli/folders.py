@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.reading import State
+    from torch_dcl.experiments.reading import State
 
 __all__ = ["as_row", "say"]
 

@@ -59,7 +59,7 @@ def read_sets(given: str | Sequence[str]) -> list[str]:
     Raises:
         UsageError: There is no such set.
     """
-    from torch_dcl.paper.reported import SETS  # noqa: PLC0415
+    from torch_dcl.experiments.reported import SETS  # noqa: PLC0415
 
     chosen: set[str] = set()
     for name in split(given):

@@ -1,28 +1,55 @@
 """Recipes: what ``dcl run`` can run, with every setting, as TOML to copy, edit and run again."""
 
+import ast
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.cli.names import UsageError, nearest, read_names, read_sets, split
-from torch_dcl.cli.naturals import NATURAL, keys_of_natural, read_data
 
-__all__ = ["ABOUT", "Key", "Recipe", "as_toml", "find_recipe", "read_recipe", "recipe", "with_settings"]
+if TYPE_CHECKING:
+    from torch_dcl.experiments.protocol import Config
+
+__all__ = [
+    "ABOUT",
+    "RUN",
+    "Key",
+    "Recipe",
+    "as_toml",
+    "config_of",
+    "find_recipe",
+    "read_recipe",
+    "recipe",
+    "with_settings",
+]
 
 Value = str | int | float | list[str] | list[float] | list[int]
 
+
+def _run_by_the_runner() -> dict[str, str]:
+    """What each recipe of `torch_dcl.experiments.recipes` runs: the first line of its file. None is loaded for it."""
+    found = {}
+    for file in sorted(Path(__file__).parents[1].glob("experiments/recipes/[a-z]*.py")):
+        first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
+        found[file.stem.replace("_", "-")] = first.removesuffix(".")
+    return found
+
+
+RUN = _run_by_the_runner()
 ABOUT = {
     "table1": "Table 1: every network on the fifteen multi-digit sets, beside the paper's numbers",
     "table1-search": "the learning rates behind Table 1, chosen on digits that are not the test set's",
     "calibration": "how hard the sets are, fitted to the paper's baseline column",
     "figures": "what is beside Table 1: filters of a branch, loss curves, what filters answer to, what else was tried",
-    "table2": "Table 2: LeNet, BigNet and WRN on CIFAR and SVHN, without and with DCL, beside the paper's numbers",
-    "chart": "DCL against its rivals on BigNet: test error against weights and against the time of a step",
+    **RUN,
     "knowledge": "what the filters of your own converted network answer to, on your own labelled images",
 }
+
+
+_LARGEST = 1_000_000  # bytes of a recipe
 
 
 class Key(NamedTuple):
@@ -47,14 +74,18 @@ class Recipe:
 
 def keys_of(name: str) -> dict[str, Key]:
     """The settings of a recipe, in the order in which they are printed."""
-    if name in NATURAL:
-        return keys_of_natural(name)
-    from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
-    from torch_dcl.paper.engine import BATCH, SCHEDULE  # noqa: PLC0415
-    from torch_dcl.paper.experiments import FILTERS  # noqa: PLC0415
-    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
-    from torch_dcl.paper.reported import SETS  # noqa: PLC0415
-    from torch_dcl.paper.search import SEARCHED_ON, TRIALS  # noqa: PLC0415
+    if name in RUN:
+        from torch_dcl.experiments.protocol import settings_of  # noqa: PLC0415
+        from torch_dcl.experiments.recipes import find_recipe_type  # noqa: PLC0415
+
+        found = settings_of(find_recipe_type(name).config_type)
+        return {key: Key(_plain(default), rules.help, _plain(rules.smoke)) for key, (default, rules) in found.items()}
+    from torch_dcl.experiments.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.experiments.engine import BATCH, SCHEDULE  # noqa: PLC0415
+    from torch_dcl.experiments.experiments import FILTERS  # noqa: PLC0415
+    from torch_dcl.experiments.reading import PARTS  # noqa: PLC0415
+    from torch_dcl.experiments.reported import SETS  # noqa: PLC0415
+    from torch_dcl.experiments.search import SEARCHED_ON, TRIALS  # noqa: PLC0415
 
     two = ["MNIST-II-01", "MNIST-III-01"]
     few = ["baseline", "A2", "low-rank"]
@@ -172,8 +203,12 @@ def read_recipe(path: Path, *, smoke: bool = False) -> Recipe:
     Raises:
         UsageError: It is no recipe; the message says what is wrong.
     """
+    if path.stat().st_size > _LARGEST:
+        raise UsageError(f"{path} has {path.stat().st_size:,} bytes; a recipe has some thousands")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply for a recipe; dcl ls NAME prints one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     name = data.pop("recipe", None)
@@ -202,10 +237,7 @@ def with_settings(base: Recipe, settings: Mapping[str, Any], where: str = "") ->
     for key, value in settings.items():
         if key not in keys:
             raise UsageError(f"{where}{base.name} has no setting {key!r}; {nearest(key, keys)}")
-        if base.name in NATURAL and key == "data":
-            names, folder = read_data(value, base.name)
-            values |= {"data": names if isinstance(keys["data"].default, list) else names[0]} if names else {}
-            values |= {"root": folder} if folder is not None else {}
+        if base.name in RUN:
             continue
         try:
             values[key] = _value(key, value, keys[key].default)
@@ -214,7 +246,29 @@ def with_settings(base: Recipe, settings: Mapping[str, Any], where: str = "") ->
         except (TypeError, ValueError):
             kind = {int: "a whole number", float: "a number", list: "a list"}.get(type(keys[key].default), "a text")
             raise UsageError(f"{where}{key} must be {kind}, not {value!r}") from None
-    return Recipe(base.name, values)
+    return _changed(base, settings, where) if base.name in RUN else Recipe(base.name, values)
+
+
+def config_of(given: Recipe) -> "Config":
+    """The config of a recipe that the runner runs."""
+    from torch_dcl.experiments.recipes import find_recipe_type  # noqa: PLC0415
+
+    return find_recipe_type(given.name).config_type(**given.values)
+
+
+def _changed(base: Recipe, settings: Mapping[str, Any], where: str) -> Recipe:
+    from torch_dcl.experiments import protocol  # noqa: PLC0415
+
+    try:
+        config = protocol.with_settings(config_of(base), settings)
+    except protocol.SettingError as error:
+        remedy = f"; {nearest(error.given, error.known)}" if error.known else ""
+        raise UsageError(f"{where}{error.message}{remedy}") from None
+    return Recipe(base.name, {field.name: _plain(getattr(config, field.name)) for field in fields(config)})
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
@@ -234,33 +288,23 @@ def read_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 _LEAST = {
     "seeds": 1, "epochs": 1, "batch": 1, "most": 1, "warmup": 0, "rounds": 0, "train_images": 0, "test_images": 0,
-    "images": 0, "size": 0, "streams": 1,
+    "images": 0, "size": 0,
 }  # fmt: skip
-_BETWEEN = {"scale": 1.0, "search_scale": 1.0, "shares": 0.5, "rates": math.inf}
-"""Numbers above 0, and at most this."""
-_YES_OR_NO = ("yes", "no")
-_WORDS = {
-    "precision": ("auto", "bfloat16", "float32", "float64"), "curves": _YES_OR_NO, "compile": _YES_OR_NO,
-    "deterministic": _YES_OR_NO, "average": _YES_OR_NO,
-}  # fmt: skip
+_MOST = {"seeds": 10_000, "epochs": 1_000_000, "batch": 100_000, "most": 100_000, "rounds": 10_000}
+"""Beyond these nobody can mean it, and a list of jobs would take all memory."""
+_WORDS = {"precision": ("auto", "bfloat16", "float32", "float64"), "curves": ("yes", "no")}
 
 
 def _value(key: str, value: Any, default: Value) -> Value:
     """A value of the kind that a setting has."""
-    from torch_dcl.paper.columns import MODELS  # noqa: PLC0415
-    from torch_dcl.paper.natural import recipes  # noqa: PLC0415
-    from torch_dcl.paper.natural.units import UNITS  # noqa: PLC0415
-    from torch_dcl.paper.reading import PARTS  # noqa: PLC0415
+    from torch_dcl.experiments.columns import MODELS  # noqa: PLC0415
+    from torch_dcl.experiments.reading import PARTS  # noqa: PLC0415
 
     named: dict[str, Callable[[Any], Value]] = {
         "sets": read_sets,
         "set": lambda given: _one_set(key, given),
         "knowledge_set": lambda given: _one_set(key, given),
-        "models": lambda given: (
-            read_names(given, MODELS if default else recipes.COLUMNS, "model") if default or split(given) else []
-        ),
-        "networks": lambda given: read_names(given, recipes.NETWORKS, "network"),
-        "units": lambda given: read_names(given, list(UNITS), "unit"),
+        "models": lambda given: read_names(given, MODELS, "model"),
         "parts": lambda given: read_names(given, PARTS, "part"),
         "filters": lambda given: _counts(key, given, 1 if default else 0),
         "layers": split,
@@ -270,13 +314,13 @@ def _value(key: str, value: Any, default: Value) -> Value:
         return named[key](value)
     if isinstance(default, list):
         parts = split(value) if isinstance(value, str) else list(value)
-        return [_bounded(key, float(part)) for part in parts]
+        return [float(part) for part in parts]
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if isinstance(default, int):
         return _whole(key, value, default)
     if isinstance(default, float):
-        return _bounded(key, float(value))
+        return float(value)
     if key in _WORDS and value not in _WORDS[key]:
         raise UsageError(f"{key} is {value!r}; {nearest(str(value), _WORDS[key])}")
     if not isinstance(value, str):
@@ -291,13 +335,8 @@ def _whole(key: str, value: Any, default: int) -> int:
     least = min(_LEAST.get(key, number), default)  # where 0 stands for something, it is allowed
     if number < least and key in _LEAST:
         raise UsageError(f"{key} must be at least {least}, not {number}")
-    return number
-
-
-def _bounded(key: str, number: float) -> float:
-    if key in _BETWEEN and not 0 < number <= _BETWEEN[key]:
-        most = "" if math.isinf(_BETWEEN[key]) else f" and at most {_BETWEEN[key]:g}"
-        raise UsageError(f"{key} must be above 0{most}, not {number:g}")
+    if number > _MOST.get(key, number):
+        raise UsageError(f"{key} must be at most {_MOST[key]:,}, not {number:,}")
     return number
 
 
@@ -354,6 +393,8 @@ def as_toml(given: Recipe) -> str:
 
 
 def _toml(value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, list):
         entries = [_toml(entry) for entry in value]
         line = f"[{', '.join(entries)}]"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch_dcl.cli.names import UsageError, nearest
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.reading import Run
+    from torch_dcl.experiments.reading import Run
 
 __all__ = ["find_run", "write_report"]
 
@@ -23,8 +23,8 @@ def write_report(runs: Sequence[str], output: Path) -> Path:
         UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not
             parts of one table.
     """
-    from torch_dcl.paper.reading import read_run  # noqa: PLC0415
-    from torch_dcl.paper.report import check, report  # noqa: PLC0415
+    from torch_dcl.experiments.reading import read_run  # noqa: PLC0415
+    from torch_dcl.experiments.report import check, report  # noqa: PLC0415
 
     if not output.parent.is_dir():
         raise UsageError(f"{output} cannot be written: the folder {output.parent} does not exist")
@@ -42,8 +42,8 @@ def write_report(runs: Sequence[str], output: Path) -> Path:
 
 
 def _write_table(runs: "Sequence[Run]", output: Path) -> None:
-    from torch_dcl.paper.natural.table import NaturalTable, join_table2, save_table2  # noqa: PLC0415
-    from torch_dcl.paper.table import TableError  # noqa: PLC0415
+    from torch_dcl.experiments.natural.table import NaturalTable, join_table2, save_table2  # noqa: PLC0415
+    from torch_dcl.experiments.table import TableError  # noqa: PLC0415
 
     tables = [run.table for run in runs if isinstance(run.table, NaturalTable)]
     if len(tables) < len(runs):
@@ -61,7 +61,7 @@ def find_run(run: str) -> Path:
     Raises:
         UsageError: There is none; the nearest is offered.
     """
-    from torch_dcl.paper.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
 
     for path in (Path(run), Path("runs", run)):
         if path.is_file() or (path / "recipe.json").is_file():

@@ -1,5 +1,6 @@
 """What is shown, and how: one console, errors in one line, exit codes."""
 
+import codecs
 import functools
 import inspect
 import json
@@ -63,10 +64,18 @@ def console(*, stderr: bool = False) -> "Console":
     stderr = stderr or _aside
     from rich.console import Console  # noqa: PLC0415
 
+    _tolerate(sys.stderr if stderr else sys.stdout)
     made = Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=not first_rank())
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 120
     return made
+
+
+def _tolerate(stream: Any) -> None:
+    """Let a terminal that cannot show ± or ▾ show a question mark: a finished run is no error."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
 
 
 def print_json(value: Any) -> None:
@@ -139,10 +148,12 @@ _DEBUG = inspect.Parameter(
 
 
 def say_minutes(seconds: float) -> str:
-    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``."""
+    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} days"

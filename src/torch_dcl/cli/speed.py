@@ -34,7 +34,7 @@ def _trial(device: str, networks: int, images: int) -> float:
     """Train a fleet for two epochs on noise, and time the second."""
     import torch  # noqa: PLC0415
 
-    from torch_dcl.paper.columns import build  # noqa: PLC0415
+    from torch_dcl.experiments.columns import build  # noqa: PLC0415
     from torch_dcl.training import Fleet, Member, Schedule  # noqa: PLC0415
 
     made = torch.Generator().manual_seed(0)

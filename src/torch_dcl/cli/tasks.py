@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.naturals import NATURAL, images_of, refuse_without_data, root_of
-from torch_dcl.cli.recipes import Recipe, find_recipe, read_settings, read_trials, with_settings
+from torch_dcl.cli.naturals import refuse_without_data
+from torch_dcl.cli.recipes import RUN, Recipe, config_of, find_recipe, read_settings, read_trials, with_settings
 from torch_dcl.cli.screen import several
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.digitsets import Digits
-    from torch_dcl.paper.engine import Job, Settings
-    from torch_dcl.paper.natural.slices import How
+    from torch_dcl.experiments.digitsets import Digits
+    from torch_dcl.experiments.engine import Job, Settings
+    from torch_dcl.experiments.protocol import Recipe as Running
 
-__all__ = ["Natural", "Task", "Training", "as_kept", "jobs_of", "make_task"]
+__all__ = ["Sweep", "Task", "Training", "as_kept", "jobs_of", "make_task"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Task:
 
     @property
     def go_on(self) -> str:
-        """The command that goes on with the run."""
+        """The command that resumes the run."""
         return f"dcl run {shlex.quote(str(self.out))} --resume"
 
 
@@ -57,25 +57,10 @@ class Training(Task):
 
 
 @dataclasses.dataclass(frozen=True)
-class Natural(Task):
-    """A recipe that trains networks on natural images."""
+class Sweep(Task):
+    """A recipe that the runner runs."""
 
-    how: "How"
-    root: str | None
-    images: tuple[int | None, int | None] | None
-
-    @property
-    def sets(self) -> list[str]:
-        """The sets that are asked for."""
-        given = self.recipe["data"]
-        return [given] if isinstance(given, str) else list(given)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of Table 2 that are asked for."""
-        from torch_dcl.paper.natural.table2 import columns_of  # noqa: PLC0415
-
-        return columns_of(self.recipe["networks"], self.recipe["models"] or None)
+    running: "Running[Any]"
 
 
 def make_task(
@@ -102,7 +87,7 @@ def make_task(
         dry: Whether nothing will be written.
 
     Raises:
-        UsageError: Something that was typed cannot be meant.
+        UsageError: An argument is invalid.
     """
     recipe, folder = find_recipe(given, smoke=smoke)
     chosen = read_settings(pairs) | {key: value for key, value in settings.items() if value is not None}
@@ -124,13 +109,16 @@ def make_task(
             if not recipe[key]:
                 raise UsageError(f"the recipe knowledge needs {key}; give --set {key}=… ({_example(key)})")
         return task
-    if recipe.name in NATURAL:
-        natural = _natural(task)
-        if not dry:
-            refuse_without_data(natural.sets, natural.root, recipe.name)
-        return natural
-    from torch_dcl.paper.digitsets import read_mnist  # noqa: PLC0415
-    from torch_dcl.paper.engine import Settings  # noqa: PLC0415
+    if recipe.name in RUN:
+        from torch_dcl.experiments.natural.sets import NaturalConfig  # noqa: PLC0415
+        from torch_dcl.experiments.recipes import find_recipe_type  # noqa: PLC0415
+
+        config = config_of(recipe)
+        if isinstance(config, NaturalConfig):
+            refuse_without_data(config, recipe.name, dry=dry)
+        return Sweep(**vars(task), running=find_recipe_type(recipe.name)(config, device))
+    from torch_dcl.experiments.digitsets import read_mnist  # noqa: PLC0415
+    from torch_dcl.experiments.engine import Settings  # noqa: PLC0415
     from torch_dcl.training import Schedule  # noqa: PLC0415
 
     try:
@@ -142,21 +130,6 @@ def make_task(
     made = Settings(schedule, recipe["batch"], device, precision, recipe["most"], curves)
     digits = read_mnist(find_mnist(recipe["data"]))
     return Training(**vars(task), digits=digits, settings=made)
-
-
-def _natural(task: Task) -> Natural:
-    from torch_dcl.paper.natural.slices import How  # noqa: PLC0415
-
-    recipe = task.recipe
-    for key in ("shares", "rates"):
-        if recipe.name == "chart" and not recipe[key]:
-            raise UsageError(f"{key} is empty; give some numbers, such as --set {key}=0.25")
-    precision = None if recipe["precision"] == "auto" else recipe["precision"]
-    how = How(
-        task.device, precision, recipe["most"], compile=recipe["compile"] == "yes", streams=recipe["streams"],
-        deterministic=recipe["deterministic"] == "yes", average=recipe["average"] == "yes",
-    )  # fmt: skip
-    return Natural(**vars(task), how=how, root=root_of(recipe), images=images_of(recipe))
 
 
 def _example(key: str) -> str:
@@ -180,19 +153,19 @@ def jobs_of(task: Training) -> list["Job"]:
     """Everything that the recipe trains, for an estimate."""
     recipe = task.recipe
     if recipe.name == "table1":
-        from torch_dcl.paper import table1  # noqa: PLC0415
-        from torch_dcl.paper.search import stored_choice  # noqa: PLC0415
+        from torch_dcl.experiments import table1  # noqa: PLC0415
+        from torch_dcl.experiments.search import stored_choice  # noqa: PLC0415
 
         return table1.jobs_of(recipe["models"], recipe["sets"], recipe["seeds"], stored_choice())
     if recipe.name == "table1-search":
-        from torch_dcl.paper.search_run import jobs_of_search  # noqa: PLC0415
+        from torch_dcl.experiments.search_run import jobs_of_search  # noqa: PLC0415
 
         return jobs_of_search(recipe["models"], recipe["sets"], read_trials(recipe["trials"]), recipe["seed"])
     if recipe.name == "figures":
-        from torch_dcl.paper.parts import jobs_of_parts  # noqa: PLC0415
+        from torch_dcl.experiments.parts import jobs_of_parts  # noqa: PLC0415
 
         return [job for jobs in jobs_of_parts(recipe.values).values() for job in jobs]
-    from torch_dcl.paper.calibration_run import jobs_of_calibration  # noqa: PLC0415
+    from torch_dcl.experiments.calibration_run import jobs_of_calibration  # noqa: PLC0415
 
     return jobs_of_calibration(recipe["sets"], recipe["start"], recipe["rounds"], recipe["seeds"], recipe["lr"])
 
@@ -204,5 +177,6 @@ def as_kept(task: Task) -> dict[str, Any]:
         del kept["data"]
         if task.recipe.name == "calibration" and task.images is None:
             del kept["train_images"], kept["test_images"]
-        return {"recipe": task.recipe.name, "digits": task.digits.source, **kept}
+        known = {"digits": task.digits.source, "sha256": task.digits.sha256}
+        return {"recipe": task.recipe.name, **known, **kept}
     return {"recipe": task.recipe.name, **kept}

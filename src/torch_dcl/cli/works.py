@@ -6,47 +6,73 @@ Each function gives whether the run is complete; it is not where time was up bef
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.natural_works import run_natural_chart, run_natural_table
+from torch_dcl.cli.recipes import as_toml
 from torch_dcl.cli.screen import bullets, console, first_rank, several
-from torch_dcl.cli.tasks import Task, Training, as_kept, jobs_of
+from torch_dcl.cli.tasks import Sweep, Task, Training, as_kept, jobs_of
 
 if TYPE_CHECKING:
-    from torch_dcl.paper.calibrate import Fitted
-    from torch_dcl.paper.engine import Settings
-    from torch_dcl.paper.search import Choice
+    from torch_dcl.experiments.calibrate import Fitted
+    from torch_dcl.experiments.engine import Settings
+    from torch_dcl.experiments.runner import StopRequest, Summary
+    from torch_dcl.experiments.search import Choice
 
-__all__ = ["WORKS"]
+__all__ = ["WORKS", "run_sweep"]
 
 FEW = 4
 SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
 
 
+def run_sweep(task: Sweep, stop: "StopRequest") -> "Summary":
+    """Run a recipe with a bar, print its result, and say how it ended."""
+    from torch_dcl.experiments.runner import run  # noqa: PLC0415
+
+    screen = console()
+    with _bar(stop, by_step=True) as bar:
+        summary = run(
+            task.running, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
+            listener=Listener(bar, "making networks"), settings=as_toml(task.recipe),
+        )  # fmt: skip
+    for part in [] if summary.result is None else task.running.shown(summary.result, screen.width):
+        if isinstance(part, str) and part:
+            bullets(screen, [part])
+        else:
+            screen.print(part)
+    return summary
+
+
 @contextmanager
-def _listening(task: Training) -> "Iterator[tuple[Settings, dict[str, Any]]]":
+def _bar(stop: "StopRequest", *, by_step: bool = False) -> Iterator[Bar]:
+    """A bar over networks, which says so when a signal asks to stop."""
+    with Bar(console(), 0, "networks, first rank" if several() else "networks", by_step=by_step) as bar:
+        stop.on_signal = bar.now
+        with stop:
+            yield bar
+
+
+@contextmanager
+def _listening(task: Training, stop: "StopRequest") -> "Iterator[tuple[Settings, dict[str, Any]]]":
     """A bar over the networks of a run: the settings that tell it of every epoch, and what a run is told to call."""
-    with Bar(console(), 0, "networks, first rank" if several() else "networks") as bar:
+    with _bar(stop) as bar:
         listener = Listener(bar)
-        settings = dataclasses.replace(task.settings, on_epoch=listener.on_epoch)
-        # With torchrun the other ranks would wait for this one.
-        with nullcontext() if several() else listener.stopping_softly():
-            yield settings, {"report": listener.report, "begin": listener.begin}
+        settings = dataclasses.replace(task.settings, on_epoch=listener.on_epoch, should_stop=stop)
+        yield settings, {"report": listener.report, "begin": listener.begin}
 
 
-def _table1(task: Training) -> bool:
-    from torch_dcl.cli.tables import long_table  # noqa: PLC0415
+def _table1(task: Training, stop: "StopRequest") -> bool:
+    from torch_dcl.experiments import as_html, as_text, save, verdict  # noqa: PLC0415
+    from torch_dcl.experiments.table import as_trial, long_table  # noqa: PLC0415
+    from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
+    from torch_dcl.experiments.trial import departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.paper import as_html, as_text, save, verdict  # noqa: PLC0415
-    from torch_dcl.paper.table1 import run_table1  # noqa: PLC0415
-    from torch_dcl.paper.trial import as_trial, departures  # noqa: PLC0415
     from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         table = run_table1(
             task.out, task.digits, settings, columns=recipe["models"], sets=recipe["sets"], seeds=recipe["seeds"],
             images=task.images, resume=task.resume, seconds=task.seconds, **told,
@@ -58,7 +84,7 @@ def _table1(task: Training) -> bool:
     save(table, task.out / "table1.json")
     write_text(task.out / "table1.html", as_html(table, recipe=RunFolder.look(task.out).recipe))
     if len(table.sets) <= FEW:
-        screen.print(long_table(table, weights=screen.width >= 92))
+        screen.print(long_table(table, screen.width))
         screen.print(SIGNS, style="dim")
     else:
         styled = screen.is_terminal and not screen.no_color
@@ -70,10 +96,10 @@ def _table1(task: Training) -> bool:
     return True
 
 
-def _search(task: Training) -> bool:
-    from torch_dcl.paper.search_run import run_search  # noqa: PLC0415
+def _search(task: Training, stop: "StopRequest") -> bool:
+    from torch_dcl.experiments.search_run import run_search  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         choice = run_search(
             task.out, as_kept(task), task.digits, settings, jobs_of(task), images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -103,10 +129,10 @@ def _print_choice(choice: "Choice") -> None:
     console().print(table)
 
 
-def _calibration(task: Training) -> bool:
-    from torch_dcl.paper.calibration_run import run_calibration  # noqa: PLC0415
+def _calibration(task: Training, stop: "StopRequest") -> bool:
+    from torch_dcl.experiments.calibration_run import run_calibration  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         fitted = run_calibration(
             task.out, as_kept(task), task.digits, settings, images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -120,7 +146,7 @@ def _calibration(task: Training) -> bool:
 def _print_fitted(fitted: "list[Fitted]") -> None:
     from rich.table import Table  # noqa: PLC0415
 
-    from torch_dcl.paper.statistics import mean, signed  # noqa: PLC0415
+    from torch_dcl.experiments.statistics import mean, signed  # noqa: PLC0415
 
     console().print("Strengths at which the baseline errs as the paper's does:")
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -133,12 +159,12 @@ def _print_fitted(fitted: "list[Fitted]") -> None:
     console().print(table)
 
 
-def _figures(task: Training) -> bool:
-    from torch_dcl.paper.parts import run_parts  # noqa: PLC0415
-    from torch_dcl.paper.reading import read_run  # noqa: PLC0415
-    from torch_dcl.paper.report import further_findings  # noqa: PLC0415
+def _figures(task: Training, stop: "StopRequest") -> bool:
+    from torch_dcl.experiments.parts import run_parts  # noqa: PLC0415
+    from torch_dcl.experiments.reading import read_run  # noqa: PLC0415
+    from torch_dcl.experiments.report import further_findings  # noqa: PLC0415
 
-    with _listening(task) as (settings, told):
+    with _listening(task, stop) as (settings, told):
         written = run_parts(
             task.out, as_kept(task), task.digits, settings, images=task.images, resume=task.resume,
             seconds=task.seconds, **told,
@@ -151,12 +177,12 @@ def _figures(task: Training) -> bool:
     return True
 
 
-def _knowledge(task: Task) -> bool:
+def _knowledge(task: Task, _stop: "StopRequest") -> bool:
     from torch_dcl.cli.plans import find_model  # noqa: PLC0415
     from torch_dcl.convert.checkpoint import load_model  # noqa: PLC0415
     from torch_dcl.data import load  # noqa: PLC0415
+    from torch_dcl.experiments.looking import look_at  # noqa: PLC0415
     from torch_dcl.files import sha256_file  # noqa: PLC0415
-    from torch_dcl.paper.looking import look_at  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     network, _ = find_model(recipe["network"])
@@ -186,12 +212,10 @@ def _say_written(task: Task, names: list[str]) -> None:
         console().print("Everything was there already.")
 
 
-WORKS: dict[str, Callable[[Any], bool]] = {
+WORKS: dict[str, Callable[[Any, Any], bool]] = {
     "table1": _table1,
     "table1-search": _search,
     "calibration": _calibration,
     "figures": _figures,
-    "table2": run_natural_table,
-    "chart": run_natural_chart,
     "knowledge": _knowledge,
 }

@@ -8,8 +8,8 @@ rotations turn clockwise. Only relative positions count, because the box of the 
 The paper shows its layouts in a figure and gives no numbers. These declarations follow its description: difficulty
 rises with the id, from plain neighbours over other arrangements, unequal sizes, turned and mirrored digits and overlap
 to noise. `STRENGTHS` holds one number a set, which multiplies every random variation and the noise of that set. They
-were fitted by `torch_dcl.paper.calibrate` so that the *baseline* LeNet errs as often as the paper's, on digits of the
-MNIST training set alone. So a table's baseline column is fitted, and only the other columns say something.
+were fitted by `torch_dcl.experiments.calibrate` so that the *baseline* LeNet errs as often as the paper's, on digits of
+the MNIST training set alone. So a table's baseline column is fitted, and only the other columns say something.
 """
 
 import difflib

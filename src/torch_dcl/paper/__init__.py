@@ -1,39 +1,14 @@
-"""What the paper reports, and the runs, tables and figures that answer it."""
+"""The former name of `torch_dcl.experiments`."""
 
-from torch_dcl.paper.claims import Finding, judge
-from torch_dcl.paper.natural.table import NaturalTable, as_markdown2, join_table2, load_table2, save_table2
-from torch_dcl.paper.page import as_html
-from torch_dcl.paper.reading import Run, find_runs, read_run
-from torch_dcl.paper.report import report
-from torch_dcl.paper.reported import TABLE1, TABLE2, Reported
-from torch_dcl.paper.table import Cell, Table, TableError, load, save
-from torch_dcl.paper.text import as_markdown, as_rich, as_text
-from torch_dcl.paper.verdict import findings, verdict
+import warnings
 
-__all__ = [
-    "TABLE1",
-    "TABLE2",
-    "Cell",
-    "Finding",
-    "NaturalTable",
-    "Reported",
-    "Run",
-    "Table",
-    "TableError",
-    "as_html",
-    "as_markdown",
-    "as_markdown2",
-    "as_rich",
-    "as_text",
-    "find_runs",
-    "findings",
-    "join_table2",
-    "judge",
-    "load",
-    "load_table2",
-    "read_run",
-    "report",
-    "save",
-    "save_table2",
-    "verdict",
-]
+from torch_dcl import experiments
+from torch_dcl.experiments import *  # noqa: F403
+
+__all__ = experiments.__all__
+
+warnings.warn(
+    "torch_dcl.paper is now torch_dcl.experiments; import from there, the old name will go in version 0.3",
+    DeprecationWarning,
+    stacklevel=2,
+)

@@ -21,10 +21,10 @@ from torch_dcl.training import checkpoint, operations
 from torch_dcl.training.beside import SideBySide
 from torch_dcl.training.capture import convolutions, same_bits, scratch_of_its_own
 from torch_dcl.training.inputs import Inputs
-from torch_dcl.training.member import Evaluation, History, Member, check_networks
+from torch_dcl.training.member import Evaluation, History, Member
 from torch_dcl.training.operations import low_copy
-from torch_dcl.training.resident import Labelled, Resident, check_data, check_labels
-from torch_dcl.training.sgd import Learning, sgd_
+from torch_dcl.training.resident import Labelled, Resident, check_data, check_fleet, check_labels
+from torch_dcl.training.sgd import Learning, are_finite, may_step, sgd_
 from torch_dcl.training.stack import Stack, stacked_state
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
@@ -86,7 +86,7 @@ class Fleet:
         streams: int = 1,
         deterministic: bool = False,
     ) -> None:
-        _check(networks, members, data, batch)
+        check_fleet(networks, members, data, batch)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be from 0 to below 1, got {momentum}")
         if precision not in (None, *get_args(Precision)):
@@ -113,7 +113,7 @@ class Fleet:
         self.steps_per_epoch = self.data.count // batch
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
-        self.epoch = 0
+        self.epoch = self.step = 0
         with self._there():
             self.classes = self._count_classes()
         check_labels({member.data: data[member.data] for member in members}, self.classes)
@@ -131,18 +131,27 @@ class Fleet:
         self._loss = torch.zeros(len(members), device=self.device, dtype=wide)
         self._order = torch.zeros(len(members), self.data.count, dtype=torch.int64, device=self.device)
         self._was_alive = [True] * len(members)
+        self._prepared: int | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self.preparing = 0.0
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def train(self, epochs: int | None = None, *, on_epoch: Callable[["Fleet"], None] | None = None) -> History:
+    def train(
+        self,
+        epochs: int | None = None,
+        *,
+        on_epoch: Callable[["Fleet"], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> History:
         """Train to the end of the schedules, or for some epochs only.
 
         Args:
             epochs: How many from here on; None for all that are left.
             on_epoch: Called after every epoch.
+            should_stop: Asked before every step. Where it says so training stops there, in the middle of an epoch
+                (``step`` says where); `save` keeps that, and a further call goes on with the next step.
 
         Returns:
             What happened since the first epoch.
@@ -151,7 +160,9 @@ class Fleet:
         while self.epoch < last:
             with self._there():
                 self._begin_epoch()
-                for _ in range(self.steps_per_epoch):
+                while self.step < self.steps_per_epoch:
+                    if should_stop is not None and should_stop():
+                        return self.history
                     self._take_step()
                 self._end_epoch()
             if on_epoch is not None:
@@ -192,11 +203,12 @@ class Fleet:
         self.stack.train()
         return Evaluation(predictions, 100 * wrong / resident.count, losses / resident.count)
 
-    def save(self, path: str | os.PathLike[str]) -> str:
-        """Write everything that training goes on from, between two epochs, to one checked file.
+    def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> str:
+        """Write everything that training resumes from to one checked file, between two epochs or inside of one.
 
         Args:
             path: Where to, for example ``"fleet.safetensors"``. Its folder must exist.
+            extra: Plain data to keep with it, which `load` returns.
 
         Returns:
             The SHA-256 that the file carries.
@@ -206,30 +218,37 @@ class Fleet:
             "train_loss": self.history.train_loss,
             "stopped": {str(row): epoch for row, epoch in self.history.stopped.items()},
             "members": self._described(),
+            "extra": dict(extra or {}),
         }
+        if self.step:
+            about |= {"step": self.step, "loss": self._loss.tolist(), "was_alive": self._was_alive}
         return checkpoint.write(path, self._state(), about)
 
     @torch.no_grad()
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from what `save` wrote: the weights at the end are the same as without a break.
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Resume from what `save` wrote: the weights at the end are the same as without a break.
 
         Args:
             path: The file. It must be of a fleet of the same members, data apart.
+
+        Returns:
+            What `save` was given as ``extra``.
 
         Raises:
             FileNotFoundError: There is no such file.
             SealedError: The file is damaged, or is no checkpoint of a fleet.
             ValueError: It is of another fleet; the message names the first difference.
         """
-        about = checkpoint.read(path, self._state(), self._described())
+        about = checkpoint.read(path, self._state(), self._described(), self.epochs, self.steps_per_epoch)
         for parameter in self._parameters.values():
             copy = low_copy(parameter)
             if copy is not None:
                 copy.copy_(parameter)
-        self.epoch = about["epoch"]
-        lost = math.nan  # what JSON has no word for
-        losses = [[lost if loss is None else loss for loss in epoch] for epoch in about["train_loss"]]
-        self.history = History(losses, {int(row): epoch for row, epoch in about["stopped"].items()})
+        self.epoch, self.step, self._prepared = about["epoch"], about["step"], None
+        self._loss.copy_(torch.tensor(about["loss"]))
+        self._was_alive = about["was_alive"]
+        self.history = History(about["train_loss"], {int(row): epoch for row, epoch in about["stopped"].items()})
+        return dict(about["extra"])
 
     def _state(self) -> dict[str, Tensor]:
         state = {f"state.{name}": value for name, value in stacked_state(self.stack.body).items()}
@@ -277,6 +296,9 @@ class Fleet:
 
     def _begin_epoch(self) -> None:
         """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_abreast`."""
+        if self._prepared == self.epoch:
+            return
+        self._prepared = self.epoch
         if not self._parameters:
             raise ValueError(
                 "every parameter of the networks is frozen, so nothing would be trained; call requires_grad_() on what "
@@ -294,9 +316,10 @@ class Fleet:
                 orders[member.seed] = draw(member.seed, "order", self.epoch, places).argsort(stable=True)
             self._order[row] = orders[member.seed]
         self.data.begin([member.seed for member in self.members], self.epoch)
-        self._loss.zero_()
-        self._step.fill_(self.epoch * self.steps_per_epoch)
-        self._was_alive = self._alive.tolist()
+        self._step.fill_(self.epoch * self.steps_per_epoch + self.step)
+        if not self.step:
+            self._loss.zero_()
+            self._was_alive = self._alive.tolist()
 
     def _take_step(self) -> None:
         """One step of an epoch that has begun."""
@@ -304,14 +327,17 @@ class Fleet:
             self._one_step()
         else:
             self._graph.replay()
+        self.step += 1
 
     def _end_epoch(self) -> None:
-        """Write down what happened in the epoch."""
+        """Write down what happened in the epoch. The last update of an epoch is checked here, the others before it."""
+        kept = [values.detach() for values in (*self._parameters.values(), *self._moments.values())]
+        self._alive &= are_finite(kept, len(self))
         self.history.train_loss.append((self._loss / self.steps_per_epoch).tolist())
         for i, (before, now) in enumerate(zip(self._was_alive, self._alive.tolist(), strict=True)):
             if before and not now:
                 self.history.stopped[i] = self.epoch
-        self.epoch += 1
+        self.epoch, self.step = self.epoch + 1, 0
 
     def _one_step(self) -> None:
         """One step, on the device from beginning to end."""
@@ -321,7 +347,7 @@ class Fleet:
         self.stack.advance(self._seed, self._step)
         losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
-            self._alive &= losses.isfinite()
+            self._alive &= may_step(losses, gradients)
             rate = self._rates.index_select(0, self._step)[0] * self._alive
             self._loss += losses
             self._update(gradients, rate)
@@ -371,14 +397,3 @@ class Fleet:
             self._one_step()
         restore()
         self._graph = graph
-
-
-def _check(networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int) -> None:
-    if len(networks) != len(members):
-        raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
-    if not networks:
-        raise ValueError("a fleet needs at least one network")
-    check_networks(networks, members)
-    count = check_data(data, [(member.name, member.data) for member in members])
-    if not 1 <= batch <= count:
-        raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")

@@ -145,7 +145,7 @@ class Cutter:
         self, images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the places ``[E, B]`` by a kernel, from all images and labels and whose is which."""
-        from torch_dcl.kernels.inputs import cut_images  # noqa: PLC0415
+        from torch_dcl.kernels.inputs import cut_images
 
         first, mirrored = (self._first, self._mirrored) if self.draws else (None, None)
         return cut_images(

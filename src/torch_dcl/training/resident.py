@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dcl.training import operations
 from torch_dcl.training.inputs import Cutter, Inputs
+from torch_dcl.training.member import Member, check_networks
 
-__all__ = ["Labelled", "Resident", "check_data", "check_labels"]
+__all__ = ["Labelled", "Resident", "check_data", "check_fleet", "check_labels"]
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -111,3 +112,17 @@ def check_labels(data: Mapping[str, Labelled], classes: int) -> None:
         if low < 0 or high >= classes:
             wrong = low if low < 0 else high
             raise ValueError(f"{name!r} has the label {wrong}, but the networks tell {classes} classes apart, from 0")
+
+
+def check_fleet(
+    networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int
+) -> None:
+    """Refuse networks, members and data that do not fit together."""
+    if len(networks) != len(members):
+        raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
+    if not networks:
+        raise ValueError("a fleet needs at least one network")
+    check_networks(networks, members)
+    count = check_data(data, [(member.name, member.data) for member in members])
+    if not 1 <= batch <= count:
+        raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")

@@ -1,5 +1,6 @@
 """One step of SGD on stacked parameters."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch_dcl import kernels
 from torch_dcl.training.operations import low_copy
 
-__all__ = ["Learning", "sgd_"]
+__all__ = ["Learning", "are_finite", "may_step", "sgd_"]
 
 
 class Learning(NamedTuple):
@@ -23,6 +24,32 @@ class Learning(NamedTuple):
     active: Tensor | None = None
     """The two branches of each network that move, ``[E, 2]``; None for all."""
     branches: int = 1
+
+
+def are_finite(values: Sequence[Tensor], networks: int) -> Tensor:
+    """Of which networks all values are finite, bool ``[E]``; ``values`` are ``[E, ...]`` each."""
+    largest = [torch.linalg.vector_norm(value.reshape(networks, -1), math.inf, dim=1) for value in values]
+    return torch.stack(largest).isfinite().all(0)
+
+
+def may_step(losses: Tensor, gradients: Sequence[Tensor | None]) -> Tensor:
+    """Which networks may take a step, bool ``[E]``: those whose losses and gradients are finite.
+
+    On a GPU only the gradients of biases and scales are looked at: to look at all of them took 5 % of a step of small
+    networks. A value that is not finite on its way back through a layer reaches that
+    layer's bias. What escapes this, a sum that overflows in a weight alone, is found at the end of the epoch.
+
+    Args:
+        losses: Of each network.
+        gradients: ``[E, ...]`` each; None for a parameter that is not used.
+    """
+    there = [gradient for gradient in gradients if gradient is not None]
+    if losses.is_cuda and there:
+        there = [g for g in there if g.dim() <= 2] or [min(there, key=Tensor.numel)]
+    # A sum is finite only where all its terms are, and 0 times anything else is NaN.
+    rows = [losses[:, None], *(gradient.reshape(len(losses), -1).to(losses.dtype) for gradient in there)]
+    sums = torch.cat(rows, 1).sum(1) if losses.is_cuda else torch.stack([row.sum(1) for row in rows]).sum(0)
+    return sums * 0 == 0
 
 
 def sgd_(
@@ -39,7 +66,7 @@ def sgd_(
         nesterov: Whether momentum looks ahead.
     """
     if kernels.usable(parameters[0].parameter):
-        from torch_dcl.kernels import sgd  # noqa: PLC0415
+        from torch_dcl.kernels import sgd
 
         sgd.sgd_(
             [one.parameter.detach() for one in parameters], [one.moment for one in parameters],

@@ -1,0 +1,221 @@
+"""What the figures share: themes, type, checks of their data, and how they are written."""
+
+import html
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_dcl.files import replacing, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["save", "svg"]
+
+_INCH = 25.4  # mm
+
+
+_COLUMN, _PAGE = 85 / _INCH, 175 / _INCH  # widths in inches: one column, and two
+
+
+_BODY, _SMALL = 7.5, 6.5  # font sizes in points
+
+
+_FONTS = ["DejaVu Sans", "Verdana", "Geneva", "sans-serif"]  # of one width, so that labels keep their room
+
+
+_DASHES = (0, (4, 2.2))
+
+
+@dataclass(frozen=True)
+class _Theme:
+    page: str  # what the figure will stand on; only to mix tints with
+    text: str
+    muted: str
+    edge: str  # axes
+    grid: str
+    bar: str
+    blue: str
+    orange: str
+    green: str
+    red: str
+    purple: str
+    sky: str
+
+
+_LIGHT = _Theme(
+    "#ffffff", "#1f2328", "#59636e", "#8c959f", "#e4e8ec", "#afb8c1",
+    "#0072b2", "#d98200", "#00795a", "#cc3311", "#aa4499", "#3a9bd1",
+)  # fmt: skip
+
+
+_DARK = _Theme(
+    "#0d1117", "#f0f6fc", "#9198a1", "#656c76", "#262c34", "#5b646f",
+    "#56b4e9", "#f0a24a", "#2dbd94", "#ff6f52", "#e08ad0", "#9fd4f2",
+)  # fmt: skip
+
+
+def svg(figure: "Figure", *, name: str | None = None) -> str:
+    """Give a figure as SVG for a place inside an HTML page: without XML header, with ids that no other figure has.
+
+    Text stays text, so it can be searched, selected and read aloud. A screen reader reads the caption.
+
+    Args:
+        figure: From one of the functions of this module.
+        name: What its ids begin with. None takes the kind of the figure; a page with two of a kind, or with a light and
+            a dark one, needs two names.
+
+    Returns:
+        One ``<svg>`` element. Its width is the one on paper; the page may set another in CSS.
+
+    Raises:
+        ValueError: ``name`` is no plain word.
+    """
+    text = _svg_file(figure)
+    prefix = name or figure.get_gid() or "figure"
+    if not re.fullmatch(r"[A-Za-z][\w-]*", prefix):
+        raise ValueError(f"name {prefix!r} cannot begin ids; use letters, digits and hyphens, a letter first")
+    text = re.sub(r"\n *<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(str(figure.get_label()))}" ', 1)
+
+
+def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
+    """Write a figure as SVG, PDF or PNG, all or nothing; the same numbers give the same bytes.
+
+    Args:
+        figure: From one of the functions of this module.
+        path: Ends in ``.svg``, ``.pdf`` or ``.png`` (300 dots an inch). Its folder must exist.
+
+    Raises:
+        ValueError: another ending.
+        OSError: the folder does not exist, or cannot be written to.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix == ".svg":
+        write_text(path, _svg_file(figure))
+    elif suffix in (".pdf", ".png"):
+        empty = ("CreationDate", "Creator", "Producer") if suffix == ".pdf" else ("Software",)
+        with _style(), replacing(path) as fresh:
+            figure.savefig(fresh, format=suffix[1:], dpi=300, metadata=dict.fromkeys(empty))
+    else:
+        raise ValueError(f"cannot write a figure as {os.fspath(path)!r}; choose a name that ends in .svg, .pdf or .png")
+
+
+def _svg_file(figure: "Figure") -> str:
+    caption = str(figure.get_label())
+    with _style(), io.StringIO() as file:
+        metadata = {"Date": None, "Creator": None, "Description": caption, "Title": caption.partition(". ")[0]}
+        figure.savefig(file, format="svg", metadata=metadata)
+        text = file.getvalue()
+    # matplotlib leaves spaces at the ends of some lines.
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _style() -> AbstractContextManager[None]:
+    """Settings for drawing and for saving, which must be the same: tick labels are only made when a figure is drawn."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(
+        {
+            "font.family": "sans-serif",
+            "font.sans-serif": _FONTS,
+            "font.size": _BODY,
+            "mathtext.fontset": "dejavusans",
+            "svg.fonttype": "none",
+            "svg.hashsalt": "torch-dcl",
+            "pdf.fonttype": 42,
+            "axes.unicode_minus": True,
+            "path.simplify": True,
+        }
+    )
+
+
+def _theme(dark: bool) -> _Theme:
+    return _DARK if dark else _LIGHT
+
+
+def _layout(wspace: float = 0, hspace: float = 0) -> Any:
+    """Axes as large as their labels allow, with thin margins in inches."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=wspace, hspace=hspace)
+
+
+def _id(*words: object) -> str:
+    """Words as an id."""
+    return re.sub(r"[^\w-]+", "-", "-".join(str(word) for word in words))
+
+
+def _figure(name: str, width: float, height: float, theme: _Theme) -> tuple["Figure", "Axes"]:
+    """An empty figure with one dressed pair of axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), facecolor="none", layout=_layout())
+    figure.set_gid(name)
+    axes = figure.add_subplot()
+    _dress(axes, theme)
+    return figure, axes
+
+
+def _dress(axes: "Axes", theme: _Theme, *, grid: bool = True) -> None:
+    """Two thin spines, short ticks, light lines across."""
+    axes.set_facecolor("none")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set(color=theme.edge, linewidth=0.7)
+    axes.tick_params(
+        which="both", color=theme.edge, labelcolor=theme.muted, labelsize=_SMALL, width=0.7, length=2.5, pad=2.5,
+        labelfontfamily="sans-serif",
+    )  # fmt: skip
+    axes.tick_params(which="minor", length=1.5)
+    axes.xaxis.label.set(color=theme.text, size=_BODY)
+    axes.yaxis.label.set(color=theme.text, size=_BODY)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.yaxis.grid(visible=True, color=theme.grid, lw=0.6)
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _n(groups: Iterable[Sequence[Any]]) -> str:
+    """How many seeds, in words that are true for all groups."""
+    counts = sorted({len(group) for group in groups})
+    plural = "" if counts == [1] else "s"
+    return f"{counts[0]} seed{plural}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+
+
+def _get(data: Mapping[str, Any], key: str, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise TypeError(f"{where}: expected a dictionary with {key!r}, got {type(data).__name__}")
+    if key not in data:
+        raise ValueError(f"{where}: {key!r} is missing; it has {', '.join(map(repr, data)) or 'nothing'}")
+    return data[key]
+
+
+def _list(data: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    values = list(_get(data, key, where))
+    if not values:
+        raise ValueError(f"{where}: {key!r} is empty; give at least one")
+    return values
+
+
+def _numbers(values: Iterable[Any], key: str, where: str) -> list[float]:
+    """Finite numbers."""
+    numbers = []
+    for value in values:
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{where}: {key} holds {value!r}, which cannot be drawn; give finite numbers")
+        numbers.append(float(value))
+    return numbers

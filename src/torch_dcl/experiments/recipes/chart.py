@@ -1,0 +1,280 @@
+"""DCL against its rivals on BigNet: test error against weights and against the time of a step.
+
+The order is the protocol. Every unit goes through the same trials, learning rates with one seed that the chart does not
+use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the lowest error
+there. Then it is trained on all training images with the chart's seeds, and the test set is looked at once.
+"""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data import Dataset
+from torch_dcl.data.draws import draw
+from torch_dcl.experiments.figures import chart_figure, save
+from torch_dcl.experiments.natural.points import as_rich_chart, chart_said, edges_said
+from torch_dcl.experiments.natural.recipes import TITLES, inputs_of, recipe_of
+from torch_dcl.experiments.natural.recipes import Recipe as TrainingRecipe
+from torch_dcl.experiments.natural.sets import NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural.units import UNITS, build_unit, unit_weights
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
+from torch_dcl.experiments.runner import outcomes_of
+from torch_dcl.experiments.table import MARK
+from torch_dcl.files import write_text
+from torch_dcl.training import Fleet, Member
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torch_dcl.training.runs import RunFolder
+
+__all__ = ["Chart", "ChartConfig", "hold_out", "points_of", "step_times"]
+
+DATA = ("cifar10", "cifar100")
+RATES = (0.003, 0.01, 0.03)
+SEARCH_SEED = 100
+Point = tuple[str, float]
+"""A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChartConfig(NaturalConfig):
+    """The settings of the chart."""
+
+    data: str = setting("cifar10", "cifar10 or cifar100", choices=DATA, what="set")
+    units: tuple[str, ...] = setting(
+        tuple(UNITS), "what stands in place of BigNet's first fully-connected layer", choices=tuple(UNITS), what="unit",
+        smoke=("plain", "low-rank", "dcl", "star"),
+    )  # fmt: skip
+    shares: tuple[float, ...] = setting(
+        (0.25,), "budgets: filters of one of DCL's two branches, as a fraction of the layer's", above=0, most=0.5
+    )
+    rates: tuple[float, ...] = setting(
+        RATES, "learning rates to try, the same for every unit", smoke=(0.01,), above=0, most=1e6
+    )
+    search_scale: float = setting(
+        0.2, "the fraction of the recipe's epochs to train to choose a learning rate", smoke=0.005, above=0, most=1
+    )
+    rounds: int = setting(5, "rounds whose median is the time of a step", smoke=1, least=1, most=10_000)
+
+    @property
+    def points(self) -> list[Point]:
+        """Units and budgets."""
+        return points_of(self.units, self.shares)
+
+
+class Chart(Recipe[ChartConfig]):
+    """Every unit at every budget: trials to choose a learning rate, then all seeds at that rate."""
+
+    name = "chart"
+    unit = "trainings"
+    config_type = ChartConfig
+    data: Dataset
+    whole: TrainingRecipe
+    parted: tuple[Labelled, Labelled]
+
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Read the set."""
+        config = self.config
+        sets, _ = read_sets([config.data], config.place, config.images, report)
+        self.data, recipe = sets[config.data], recipe_of("bignet", config.data)
+        self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
+        self.parted = hold_out(self.data)
+
+    def asked(self) -> dict[str, Any]:
+        """Points, rates, the training recipe, and the content of the set."""
+        config = self.config
+        return {
+            "data": self.data.source, "sha256": content_hash(tensors_of(self.data)),
+            "points": [list(point) for point in config.points], "rates": list(config.rates), "seeds": config.seeds,
+            "scale": config.scale, "search_scale": config.search_scale, "images": config.images,
+            "training": dataclasses.asdict(self.whole), "precision": config.wanted_precision,
+            "compile": config.compile, "rounds": config.rounds, "average": config.average,
+            "deterministic": config.deterministic,
+        }  # fmt: skip
+
+    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """The trials; and when they are done, the seeds of each point at the rate that it takes."""
+        trials = [job for point in self.config.points for job in self._trials(point)]
+        if any(job not in outcomes for job in trials):
+            return trials
+        seeds = range(self.config.seeds)
+        return trials + [
+            self._job("report", point, seed, self._chosen(point, outcomes))
+            for point in self.config.points
+            for seed in seeds
+        ]
+
+    def _job(self, phase: str, point: Point, seed: int, lr: float) -> Job:
+        return Job(point[0], self.data.name, seed, lr, phase, (("share", point[1]),))
+
+    def _trials(self, point: Point) -> list[Job]:
+        return [self._job("choose", point, SEARCH_SEED, lr) for lr in self.config.rates]
+
+    def _chosen(self, point: Point, outcomes: Mapping[Job, Outcome]) -> float:
+        return min(self._trials(point), key=lambda job: _error(outcomes[job])).lr
+
+    def total(self) -> int:
+        """Trials and seeds of all points."""
+        return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
+
+    @property
+    def at_once(self) -> int:
+        """As the config says."""
+        return self.config.most
+
+    def concurrent(self, job: Job) -> Hashable:
+        """Fleets of one phase."""
+        return job.phase
+
+    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
+        """Trials or seeds, and of which units."""
+        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
+        points = [f"{jobs[0].network} at {jobs[0].option('share'):g}" for jobs in fleets]
+        return f"{aim} {', '.join(points)}"
+
+    def fleet(self, jobs: Sequence[Job]) -> Fleet:
+        """The networks of a unit."""
+        is_trial, data = jobs[0].phase == "choose", self.data
+        train = self.parted[0] if is_trial else (data.train_images, data.train_labels)
+        scale = self.config.search_scale if is_trial else self.config.scale
+        return _fleet(jobs, train, data, self.whole.scaled(scale), self.config, self.device)
+
+    def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
+        """For a trial the training images that were kept apart; otherwise the test set."""
+        data = self.data
+        test = (data.test_images, data.test_labels)
+        return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
+
+    def result(self, folder: "RunFolder") -> dict[str, Any]:
+        """The chart as plain data and as a figure: errors, weights, time of a step and trials of each point."""
+        config, outcomes = self.config, outcomes_of(folder)
+        folder.log("measuring the time of a step")
+        times = step_times(config.points, self.data, self.whole, config, self.device)
+        rows = []
+        for point in config.points:
+            lr = self._chosen(point, outcomes)
+            errors = [_error(outcomes[self._job("report", point, seed, lr)]) for seed in range(config.seeds)]
+            rows.append(
+                {
+                    "unit": point[0], "share": point[1],
+                    "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": lr, "errors": errors,
+                    "seeds": list(range(config.seeds)), "step_ms": times[point],
+                    "trials": {f"{job.lr:g}": _error(outcomes[job]) for job in self._trials(point)},
+                    "what": UNITS[point[0]],
+                }
+            )  # fmt: skip
+        chart = {"set": self.data.name, "points": rows, **self._described(folder)}
+        write_text(folder.path / "chart.json", json.dumps(chart, indent=1) + "\n")
+        save(chart_figure(chart), folder.path / "chart.svg")
+        return chart
+
+    def _described(self, folder: "RunFolder") -> dict[str, Any]:
+        """What a reader has to know of a chart beside its points."""
+        config = self.config
+        batches = [self.whole.batch] if config.batch else []
+        told = departures([self.data.source], config.images, batches)
+        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if told else ''}"
+        if config.scale < 1:
+            told.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
+        return {
+            "title": title, "told": told, "scale": config.scale, "search_scale": config.search_scale,
+            "recipe": str(self.whole.scaled(config.scale)), "data": self.data.source,
+            "environment": folder.read("environment")[-1],
+        }  # fmt: skip
+
+    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+        """The points as a table, and what they say."""
+        from rich.text import Text
+
+        said = [*result["told"], chart_said(result), *filter(None, [edges_said(result)])]
+        return [Text(result["title"], style="bold"), as_rich_chart(result, width), *said]
+
+
+def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
+    """Units and budgets; the plain layer is there once, since it has no budget."""
+    return [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
+
+
+def _error(outcome: Outcome) -> float:
+    """A network that diverged erred always."""
+    return 100.0 if outcome.stopped is not None else outcome.error
+
+
+def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
+    """Part the training images: nine tenths of each class to train on, a tenth to judge with.
+
+    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at. Of so few
+    images that no class has ten, as in a trial, it is a tenth of all.
+
+    Raises:
+        ValueError: There is one image, or none.
+    """
+    order = draw(0, "deciding validation", 0, torch.arange(len(data.train_labels))).argsort(stable=True)
+    judged = torch.zeros(len(order), dtype=torch.bool)
+    for label in range(len(data.classes)):
+        of_class = order[data.train_labels[order] == label]
+        judged[of_class[: len(of_class) // 10]] = True
+    if not judged.any():
+        if len(order) < 2:
+            raise ValueError(f"{data.name} has no training image to spare; at least 2 are needed, one to judge with")
+        judged[order[: max(1, len(order) // 10)]] = True
+    images, labels = data.train_images, data.train_labels
+    return (images[~judged], labels[~judged]), (images[judged], labels[judged])
+
+
+def _fleet(
+    jobs: Sequence[Job], train: tuple[Tensor, Tensor], data: Dataset, recipe: TrainingRecipe, config: NaturalConfig,
+    device: str,
+) -> Fleet:  # fmt: skip
+    networks = [build_unit(j.network, len(data.classes), j.seed, share=j.option("share")) for j in jobs]
+    members = [
+        Member(f"{j.network} {j.lr:g} {j.seed}", data.name, j.seed, j.lr, recipe.schedule, recipe.weight_decay)
+        for j in jobs
+    ]
+    return Fleet(
+        networks, members, {data.name: train}, batch=recipe.batch, momentum=recipe.momentum,
+        precision=config.wanted_precision, device=device, inputs=inputs_of("bignet", data, average=config.average),
+        stacked=False, compile=config.compile, streams=config.streams, deterministic=config.deterministic,
+    )  # fmt: skip
+
+
+def step_times(
+    points: Sequence[Point], data: Dataset, recipe: TrainingRecipe, config: ChartConfig, device: str = "cpu"
+) -> dict[Point, float]:
+    """Milliseconds of a training step of one network of each unit: the median of rounds, the units taking turns.
+
+    Args:
+        points: Units and budgets.
+        data: What to train on meanwhile.
+        recipe: Its batch counts.
+        config: Precision, rounds, and whether networks are compiled.
+        device: Where.
+    """
+    steps = min(len(data.train_labels) // recipe.batch, 100)
+    some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
+    schedule = dataclasses.replace(recipe.schedule, epochs=config.rounds + 1)
+    short = dataclasses.replace(recipe, schedule=schedule)
+    jobs = {point: Job(point[0], data.name, SEARCH_SEED, recipe.lr, "time", (("share", point[1]),)) for point in points}
+    fleets = {point: _fleet([job], some, data, short, config, device) for point, job in jobs.items()}
+    times: dict[Point, list[float]] = {point: [] for point in points}
+    for turn in range(config.rounds + 1):
+        for point, fleet in fleets.items():
+            _synchronize(device)
+            start = time.perf_counter()
+            fleet.train(1)
+            _synchronize(device)
+            if turn:  # the first one captures, or compiles
+                times[point].append(1000 * (time.perf_counter() - start) / steps)
+    return {point: statistics.median(values) for point, values in times.items()}
+
+
+def _synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

@@ -1,0 +1,387 @@
+"""Runs a recipe: jobs become fleets, fleets are trained in slices that can be resumed, outcomes go to the run folder.
+
+::
+
+    runs/table2/
+      recipe.toml, recipe.json      the settings as they can be edited, and everything that outcomes depend on
+      outcomes.jsonl                what came of each fleet, one line with a checksum
+      fleets/KEY-EPOCH-STEP.safetensors   the last two checkpoints of each fleet that is being trained
+      metrics.jsonl, minutes.jsonl, failures.jsonl, log.txt
+
+Nothing is thrown to steer a run: it asks ``should_stop()`` before every step, and the clock after every epoch.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, finite
+from torch_dcl.experiments.ranks import Rank
+from torch_dcl.files import SealedError
+from torch_dcl.training import Fleet
+from torch_dcl.training.abreast import train_abreast
+from torch_dcl.training.runs import RunError, RunFolder
+
+__all__ = ["Failure", "Silent", "StopRequest", "Summary", "concurrent_groups", "outcomes_of", "plan_fleets", "run"]
+
+EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
+KEPT = 2  # checkpoints of a fleet
+_NAME = re.compile(r"([0-9a-f]{12})-(\d+)-(\d+)\.safetensors")
+
+
+class Failure(NamedTuple):
+    """Jobs whose fleet raised an error."""
+
+    jobs: tuple[Job, ...]
+    error: str
+
+
+class Summary(NamedTuple):
+    """How a call of `run` ended."""
+
+    complete: bool
+    """Whether all jobs are done; on another rank than the first, whether its share is."""
+    result: Any = None
+    failures: tuple[Failure, ...] = ()
+
+
+class Silent:
+    """A listener that does nothing."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Nothing."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Nothing."""
+
+    def report(self, line: str) -> None:
+        """Nothing."""
+
+
+class StopRequest:
+    """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
+
+    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
+    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
+
+    Args:
+        on_signal: Called once, with a sentence for people.
+    """
+
+    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
+        self.signal: signal.Signals | None = None
+        self.on_signal = on_signal
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        self.signal = signal.Signals(number)
+        if signal.SIGINT in self._before:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        if self.on_signal is not None:
+            self.on_signal("stopping after this step; Ctrl-C again stops at once")
+
+
+def run(
+    recipe: Recipe[Any],
+    path: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    seconds: float = math.inf,
+    every: float = EVERY,
+    should_stop: Callable[[], bool] | None = None,
+    listener: Listener | None = None,
+    settings: str = "",
+) -> Summary:
+    """Run a recipe, or resume it.
+
+    Started by ``torchrun``, every rank trains a share of the fleets, and the first one makes the result. A fleet that
+    raises an error does not end the run: its jobs are noted as failed, and a resumed run tries them again.
+
+    Args:
+        recipe: What to run. The rank's own GPU takes the place of ``cuda``.
+        path: The run folder.
+        resume: Whether to go on with what the folder holds.
+        seconds: Stop at the next end of an epoch when so much time has gone. Every call trains one epoch at least.
+        every: Seconds between two checkpoints.
+        should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
+        listener: Told of the progress.
+        settings: The recipe's settings as TOML, to keep in the folder.
+
+    Raises:
+        RunError: The folder is in use, was begun with other settings or other data, or is damaged.
+    """
+    start, rank = time.perf_counter(), Rank.here()
+    listener = listener or Silent()
+    recipe.device = rank.device(recipe.device)
+    recipe.prepare(listener.report if not rank.number else Silent().report)
+    asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
+    with rank.open(path, asked, resume=resume) as folder:
+        if settings and not rank.number and not (folder.path / "recipe.toml").exists():
+            from torch_dcl.files import write_text
+
+            write_text(folder.path / "recipe.toml", settings)
+        sweep = _Sweep(recipe, folder, rank, start + seconds, every, should_stop or (lambda: False), listener)
+        try:
+            complete = sweep.train_all()
+        finally:
+            folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+        failures = tuple(sweep.failures)
+        if rank.number or not complete:
+            return Summary(complete, None, failures)
+        sweep.kept.forget_all()
+        return Summary(True, recipe.result(folder), failures)
+
+
+def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
+    """Everything that a run folder knows of its jobs.
+
+    Raises:
+        RunError: A line is damaged.
+    """
+    found = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
+    return {outcome.job: outcome for outcome in found}
+
+
+def plan_fleets(jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int) -> list[list[Job]]:
+    """Share jobs out among fleets: those of one group together, at most so many, in the order of the jobs."""
+    groups: dict[Hashable, list[Job]] = {}
+    for job in dict.fromkeys(jobs):
+        groups.setdefault(group(job), []).append(job)
+    return [of_one[i : i + most] for of_one in groups.values() for i in range(0, len(of_one), most)]
+
+
+def concurrent_groups(
+    fleets: Sequence[Sequence[Job]], alike: Callable[[Job], Hashable], most: int, device: str
+) -> list[list[Sequence[Job]]]:
+    """Which fleets train at the same time: on a GPU neighbours that are alike, elsewhere each by itself.
+
+    Args:
+        fleets: The jobs of each.
+        alike: Fleets may be together if it gives the same for their jobs.
+        most: How many networks at most; a fleet that has more by itself is alone.
+        device: Where.
+    """
+    groups: list[list[Sequence[Job]]] = []
+    for fleet in fleets:
+        has_room = bool(groups) and sum(map(len, groups[-1])) + len(fleet) <= most
+        if has_room and device.startswith("cuda") and alike(groups[-1][0][0]) == alike(fleet[0]):
+            groups[-1].append(fleet)
+        else:
+            groups.append([fleet])
+    return groups
+
+
+class _Checkpoints:
+    """The last checkpoints of each fleet, as files whose names order them."""
+
+    def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
+        self.place, self._report = folder.path / "fleets", report
+
+    def of(self, key: str) -> list[Path]:
+        """The checkpoints of a fleet, the last one first."""
+        found = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
+        return [file for _, file in sorted(found, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
+
+    def load(self, key: str, fleet: Fleet) -> float:
+        """Bring a fleet to its last checkpoint that is whole, and give the seconds that it took until there."""
+        for file in self.of(key):
+            try:
+                return float(fleet.load(file).get("seconds", 0.0))
+            except SealedError as error:
+                self._report(f"{error}; the checkpoint before it is used, or the fleet begins anew")
+                file.unlink()
+            except ValueError as error:
+                raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
+        return 0.0
+
+    def save(self, key: str, fleet: Fleet, seconds: float) -> None:
+        self.place.mkdir(exist_ok=True)
+        fleet.save(self.place / f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors", {"seconds": seconds})
+        for file in self.of(key)[KEPT:]:
+            file.unlink()
+
+    def forget(self, key: str) -> None:
+        for file in self.of(key):
+            file.unlink()
+
+    def forget_all(self) -> None:
+        for file in self.place.glob("*.safetensors"):
+            file.unlink()
+        with contextlib.suppress(OSError):
+            self.place.rmdir()
+
+
+@dataclasses.dataclass
+class _Sweep:
+    """One call of `run` inside of its folder."""
+
+    recipe: Recipe[Any]
+    folder: RunFolder
+    rank: Rank
+    until: float
+    every: float
+    should_stop: Callable[[], bool]
+    listener: Listener
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    started: bool = False
+    """Whether a fleet was trained; the first one goes on by an epoch whatever the clock says."""
+
+    def __post_init__(self) -> None:
+        self.kept = _Checkpoints(self.folder, self.report)
+
+    def report(self, line: str) -> None:
+        self.folder.log(line, self.rank.part)
+        self.listener.report(line)
+
+    def train_all(self) -> bool:
+        """Train phase by phase; whether all jobs are done."""
+        begun = False
+        while True:
+            # All ranks see the same outcomes here: each has waited for the others.
+            known = outcomes_of(self.folder)
+            jobs = self.recipe.jobs(known)
+            mine = self.rank.share(plan_fleets(jobs, self.recipe.group, self.recipe.at_once))
+            if not begun:
+                self._begin(known)
+                begun = True
+            if all(job in known for job in jobs):
+                return True
+            left = [rest for fleet in mine if (rest := [job for job in fleet if job not in known])]
+            self._train_phase(left)
+            if self.should_stop():
+                return False  # the other ranks were told to stop as well
+            self.rank.wait()
+            known = outcomes_of(self.folder)
+            if any(job not in known for job in jobs):
+                return False
+
+    def _begin(self, known: Mapping[Job, Outcome]) -> None:
+        total = self.recipe.total()
+        self.listener.begin(len(known), total)
+        if known:
+            self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
+
+    def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
+        recipe = self.recipe
+        groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device)
+        for number, group in enumerate(groups, 1):
+            is_late = self.started and time.perf_counter() > self.until
+            if not is_late and not self.should_stop():
+                self.started = True
+                is_late = not self._train_or_fail(group, number, len(groups))
+            if is_late or self.should_stop():
+                left = sum(map(len, groups[number - 1 :]))
+                why = "stopped" if self.should_stop() else "time is up"
+                self.report(f"{why}: {left} fleet{'s are' if left > 1 else ' is'} left; resume with --resume")
+                return
+
+    def _train_or_fail(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
+        """Train fleets concurrently; False when time is up before the end. An error is noted as their jobs'."""
+        try:
+            return self._train(group, number, count)
+        except (RunError, OSError):
+            raise  # the folder's, and true of every fleet
+        except Exception as error:
+            jobs = tuple(job for fleet in group for job in fleet)
+            told = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failures.append(Failure(jobs, told))
+            plain = [dataclasses.asdict(job) for job in jobs]
+            self.folder.append(f"failures{self.rank.part}", {"error": told, "jobs": finite(plain)})
+            self.report(f"{self.recipe.describe(group)} failed: {told}")
+            return True
+
+    def _train(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
+        keys = [_key(jobs) for jobs in group]
+        fleets = [self.recipe.fleet(jobs) for jobs in group]
+        name, networks = self.recipe.describe(group), sum(map(len, fleets))
+        shown = f"{number}/{count} {name}, {networks} network{'s' if networks > 1 else ''}"
+        at = Progress(number, count, name, networks, 0, max(fleet.epochs for fleet in fleets))
+        self.listener.on_epoch(at)
+        spent = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        if any(fleet.epoch or fleet.step for fleet in fleets):
+            self.report(f"{shown}: resumed after epoch {_slowest(fleets).epoch} of {at.epochs}")
+            self._tell(at, fleets, write=False)
+        start = saved = time.perf_counter()
+
+        def seconds_of(i: int) -> float:
+            return spent[i] + (time.perf_counter() - start) * len(fleets[i]) / networks
+
+        def save() -> None:
+            for i, key in enumerate(keys):
+                self.kept.save(key, fleets[i], seconds_of(i))
+
+        while any(fleet.epoch < fleet.epochs for fleet in fleets):
+            train_abreast(fleets, self.should_stop)
+            if self.should_stop():
+                save()
+                return False
+            self._tell(at, fleets)
+            now = time.perf_counter()
+            if now > self.until or now - saved > self.every:
+                save()
+                saved = now
+            if now > self.until and any(fleet.epoch < fleet.epochs for fleet in fleets):
+                self.report(f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {now - start:.1f} s in this call")
+                return False
+        for i, (key, jobs, fleet) in enumerate(zip(keys, group, fleets, strict=True)):
+            seen = fleet.evaluate(self.recipe.judge(jobs))
+            found = self.recipe.outcomes(jobs, fleet, seen, seconds_of(i))
+            plain = [finite(dataclasses.asdict(outcome)) for outcome in found]
+            self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
+            self.kept.forget(key)
+        self.report(
+            f"{shown}: {at.epochs} epoch{'s' if at.epochs > 1 else ''}, {sum(map(seconds_of, range(len(group)))):.1f} s"
+        )
+        return True
+
+    def _tell(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
+        slowest = _slowest(fleets)
+        last = [(fleet.history.train_loss or [[]])[-1] for fleet in fleets]
+        losses = [loss for of_fleet in last for loss in of_fleet if math.isfinite(loss)]
+        mean = sum(losses) / len(losses) if losses else None
+        now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean)
+        if write:
+            self.folder.append(f"metrics{self.rank.part}", {"time": _utc(), **dataclasses.asdict(now)})
+        self.listener.on_epoch(now)
+
+
+def _utc() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _slowest(fleets: Sequence[Fleet]) -> Fleet:
+    return min(fleets, key=lambda fleet: fleet.epoch / fleet.epochs)
+
+
+def _key(jobs: Sequence[Job]) -> str:
+    """What a fleet's checkpoints are called by: the same jobs are the same fleet."""
+    plain = json.dumps([dataclasses.asdict(job) for job in jobs], sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()[:12]

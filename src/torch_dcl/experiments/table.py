@@ -1,0 +1,374 @@
+"""Table 1 as it was run here: the file `results/table1.json`, read and checked.
+
+`text.py` prints it in a terminal and as Markdown, `page.py` as a page for the browser.
+"""
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch_dcl.experiments.claims import Losses
+from torch_dcl.experiments.comparing import difference
+from torch_dcl.experiments.reported import COLUMNS, DCL_COLUMNS, SETS, TABLE1, Reported
+from torch_dcl.experiments.statistics import Difference, mean, notation, std
+from torch_dcl.files import write_text
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+__all__ = [
+    "CONTROLS", "MARK", "Cell", "Table", "TableError", "as_trial", "is_trial", "load", "long_table", "mark", "parse",
+    "save",
+]  # fmt: skip
+
+CONTROLS = ("narrow", "low-rank", "summed")
+MARK = " (a trial, not the protocol)"
+
+
+class TableError(ValueError):
+    """A table that cannot be read. The message says where, what is there, and what should be."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of one column on one set.
+
+    Attributes:
+        set: The set, such as ``MNIST-II-01``.
+        column: One of the paper's columns, or a control.
+        errors: Test errors in percent, one per seed.
+        seeds: The seeds, in the order of ``errors``.
+        weights: The network's weights, without biases.
+        paper: The paper's mean, None where it has none.
+        paper_std: The paper's standard deviation.
+        train_loss: Final training losses, one per seed, or None.
+        test_loss: Final test losses, one per seed, or None.
+        stopped: Seeds whose training diverged. One that is also in ``seeds`` counts with its error.
+        fitted: Whether the difficulty of the set was fitted to the paper's number in this column.
+        minutes: The share of its fleets' time that its networks took, None where that was not noted.
+    """
+
+    set: str
+    column: str
+    errors: tuple[float, ...]
+    seeds: tuple[int, ...]
+    weights: int
+    paper: float | None = None
+    paper_std: float | None = None
+    train_loss: tuple[float, ...] | None = None
+    test_loss: tuple[float, ...] | None = None
+    stopped: tuple[int, ...] = ()
+    fitted: bool = False
+    minutes: float | None = field(default=None, compare=False)
+
+    @property
+    def runs(self) -> dict[int, float]:
+        """Seed to error."""
+        return dict(zip(self.seeds, self.errors, strict=True))
+
+    @property
+    def mean(self) -> float:
+        """The mean error."""
+        return mean(self.errors)
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation; None with a single run."""
+        return std(self.errors) if len(self.errors) > 1 else None
+
+    @property
+    def ours(self) -> str:
+        """Mean and deviation in the paper's notation."""
+        return notation(self.mean, self.std)
+
+    @property
+    def theirs(self) -> str:
+        """The paper's number in its notation; a dash where it has none."""
+        return "–" if self.paper is None else notation(self.paper, self.paper_std)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table 1 as it was run here, with everything that is needed to judge and to repeat it."""
+
+    title: str
+    cells: tuple[Cell, ...]
+    protocol: Mapping[str, str] = field(default_factory=dict)
+    hardware: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    minutes: Mapping[str, float] = field(default_factory=dict)
+    command: str = ""
+    deviations: tuple[str, ...] = ()
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The sets that have a cell, in the paper's order."""
+        there = {cell.set for cell in self.cells}
+        return tuple(name for name in SETS if name in there)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The paper's columns, and the controls that have a cell."""
+        there = {cell.column for cell in self.cells}
+        return (*COLUMNS, *(name for name in CONTROLS if name in there))
+
+    def cell(self, name: str, column: str) -> Cell | None:
+        """The cell of a set and a column; None where it was not run."""
+        return next((cell for cell in self.cells if (cell.set, cell.column) == (name, column)), None)
+
+    def errors(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Set to column to seed to error: what `claims.judge` takes."""
+        return {name: {cell.column: cell.runs for cell in self.cells if cell.set == name} for name in self.sets}
+
+    def weights(self) -> dict[str, dict[str, int]]:
+        """Set to column to weights: what `claims.fewer_weights` takes."""
+        return {name: {cell.column: cell.weights for cell in self.cells if cell.set == name} for name in self.sets}
+
+    def losses(self, name: str) -> dict[str, Losses]:
+        """Column to final losses on one set: what `claims.loss_gap_shrinks` takes.
+
+        Only columns that noted them are there, and only the seeds that all of these have.
+        """
+        noted = {
+            cell.column: {s: (a, b) for s, a, b in zip(cell.seeds, cell.train_loss, cell.test_loss, strict=True)}
+            for cell in self.cells
+            if cell.set == name and cell.train_loss is not None and cell.test_loss is not None
+        }
+        common = [seed for seed in next(iter(noted.values()), {}) if all(seed in runs for runs in noted.values())]
+        if not common:
+            return {}
+        return {c: Losses([runs[s][0] for s in common], [runs[s][1] for s in common]) for c, runs in noted.items()}
+
+    def to_baseline(self, cell: Cell) -> Difference | None:
+        """The cell's errors minus the baseline's on the same seeds; None for the baseline, and where that cannot be."""
+        baseline = self.cell(cell.set, "baseline")
+        if baseline is None or cell.column == "baseline":
+            return None
+        return difference(cell.runs, baseline.runs)
+
+    def best(self, name: str) -> tuple[str, ...]:
+        """The DCL columns with the lowest error on a set, as it is printed: equal to two decimals is equal."""
+        means = {c.column: round(c.mean, 2) for c in self.cells if c.set == name and c.column in DCL_COLUMNS}
+        return tuple(column for column, value in means.items() if value == min(means.values()))
+
+
+def load(path: str | os.PathLike[str]) -> Table:
+    """Read a table and check it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TableError: a file that is not a table; the message names the place, the value and what should be there.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TableError(f"{os.fspath(path)} is not JSON: {error}") from error
+    return parse(data, os.fspath(path))
+
+
+def save(table: Table, path: str | os.PathLike[str]) -> None:
+    """Write a table in the form that `load` reads, all or nothing.
+
+    Raises:
+        TableError: a table that `load` would refuse.
+        OSError: the file cannot be written.
+    """
+    content = asdict(table)
+    for cell in content["cells"]:
+        for key in ("train_loss", "test_loss", "minutes"):
+            if cell[key] is None:
+                del cell[key]
+    parse(json.loads(json.dumps(content)), os.fspath(path))
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def parse(data: object, source: str = "table") -> Table:
+    """Check what `json.loads` gave, and make a table of it.
+
+    Args:
+        data: The content of the file.
+        source: The name of the file, for messages.
+
+    Raises:
+        TableError: as `load`.
+    """
+    top = _Reader(source, data)
+    cells = top.get("cells", _is_list, "a list of cells")
+    table = Table(
+        title=top.get("title", _is_text, "text"),
+        cells=tuple(_cell(_Reader(f"{source}: cells[{i}]", cell)) for i, cell in enumerate(cells)),
+        protocol={key: str(value) for key, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
+        hardware=top.get("hardware", _is_text, "text", ""),
+        versions={key: str(value) for key, value in top.get("versions", _is_dict, "names and versions", {}).items()},
+        minutes=top.get(
+            "minutes", lambda v: _is_dict(v) and all(map(_is_number, v.values())), "phases and numbers", {}
+        ),
+        command=top.get("command", _is_text, "text", ""),
+        deviations=tuple(top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])),
+    )
+    seen: set[tuple[str, str]] = set()
+    for i, cell in enumerate(table.cells):
+        if (cell.set, cell.column) in seen:
+            raise TableError(f"{source}: cells[{i}] is a second {cell.column} on {cell.set}; put all seeds into one")
+        seen.add((cell.set, cell.column))
+    return table
+
+
+def as_trial(table: Table, told: list[str]) -> Table:
+    """The table with what it departs in, first among its deviations; itself where it does not."""
+    if not told:
+        return table
+    return replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
+
+
+def is_trial(table: Table) -> bool:
+    """Whether the table says of itself that it is a trial."""
+    return table.title.endswith(MARK)
+
+
+def mark(table: Table, cell: Cell) -> str:
+    """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
+    found = table.to_baseline(cell)
+    clear = "" if found is None else found.sign
+    return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
+
+
+def long_table(
+    table: Table, width: int, *, against: str = "the baseline", absent: Mapping[str, str] | None = None
+) -> "RichTable":
+    """A line for every cell: the paper's number, ours, and the difference to the baseline.
+
+    Args:
+        table: The table.
+        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
+        against: What a difference is to.
+        absent: Sets of which nothing was run, with the reason.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    weights = width >= 92
+    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against} (95 % CI)", "weights")
+    for name in names if weights else names[:-1]:
+        made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
+    for name in table.sets:
+        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
+        for i, cell in enumerate(cells):
+            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
+            gap = table.to_baseline(cell)
+            told = "" if gap is None else str(gap)
+            made.add_row(
+                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
+                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
+                *([f"{cell.weights:,}"] if weights else []),
+                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
+            )  # fmt: skip
+    for name, reason in (absent or {}).items():
+        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
+    return made
+
+
+class _Reader:
+    """Takes named values out of a JSON object and says where one is wrong."""
+
+    def __init__(self, place: str, data: object) -> None:
+        self.place = place
+        if not isinstance(data, dict):
+            self.refuse(f"an object with names is needed, not {_short(data)}")
+        self.data: dict[str, Any] = data
+
+    def get(self, key: str, right: Callable[[Any], bool], what: str, *default: object) -> Any:
+        if key not in self.data:
+            if default:
+                return default[0]
+            self.refuse(f"{key} is missing; give {what}")
+        value = self.data[key]
+        if not right(value):
+            self.refuse(f"{key} is {_short(value)}; give {what}")
+        return value
+
+    def name(self, key: str, known: Sequence[str]) -> str:
+        value: str = self.get(key, _is_text, "a name")
+        if value not in known:
+            near = difflib.get_close_matches(value, known, 1, 0)
+            self.refuse(f"{key} {value!r} is unknown; did you mean {near[0]!r}? Known: {', '.join(known)}")
+        return value
+
+    def refuse(self, why: str) -> NoReturn:
+        raise TableError(f"{self.place}: {why}")
+
+
+def _cell(read: _Reader) -> Cell:
+    name, column = read.name("set", SETS), read.name("column", (*COLUMNS, *CONTROLS))
+    read.place += f" ({name}, {column})"
+    seeds = read.get("seeds", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of whole numbers")
+    if len(set(seeds)) != len(seeds):
+        read.refuse(f"seeds {seeds} names one twice; give each run its own")
+    errors = read.get("errors", _are_percents, "at least one number, each from 0 to 100")
+
+    def per_seed(values: object) -> bool:
+        if not isinstance(values, list):
+            return values is None
+        return all(map(_is_number, values)) and len(values) == len(seeds)
+
+    if len(errors) != len(seeds):
+        read.refuse(f"{len(errors)} errors and {len(seeds)} seeds; give one error per seed")
+    losses = [
+        read.get(key, per_seed, f"one number per seed ({len(seeds)}), or leave it out", None)
+        for key in ("train_loss", "test_loss")
+    ]
+    paper = read.get("paper", lambda v: v is None or _is_number(v), "a number or null", None)
+    paper_std = read.get("paper_std", lambda v: v is None or _is_number(v), "a number or null", None)
+    reported = TABLE1[name].get(column)
+    if paper is not None and (reported is None or Reported(paper, paper_std) != reported):
+        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {reported or 'no such column'}; correct it")
+    return Cell(
+        set=name,
+        column=column,
+        errors=tuple(map(float, errors)),
+        seeds=tuple(seeds),
+        weights=read.get("weights", lambda v: _is_count(v) and v > 0, "a whole number above 0"),
+        paper=paper,
+        paper_std=paper_std,
+        train_loss=None if losses[0] is None else tuple(map(float, losses[0])),
+        test_loss=None if losses[1] is None else tuple(map(float, losses[1])),
+        stopped=tuple(read.get("stopped", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of seeds", [])),
+        fitted=read.get("fitted", lambda v: isinstance(v, bool), "true or false", False),
+        minutes=read.get("minutes", lambda v: v is None or (_is_number(v) and v >= 0), "a number from 0 or null", None),
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_percents(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(_is_number(v) and 0 <= v <= 100 for v in value)

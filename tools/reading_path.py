@@ -1,0 +1,86 @@
+"""Count what a reader opens to follow an entry point: every file of the package that its imports lead to.
+
+    python tools/reading_path.py torch_dcl.experiments.recipes.table2 torch_dcl.experiments.runner
+    python tools/reading_path.py --rooms cli,experiments torch_dcl.cli.run
+
+Imports inside functions count, those for type checkers alone do not. Without an entry point it prints files and lines
+of every room.
+"""
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "src" / "torch_dcl"
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module of the package, or None where the name is no module."""
+    place = PACKAGE.parent.joinpath(*module.split("."))
+    for path in (place.with_suffix(".py"), place / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def imported(path: Path) -> Iterator[Path]:
+    """The files of the package that a file imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    skipped = {id(inner) for node in typing for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.startswith("torch_dcl"):
+                # A name out of a module leads to that module, a module out of a package to itself.
+                found = file_of(name) or file_of(name.rpartition(".")[0])
+                if found is not None:
+                    yield found
+
+
+def reading_path(*modules: str) -> set[Path]:
+    """All files that some modules lead to, these included."""
+    found: set[Path] = set()
+    left = [path for module in modules if (path := file_of(module)) is not None]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += imported(path)
+    return found
+
+
+def room_of(path: Path) -> str:
+    """The room that a file stands in."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def main() -> None:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", help="entry points, such as torch_dcl.cli.run")
+    parser.add_argument("--rooms", help="count files of these rooms alone, such as cli,experiments")
+    asked = parser.parse_args()
+    for module in asked.modules:
+        if file_of(module) is None:
+            parser.error(f"there is no module {module!r} in {PACKAGE}")
+    paths = reading_path(*asked.modules) if asked.modules else set(PACKAGE.rglob("*.py"))
+    rooms = set(asked.rooms.split(",")) if asked.rooms else {room_of(path) for path in paths}
+    kept = sorted(path for path in paths if room_of(path) in rooms)
+    if asked.modules:
+        for path in kept:
+            print(path.relative_to(PACKAGE))
+    for room in sorted(rooms):
+        files = [path for path in kept if room_of(path) == room]
+        lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
+        print(f"{room:14} {len(files):3} files {lines:6,} lines")
+    print(f"{'together':14} {len(kept):3} files")
+
+
+if __name__ == "__main__":
+    main()
