@@ -123,7 +123,7 @@ def test_where_it_does_not_pay():
         if row["precision"] == "bfloat16"
     }
     page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
-    (text,) = re.findall(r"1×1 convolutions, (.*?); and, in \[results/plan", page)
+    (text,) = re.findall(r"1×1 convolutions, (.*?)\. Networks of small layers", page)
     for name in ("at batch 64", "3×3"):
         text = text.replace(name, "")
     agree(text, *(rows[case, "dcl"] for case in ("conv512-1x1", "conv512-t3", "conv512-b1")))
@@ -202,9 +202,30 @@ def test_the_units_of_torchvisions_networks():
         text, len(vgg), min(vgg), max(vgg), sum(r < 1 for r in alexnet), len(alexnet), *[len(resnet)] * 3,
         min(forward), max(forward),
     )  # fmt: skip
-    page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
-    (text,) = re.findall(r"while they are trained, (.*?) in ResNet-50's units", page)
-    agree(text, min(resnet), max(resnet))
+
+
+def test_networks_as_people_run_them():
+    rows = {(row["network"], row["phase"], row["mode"]): row for row in results("networks.csv")}
+    shown = table_under('| | eager | `torch.compile` | `mode="reduce-overhead"` |', SPEED)
+    kinds = [(network, phase) for network in ("alexnet", "resnet18") for phase in ("train", "infer")]
+    assert len(shown) == len(kinds)
+    modes = ("eager", "compile", "reduce-overhead")
+    for kind, (_, *cells) in zip(kinds, shown, strict=True):
+        for mode, cell in zip(modes, cells, strict=True):
+            row = rows.get((*kind, mode))
+            agree(cell, *((float(row["ratio"]), float(row["spread"])) if row else ()))
+    (text,) = re.findall(r"in the same mode: AlexNet (.*?)`plan\(select", " ".join(README))
+    agree(
+        text.replace("ResNet-18", ""),
+        *(float(rows[n, "train", m]["ratio"]) for n in ("alexnet", "resnet18") for m in modes),
+    )
+
+
+def test_the_host_time_of_a_unit():
+    ratios = {row["unit"]: float(row["ratio"]) for row in results("host.csv") if row["contender"] == "dcl"}
+    (text,) = re.findall(r"is the host's time: (.*?)\(forward and backward", " ".join(SPEED))
+    units = ("conv + ReLU", "conv + BN + ReLU", "conv + ReLU, contiguous", "linear + ReLU")
+    agree(text, *(ratios[unit] for unit in units))
 
 
 def test_whole_networks():
@@ -225,14 +246,6 @@ def test_whole_networks():
         for network, cell in zip(("vgg16", "alexnet", "resnet50"), cells, strict=True):
             found = rows.get((network, *whose))
             agree(cell, *([float(found[what])] if found else []))
-    (text,) = re.findall(r"At batch 64, forward with backward as a CUDA graph(.*?)`plan\(measure", " ".join(README))
-    text = text.replace("VGG16", "").replace("ResNet-50", "")
-    whose = [
-        (network, last, contender)
-        for contender in ("dcl, captured", "dcl")
-        for network in ("vgg16", "alexnet", "resnet50")
-    ]
-    agree(text, *(float(rows[key]["full_ratio"]) for key in whose))
 
 
 def test_the_start_from_trained_weights():
