@@ -508,3 +508,23 @@ def test_a_frozen_batch_norm_becomes_part_of_the_weights(trained, tmp_path):
     dcl.save_model(new, tmp_path / "frozen.safetensors")
     again = dcl.load_model(copy.deepcopy(frozen), tmp_path / "frozen.safetensors")
     assert torch.equal(again(images), new(images))
+
+
+def test_a_network_without_layers_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    made, x = dcl.plan(model, input_size=(32,), width=4), torch.randn(2, 32)
+    exported = torch.export.export(model, (x,))
+    for other in (exported, exported.module(), torch.jit.trace(model, x), print):
+        with pytest.raises(TypeError, match=r"no layers to convert|convert_ takes a network"):
+            dcl.convert_(other, made, init="random")
+
+
+def test_planning_leaves_the_statistics_of_a_norm_that_always_trains():
+    class Always(nn.BatchNorm2d):
+        def train(self, _=True):
+            return super().train(True)
+
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), Always(32), nn.ReLU())
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    dcl.plan(model, input_size=(3, 8, 8), batch=2)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())

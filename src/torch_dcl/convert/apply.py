@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
+from torch_dcl.convert.arguments import check_layers
 from torch_dcl.convert.fit import FitReport, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
@@ -132,8 +133,7 @@ def _check(model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] 
         raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
     if calibration is not None and init != "fit":
         raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert_ takes the network and then a Plan, got a {type(model).__name__} as the network")
+    check_layers(model, "convert_")
     if not isinstance(plan, Plan):
         raise TypeError(
             f"convert_ takes the network and then a Plan, got {type(plan).__name__}; make one with plan(model)"

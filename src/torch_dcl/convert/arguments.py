@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 
-__all__ = ["Wish", "check_model", "check_wish", "read_example"]
+__all__ = ["Wish", "check_layers", "check_model", "check_wish", "read_example"]
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,25 @@ def check_wish(wish: Wish, budget: float | None) -> None:
             raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what is no network, or one whose layers cannot be replaced any more."""
+def check_layers(model: nn.Module, verb: str) -> None:
+    """Refuse what is no network, or one that has no layers any more."""
     if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
         raise TypeError(
             "an exported network has no layers to convert any more; plan and convert the network itself, and export "
             "it after that"
         )
     if not isinstance(model, nn.Module):
-        raise TypeError(f"plan takes a network, an nn.Module, first; got {_described(model)}")
+        raise TypeError(f"{verb} takes a network, an nn.Module, first; got {_described(model)}")
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "a scripted or traced network has no layers to convert any more; plan and convert the network itself. "
             "What is converted can be exported with torch.export or torch.onnx.export, or traced, but not scripted"
         )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be planned: no network, or one whose layers cannot be replaced."""
+    check_layers(model, "plan")
     if hasattr(model, "_orig_mod"):
         raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -326,11 +326,10 @@ def _restored_rng(model: nn.Module) -> Iterator[None]:
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
     """A network may count its calls, or keep what it saw last: all buffers are as before afterwards."""
     saved = [(m, name, b, None if b is None else b.clone()) for m in model.modules() for name, b in m._buffers.items()]
-    versions = [None if b is None or b.is_inference() else b._version for _, _, b, _ in saved]
     try:
         yield
     finally:
-        for (module, name, buffer, content), version in zip(saved, versions, strict=True):
-            if buffer is not None and content is not None and version is not None and buffer._version != version:
-                buffer.copy_(content)
+        for module, name, buffer, content in saved:
+            if buffer is not None and content is not None and not buffer.is_inference():
+                buffer.data.copy_(content)  # whether its version says so or not: batch norms change theirs in silence
             module._buffers[name] = buffer
