@@ -77,6 +77,7 @@ def demo(
     "dcl plan vgg16 --budget 0.5",
     "dcl plan vgg16 --ratio 0.125 --without 'features.*'",
     "dcl plan vgg16 --measure --device cuda --batch 64 --dtype bfloat16",
+    "dcl plan vgg16 --select faster --mode compile --phase infer --device cuda --batch 64",
     "dcl plan timm:resnet50 --branches 3 --strategy stochastic -o plan.json",
     "dcl plan my_package.nets:make --input-size 1,28,28",
 )
@@ -85,6 +86,11 @@ def plan(
         str, typer.Argument(help="torchvision:NAME, timm:NAME, a bare name, module:function or file.py:function.")
     ],
     measure: Annotated[bool, typer.Option("--measure", help="Time every unit, plain and converted.")] = False,
+    select: Annotated[
+        str, typer.Option(help="The units that are smaller, or, by time, those that make the network faster.")
+    ] = "smaller",
+    mode: Annotated[str, typer.Option(help="With faster, how the network will run: eager, compile, graph.")] = "eager",
+    phase: Annotated[str, typer.Option(help="With faster, what is to be so: train, infer.")] = "train",
     only: Annotated[
         list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.", metavar="NAMES")
     ] = None,
@@ -123,7 +129,7 @@ def plan(
     made = plan_network(
         model, input_size, device=device, dtype=dtype, memory=memory, only=only, force=force, without=without,
         batch=batch, branches=branches, ratio=ratio, width=read_width(width), budget=budget, round_to=round_to,
-        strategy=strategy, eps=eps, measure=measure,
+        strategy=strategy, eps=eps, measure=measure, select=select, mode=mode, phase=phase,
     )  # fmt: skip
     if output is not None:
         write_text(output, made.to_json() + "\n")

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["find_model", "plan_network", "prepared", "read_size", "read_width"]
 
 Size = tuple[int, ...]
-_OPTIONS = ("batch", "branches", "budget", "eps", "force", "input-size", "ratio", "round-to", "strategy", "width")
+_OPTIONS = ("batch", "branches", "budget", "eps", "force", "input-size", "mode", "phase", "ratio", "round-to", "select",
+            "strategy", "width")  # fmt: skip
 _TYPES = ("float32", "bfloat16", "float16")
 _FORMATS = ("auto", "channels_last", "contiguous")
 

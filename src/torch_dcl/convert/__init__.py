@@ -4,13 +4,15 @@ from torch_dcl.convert.apply import Conversion, convert_
 from torch_dcl.convert.checkpoint import CheckpointError, load_model, save_model
 from torch_dcl.convert.fit import FitReport
 from torch_dcl.convert.planner import plan
-from torch_dcl.convert.rows import Plan, Row, Timing
+from torch_dcl.convert.rows import Choice, Comparison, Plan, Row, Timing
 from torch_dcl.convert.units import AbsorbedNorm, AbsorbedReLU
 
 __all__ = [
     "AbsorbedNorm",
     "AbsorbedReLU",
     "CheckpointError",
+    "Choice",
+    "Comparison",
     "Conversion",
     "FitReport",
     "Plan",

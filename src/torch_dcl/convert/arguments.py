@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torch_dcl.convert.rows import Mode, Phase
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 
-__all__ = ["Wish", "check_layers", "check_model", "check_wish", "read_example"]
+__all__ = ["Select", "Wish", "check_choice", "check_layers", "check_model", "check_wish", "read_example"]
+
+Select = Literal["smaller", "faster"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,29 @@ def check_wish(wish: Wish, budget: float | None) -> None:
             raise ValueError(f"{told}; got {budget!r}")
         if wish.width is not None:
             raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
+
+
+def check_choice(model: nn.Module, select: Select, mode: Mode, phase: Phase, budget: float | None) -> None:
+    """Refuse a rule for the selection that does not exist, or that cannot be followed here."""
+    for name, value, known in (("select", select, Select), ("mode", mode, Mode), ("phase", phase, Phase)):
+        *most, last = (f'"{entry}"' for entry in get_args(known))
+        if value not in get_args(known):
+            raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+    if select == "smaller":
+        for name, value, default in (("mode", mode, "eager"), ("phase", phase, "train")):
+            if value != default:
+                raise ValueError(f'{name} = "{value}" is for a choice by time; add select = "faster", or leave it out')
+        return
+    if budget is not None:
+        raise ValueError(f'budget = {budget} chooses units by their weights, select = "faster" by time; leave one out')
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise ValueError('select = "faster" needs a network with values to time, and this one is on the meta device')
+    if mode == "graph" and device.type != "cuda":
+        raise ValueError(
+            f'mode = "graph" times CUDA graphs, and the network is on {device.type}; move it to a GPU, or take '
+            'mode = "eager" or mode = "compile"'
+        )
 
 
 def check_layers(model: nn.Module, verb: str) -> None:

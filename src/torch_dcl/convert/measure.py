@@ -1,13 +1,16 @@
 """How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device.
 
-On a GPU a unit is timed as a CUDA graph, so that it is the GPU's time: in a network launches run ahead, or are captured
-or compiled away. The network itself is timed as it runs, launches included, and as a CUDA graph.
+Without a mode a unit on a GPU is timed as a CUDA graph, so that it is the GPU's time: in a network launches run ahead,
+or are captured or compiled away. The network itself is timed as it runs, launches included, and as a CUDA graph. Where
+units are chosen by time, both are timed in the mode in which the network will run.
+
+A caller's autocast holds in every forward pass. As in a training loop, it is off in the backward pass, and weights are
+cast anew in each step.
 """
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,12 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from torch_dcl.convert.rows import Plan, Row, Timing
+from torch_dcl.convert.apply import convert_
+from torch_dcl.convert.rows import Comparison, Mode, Phase, Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
-from torch_dcl.convert.units import build
+from torch_dcl.convert.units import build, is_channels_last, kind_of, layer_weight, norm_settings
 from torch_dcl.fusion import ConceptFusion
 
-__all__ = ["measure_network", "measure_unit", "race"]
+__all__ = [
+    "compare", "compare_unit", "device_name", "measure_network", "measure_unit", "network_step", "race", "signature"
+]  # fmt: skip
 
 ROUNDS = 5
 SECONDS = 0.02
@@ -31,11 +37,18 @@ and the clock goes down; how far depends on what the other contenders take, and 
 
 
 def race(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS, seconds: float = SECONDS
-) -> dict[str, float]:
-    """Median milliseconds of each contender, taken in turns so that a slow spell of the machine meets them all."""
+    contenders: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS, seconds: float | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each contender in each round, taken in turns so that a slow spell of the machine meets them all.
+
+    Args:
+        contenders: What to call.
+        rounds: How often each has its turn.
+        seconds: How long a turn is, at least one call; None takes ``SECONDS``.
+    """
     from torch.utils.benchmark import Timer  # noqa: PLC0415  (it looks for a compiler when it is imported)
 
+    seconds = SECONDS if seconds is None else seconds
     timers = {
         name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
         for name, run in contenders.items()
@@ -47,71 +60,145 @@ def race(
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
-            times[name].append(timer.timeit(repeats[name]).median)
-    return {name: 1000 * median(measured) for name, measured in times.items()}
+            times[name].append(1000 * timer.timeit(repeats[name]).median)
+    return times
+
+
+def compare(
+    steps: Mapping[str, Callable[[], None]],
+    mode: Mode,
+    device: torch.device,
+    *,
+    rounds: int = ROUNDS,
+    seconds: float | None = None,
+) -> Comparison | None:
+    """Race the steps of "plain" and "dcl"; None where they are to be captured and cannot be."""
+    contenders = _captured(steps, device) if mode == "graph" else steps
+    if contenders is None:
+        return None
+    times = race(contenders, rounds=rounds, seconds=seconds)
+    ratios = [dcl / plain for plain, dcl in zip(times["plain"], times["dcl"], strict=True)]
+    return Comparison(median(times["plain"]), median(times["dcl"]), (max(ratios) - min(ratios)) / 2)
+
+
+def signature(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> tuple[object, ...]:
+    """What the time of a unit depends on: units with equal signatures are timed once."""
+    weight = layer_weight(module)
+    settings = None if norm is None else (type(norm).__name__, *_settings(norm))
+    flags = tuple(p.requires_grad for part in (module, norm) if part is not None for p in part.parameters())
+    given = (call.input_shape, call.dtype, call.channels_last, call.needs_grad)
+    tensor = (weight.dtype, weight.device, is_channels_last(weight))
+    return kind_of(module), module.extra_repr(), *tensor, flags, settings, *given, row.widths, row.strategy, row.eps
+
+
+def compare_unit(
+    module: nn.Module, norm: nn.Module | None, row: Row, call: Call, mode: Mode, phase: Phase
+) -> Comparison | None:
+    """Time a unit and the DCL layer in its place; None where one of them cannot be captured as a graph is asked for."""
+    networks, x = _contenders(module, norm, row, call)
+    del networks["low_rank"]
+    steps = {}
+    for name, network in networks.items():
+        run = _in_mode(network.train(phase == "train"), mode)
+        steps[name] = _full(network, x, run) if phase == "train" else _forward(run, x)
+    return compare(steps, mode, x.device, seconds=BRIEFLY if mode == "graph" else None)
+
+
+def network_step(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, phase: Phase
+) -> Callable[[], None]:
+    """A training step of a network (forward and backward, no optimiser), or a forward pass, to be raced in a mode."""
+    _take_charge(network)
+    run = _in_mode(network, mode)
+    return _network_full(network, args, kwargs, run) if phase == "train" else _forward(run, *args, **kwargs)
 
 
 def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> dict[str, Timing]:
     """Time a unit (layer, batch norm, ReLU), the DCL layer in its place, and the low-rank layer of equal weights."""
-    weight = next(module.parameters())
-    plain = [copy.deepcopy(module)] + ([] if norm is None else [copy.deepcopy(norm)]) + [nn.ReLU()]
-    networks = {
-        "plain": nn.Sequential(*plain),
-        "dcl": build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm),
-        "low_rank": build(module, widths=(row.low_rank_width,), eps=0.0, norm=norm),
-    }
-    x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
-    if norm is not None and x.shape[0] == 1:
-        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value
-    if call.channels_last:
-        x = x.contiguous(memory_format=torch.channels_last)
-    forwards = {name: _forward(network.eval(), x) for name, network in networks.items()}
-    forward = _race_on_device(forwards, x)
-    for network in networks.values():
-        _take_charge(network)
-    fulls = {name: _full(network.train(), x) for name, network in networks.items()}
-    full = _race_on_device(fulls, x)
+    networks, x = _contenders(module, norm, row, call)
+    forward = _race_on_device({name: _forward(network.eval(), x) for name, network in networks.items()}, x)
+    with torch.enable_grad():
+        full = _race_on_device({name: _full(network.train(), x) for name, network in networks.items()}, x)
     return {name: Timing(forward[name], full[name]) for name in networks}
 
 
 def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Timing]:
     """Time the whole network, plain and converted, on the example, in eval mode; on a GPU also as CUDA graphs."""
-    from torch_dcl.convert.apply import convert_  # noqa: PLC0415  (it imports the plan, which measures)
-
     converted = copy.deepcopy(model)
     convert_(converted, plan, init="random")
     networks = {"plain": model, "dcl": converted}
-
-    def outputs(network: nn.Module) -> list[Tensor]:
-        leaves = tree_leaves(network(*args, **kwargs))
-        return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
-
-    def forward(network: nn.Module) -> None:
-        with torch.no_grad():
-            outputs(network)
-
-    def full(network: nn.Module) -> None:
-        total = sum((t.float().sum() for t in outputs(network) if t.requires_grad), torch.zeros(()))
-        torch.autograd.grad(total, trainable[id(network)], allow_unused=True)
-
-    trainable = {id(n): [p for p in n.parameters() if p.requires_grad] for n in networks.values()}
-    runs: list[Mapping[str, Callable[[], None]]] = [{name: partial(forward, n) for name, n in networks.items()}]
+    runs: list[Mapping[str, Callable[[], None]]] = [
+        {name: _forward(network, *args, **kwargs) for name, network in networks.items()}
+    ]
     with evaluating(model), evaluating(converted), torch.enable_grad():
-        if all(trainable.values()) and any(t.requires_grad for t in outputs(model)):
-            runs.append({name: partial(full, n) for name, n in networks.items()})
-        times = [race(run) for run in runs]
+        trains = all(any(p.requires_grad for p in network.parameters()) for network in networks.values())
+        if trains and any(t.requires_grad for t in _outputs(model(*args, **kwargs))):
+            runs.append({name: _network_full(network, args, kwargs) for name, network in networks.items()})
+        times = [_medians(race(run)) for run in runs]
         captured = [_captured(run, next(model.parameters()).device) for run in runs]
         if all(captured):
             for measured, graphs in zip(times, captured, strict=True):
-                measured |= {f"{name}, captured": ms for name, ms in race(graphs or {}).items()}
+                measured |= {f"{name}, captured": ms for name, ms in _medians(race(graphs or {})).items()}
     forwards, fulls = times if len(times) > 1 else (times[0], {})
     return {name: Timing(ms, fulls.get(name)) for name, ms in forwards.items()}
+
+
+def device_name(model: nn.Module) -> str:
+    """Where a network is measured, for the table."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def _settings(norm: nn.Module) -> tuple[object, ...]:
+    """The settings of a batch norm; a frozen one of torchvision's has none but its ε."""
+    return tuple(norm_settings(norm).values()) if hasattr(norm, "momentum") else (norm.eps,)
+
+
+def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> tuple[dict[str, nn.Module], Tensor]:
+    """A unit, the DCL layer in its place and the low-rank layer of equal weights, with an input as the call had."""
+    weight = layer_weight(module)
+    plain = [copy.deepcopy(module)] + ([] if norm is None else [copy.deepcopy(norm)]) + [nn.ReLU()]
+    networks: dict[str, nn.Module] = {
+        "plain": nn.Sequential(*plain),
+        "dcl": build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm),
+        "low_rank": build(module, widths=(row.low_rank_width,), eps=0.0, norm=norm),
+    }
+    for network in networks.values():
+        _take_charge(network)
+    x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
+    if norm is not None and x.shape[0] == 1:
+        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value
+    if call.channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return networks, x.requires_grad_(call.needs_grad)
+
+
+def _in_mode(network: nn.Module, mode: Mode) -> Callable[..., Any]:
+    """What is called in place of a network; what is captured is the whole step, and that later.
+
+    Each network is compiled with a code object of its own. Compiled results are kept by code object, eight at most, and
+    what comes after that would run uncompiled; and nothing outlives the network.
+    """
+    if mode != "compile":
+        return network
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return network(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return torch.compile(call, dynamic=False)
+
+
+def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: median(measured) for name, measured in times.items()}
 
 
 def _race_on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> dict[str, float]:
     """Race them as CUDA graphs on a GPU; as they are elsewhere, or where one of them cannot be captured."""
     graphs = _captured(contenders, x.device)
-    return race(graphs, seconds=BRIEFLY) if graphs else race(contenders)
+    return _medians(race(graphs, seconds=BRIEFLY) if graphs else race(contenders))
 
 
 def _captured(
@@ -166,25 +253,56 @@ def _take_charge(network: nn.Module) -> None:
             module.advanced = True
 
 
-def _forward(network: nn.Module, x: Tensor) -> Callable[[], None]:
-    def run() -> None:
+def _forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+    def step() -> None:
         with torch.no_grad():
-            network(x)
+            run(*args, **kwargs)
+        torch.clear_autocast_cache()
 
-    return run
+    return step
 
 
-def _full(network: nn.Module, x: Tensor) -> Callable[[], None]:
+def _full(network: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> Callable[[], None]:
     """Forward and backward with a gradient that lies in memory as the output does, as it comes in a network.
 
     That of a sum is one number seen from everywhere, which some layers read as it is and others copy first.
     """
-    x = x.clone().requires_grad_()
-    inputs = [x, *(p for p in network.parameters() if p.requires_grad)]
+    called = run or network
+    inputs = [t for t in (x, *network.parameters()) if t.requires_grad]
     with torch.no_grad():
         grad = torch.randn_like(network(x))
 
-    def run() -> None:
-        torch.autograd.grad(network(x), inputs, grad)
+    def step() -> None:
+        _differentiate(called(x), inputs, grad)
 
-    return run
+    return step
+
+
+def _network_full(
+    network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
+) -> Callable[[], None]:
+    """Forward and backward of a whole network, from the sum of everything that it gives."""
+    called = run or network
+    inputs = [p for p in network.parameters() if p.requires_grad]
+
+    def step() -> None:
+        outputs = _outputs(called(*args, **kwargs))
+        _differentiate(sum((t.float().sum() for t in outputs if t.requires_grad), torch.zeros(())), inputs, None)
+
+    return step
+
+
+def _outputs(given: object) -> list[Tensor]:
+    return [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _differentiate(output: Tensor, inputs: Sequence[Tensor], grad: Tensor | None) -> None:
+    """The backward pass outside of the caller's autocast, whose casts of weights the next step makes anew."""
+    kind = output.device.type
+    enabled = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, False)
+    try:
+        torch.autograd.grad(output, inputs, grad, allow_unused=True)
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.clear_autocast_cache()

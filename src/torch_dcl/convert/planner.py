@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torch_dcl.convert.arguments import Wish, check_model, check_wish, read_example
-from torch_dcl.convert.measure import measure_network, measure_unit
-from torch_dcl.convert.rows import GROWS, Plan, Row, Status, Timing
+from torch_dcl.convert.arguments import Select, Wish, check_choice, check_model, check_wish, read_example
+from torch_dcl.convert.measure import device_name, measure_network, measure_unit, signature
+from torch_dcl.convert.rows import GROWS, Mode, Phase, Plan, Row, Status, Timing
+from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
@@ -35,6 +35,9 @@ def plan(
     round_to: int = 8,
     budget: float | None = None,
     measure: bool = False,
+    select: Select = "smaller",
+    mode: Mode = "eager",
+    phase: Phase = "train",
 ) -> Plan:
     """Find the units worth converting: a Conv or Linear with the ReLU, or batch norm and ReLU, that follows it.
 
@@ -55,6 +58,13 @@ def plan(
         budget: The fraction of the network's weights to keep at most. Picks units and their widths: the widest
             common ratio that meets it, on as few units as it takes.
         measure: Whether to time every unit and the whole network, plain and converted, on the model's device.
+        select: "smaller" selects every unit that has fewer weights as a DCL layer. "faster" times these, in the mode
+            and the phase below and in place of what ``measure`` times, and selects those that are faster. Then it times
+            the network and leaves out the slowest of them until the network is not slower than the plain one, within
+            the spread of the measurement. A caller's autocast holds.
+        mode: How the network will run: "eager", "compile" (``torch.compile``), or "graph", captured as a CUDA graph.
+        phase: What is to be faster: "train", a forward with its backward in training mode, or "infer", a forward in
+            eval mode without gradients.
 
     Returns:
         The plan, to print, to narrow down, and to hand to ``convert_``.
@@ -66,6 +76,7 @@ def plan(
     wish = Wish(branches, ratio, width, round_to, strategy, eps)
     check_wish(wish, budget)
     check_model(model)
+    check_choice(model, select, mode, phase, budget)
     args, kwargs, description = read_example(model, input_size, example, batch)
     seen = _run(model, args, kwargs, description, sized=example is None)
     rows, modules = _rows(model, seen, wish)
@@ -80,6 +91,8 @@ def plan(
     )
     if budget is not None:
         result = _meet_budget(result, wish, budget, model)
+    if select == "faster":
+        return select_faster(result, model, seen, (args, kwargs), mode, phase)
     return _measured(result, model, seen, args, kwargs) if measure else result
 
 
@@ -290,7 +303,7 @@ def _shortfall(given: Plan, smallest: int, wish: Wish) -> str:
 
 
 def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    known: dict[tuple[Any, ...], dict[str, Timing]] = {}
+    known: dict[tuple[object, ...], dict[str, Timing]] = {}
     rows = []
     for row in given.rows:
         if row.status != "pays":
@@ -299,16 +312,9 @@ def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...],
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
         call = seen.calls[module][0]
-        alike = (module.extra_repr(), call.input_shape, call.dtype, row.widths, norm is not None)
+        alike = signature(module, norm, row, call)
         if alike not in known:
             known[alike] = measure_unit(module, norm, row, call)
         rows.append(replace(row, timings=known[alike]))
-    measured = replace(given, rows=tuple(rows), device=_device_name(model))
+    measured = replace(given, rows=tuple(rows), device=device_name(model))
     return replace(measured, timings=measure_network(model, measured, args, kwargs) if measured.selected else None)
-
-
-def _device_name(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type

@@ -14,7 +14,7 @@ from torch import nn
 from torch_dcl.convert.table import render
 from torch_dcl.fusion import Strategy
 
-__all__ = ["Plan", "Row", "Timing"]
+__all__ = ["Choice", "Comparison", "Plan", "Row", "Timing"]
 
 VERSION = 1
 Status = Literal["pays", "left", "refused"]
@@ -22,6 +22,11 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a network."""
 GROWS = "would not shrink"
 """How the reason of a unit begins that has no fewer weights as a DCL layer."""
+SLOWER = "slower"
+"""How the reason of a unit begins that takes more time as a DCL layer."""
+UNCAPTURED = "cannot be captured as a CUDA graph"
+Mode = Literal["eager", "compile", "graph"]
+Phase = Literal["train", "infer"]
 Pattern = str | Callable[[str, nn.Module], bool]
 GROWS = "would not shrink"
 """How the reason of a unit begins that has no fewer weights as a DCL layer."""
@@ -32,6 +37,46 @@ class Timing(NamedTuple):
 
     forward: float
     full: float | None
+
+
+class Comparison(NamedTuple):
+    """Median milliseconds of a plain and of a converted unit or network, and how far the ratio varied."""
+
+    plain: float
+    dcl: float
+    spread: float
+    """Half the range of the ratios of single rounds."""
+
+    @property
+    def ratio(self) -> float:
+        """Converted over plain."""
+        return self.dcl / self.plain
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the converted one is slower by more than the spread."""
+        return self.ratio > 1 + self.spread
+
+    def __str__(self) -> str:
+        """The ratio with its spread."""
+        digits = 2 if self.spread >= 0.005 else 3
+        return f"{self.ratio:.{digits}f} ± {self.spread:.{digits}f}"
+
+
+class Choice(NamedTuple):
+    """How the units of a plan were chosen by time."""
+
+    mode: Mode
+    phase: Phase
+    network: Comparison | None
+    """Of the whole network with the units selected. Where none is left: the best that was seen. None where no unit is
+    faster by itself, and after the selection has changed."""
+
+    @property
+    def step(self) -> str:
+        """What was timed, in words."""
+        what = "training step" if self.phase == "train" else "forward"
+        return {"eager": f"eager {what}", "compile": f"compiled {what}", "graph": f"{what} as a CUDA graph"}[self.mode]
 
 
 @dataclass(frozen=True)
@@ -74,11 +119,14 @@ class Row:
     """The ReLU that serves this layer alone, and that z, being positive, does not need."""
     paying_ratio: float | None = None
     """Of a unit that would not shrink: the largest ratio at which it would, if there is one."""
+    comparison: Comparison | None = None
+    """The time of the unit, where units are chosen by time."""
 
     @property
     def is_unit(self) -> bool:
-        """Whether DCL can stand for it: a layer with its ReLU, also where it would not shrink."""
-        return self.status == "pays" or (self.status == "left" and self.reason.startswith(GROWS))
+        """Whether DCL can stand for it: a layer with its ReLU, also where it would not shrink, or is slower."""
+        without_gain = self.status == "left" and self.reason.startswith((GROWS, SLOWER, UNCAPTURED))
+        return self.status == "pays" or without_gain
 
     @property
     def branches(self) -> int:
@@ -126,6 +174,8 @@ class Plan:
     timings: Mapping[str, Timing] | None = None
     """Of the whole network as it runs, "plain" and "dcl", and on a GPU "plain, captured" and "dcl, captured", as CUDA
     graphs. None after the selection has changed."""
+    choice: Choice | None = None
+    """How the units were chosen, if by time."""
     modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
     """The layers that the rows speak of, for predicates; not part of the JSON."""
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
@@ -162,7 +212,8 @@ class Plan:
 
         Args:
             *patterns: Names, globs (``"features.2*"``), a predicate on (name, module), or a list of these. Globs and
-                predicates choose among the units that pay. An exact name also takes a unit that would not shrink.
+                predicates choose among the units that pay. An exact name also takes a unit that would not shrink or
+                is slower.
             force: Whether an exact name also takes a layer that was left alone for another reason. No ReLU follows
                 such a layer, or not a ReLU alone, so a DCL layer in its place computes something else.
 
@@ -189,8 +240,9 @@ class Plan:
     def to_json(self) -> str:
         """The plan as text, with the version of the format; :meth:`from_json` reads it."""
         fields = {name: getattr(self, name) for name in ("weights", "parameters", "example", "device")}
+        times = {"timings": self.timings, "choice": self.choice and self.choice._asdict()}
         rows = [asdict(row) for row in self.rows]
-        return json.dumps({"torch_dcl_plan": VERSION, **fields, "timings": self.timings, "rows": rows}, indent=1)
+        return json.dumps({"torch_dcl_plan": VERSION, **fields, **times, "rows": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -214,7 +266,8 @@ class Plan:
             )
         try:
             rows = tuple(_read_row(row) for row in data.pop("rows"))
-            return cls(rows=rows, **{**data, "timings": _read_timings(data["timings"])})
+            times = {"timings": _read_timings(data["timings"]), "choice": _read_choice(data.get("choice"))}
+            return cls(rows=rows, **{**data, **times})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a complete plan: {error!r}; write plans with Plan.to_json()") from error
 
@@ -233,8 +286,9 @@ class Plan:
 
     def _select(self, names: set[str]) -> "Plan":
         rows = tuple(replace(row, selected=row.name in names) for row in self.rows)
-        same = rows == self.rows
-        return replace(self, rows=rows, timings=self.timings if same else None)
+        if rows == self.rows:
+            return self
+        return replace(self, rows=rows, timings=None, choice=self.choice and self.choice._replace(network=None))
 
     def _match(
         self, patterns: tuple[Pattern | Iterable[Pattern], ...], among: Callable[[Row], bool], force: bool | None = None
@@ -313,8 +367,17 @@ def _flat(patterns: Iterable[Pattern | Iterable[Pattern]]) -> Iterator[Pattern]:
 
 def _read_row(data: dict[str, Any]) -> Row:
     tuples = {name: tuple(data[name]) for name in ("aliases", "kernel", "widths")}
-    return Row(**{**data, **tuples, "timings": _read_timings(data["timings"])})
+    times = {"timings": _read_timings(data["timings"]), "comparison": _read_comparison(data.get("comparison"))}
+    return Row(**{**data, **tuples, **times})
 
 
 def _read_timings(data: dict[str, list[float]] | None) -> dict[str, Timing] | None:
     return None if data is None else {name: Timing(*values) for name, values in data.items()}
+
+
+def _read_choice(data: dict[str, Any] | None) -> Choice | None:
+    return None if data is None else Choice(**{**data, "network": _read_comparison(data["network"])})
+
+
+def _read_comparison(data: list[float] | None) -> Comparison | None:
+    return None if data is None else Comparison(*data)

@@ -3,7 +3,7 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,12 +26,10 @@ def render(plan: "Plan", width: int | None = None) -> str:
     chosen = plan.selected
     parts, has_bound = [], False
     if chosen:
-        table, has_bound = _units(chosen, width, measured=plan.device is not None)
+        table, has_bound = _units(chosen, width, times=_times(plan))
         parts.append(table)
     else:
-        pays = any(row.status == "pays" for row in plan.rows)
-        would = "at these widths" if any(row.paying_ratio for row in plan.rows) else ""
-        parts.append("No unit is selected." if pays else f"Nothing here is worth converting {would}".strip() + ".")
+        parts.append(_fitted(_nothing(plan), width))
     parts.append(_totals(plan, width))
     if chosen:
         bound = "≤: the paper's inequality u²·K1·ΣM + K2·ΣM ≤ u²·K1·K2. " if has_bound else ""
@@ -45,6 +43,28 @@ def render(plan: "Plan", width: int | None = None) -> str:
         parts.append(_wrapped(f"Could be converted, not selected ({len(idle)}): ", idle, width))
     parts += [_left_alone(plan.rows, width), _paying_ratios(plan.rows, width)]
     return "\n".join(part for part in parts if part)
+
+
+def _nothing(plan: "Plan") -> str:
+    """Why no unit is selected."""
+    if any(row.status == "pays" for row in plan.rows):
+        return "No unit is selected."
+    timed = {row.name: row.comparison for row in plan.rows if row.comparison}
+    if plan.choice and timed:
+        name = min(timed, key=lambda name: timed[name].ratio)
+        best = f"the best unit, {name}, takes {timed[name]} of the plain one's time"
+        if plan.choice.network:
+            return f"No unit makes the network faster here: {best}, but the network {plan.choice.network}."
+        return f"No unit is faster here: {best} ({plan.choice.step})."
+    would = "at these widths" if any(row.paying_ratio for row in plan.rows) else ""
+    return f"Nothing here is worth converting {would}".strip() + "."
+
+
+def _times(plan: "Plan") -> list[str]:
+    """The columns of times."""
+    if plan.choice:
+        return ["fwd+bwd" if plan.choice.phase == "train" else "fwd ms"]
+    return ["fwd ms", "fwd+bwd"] if plan.device else []
 
 
 def _notes(chosen: Sequence["Row"]) -> list[str]:
@@ -70,10 +90,10 @@ _SHORTER = ("MACs", "≤", "weights", "fwd ms", "fwd+bwd", "layer")
 """What goes from a table that is too wide, one after the other: a column, or all but the ratio of three."""
 
 
-def _units(rows: Sequence["Row"], width: int, *, measured: bool) -> tuple[str, bool]:
+def _units(rows: Sequence["Row"], width: int, *, times: Sequence[str]) -> tuple[str, bool]:
     """The table of units in at most ``width`` columns, and whether the column of the inequality is in it."""
     for dropped in range(len(_SHORTER) + 1):
-        lines, left = _cells(rows, _SHORTER[:dropped], measured=measured)
+        lines, left = _cells(rows, _SHORTER[:dropped], times=times)
         excess = max(map(len, tabulate(lines, left).splitlines())) - width
         if excess <= 0:
             return tabulate(lines, left), "≤" in lines[0]
@@ -83,11 +103,11 @@ def _units(rows: Sequence["Row"], width: int, *, measured: bool) -> tuple[str, b
     return tabulate(lines, left), "≤" in lines[0]
 
 
-def _cells(rows: Sequence["Row"], dropped: Sequence[str], *, measured: bool) -> tuple[list[list[str]], int]:
+def _cells(rows: Sequence["Row"], dropped: Sequence[str], *, times: Sequence[str]) -> tuple[list[list[str]], int]:
     """The cells, two lines a unit below the head, and how many columns are aligned left."""
     head = ["unit"] + ([] if "layer" in dropped else ["layer"]) + ["becomes"]
     left = len(head)
-    groups = ["weights", "MACs"] + (["fwd ms", "fwd+bwd"] if measured else [])
+    groups = ["weights", "MACs", *times]
     bound = ["≤"] if "≤" not in dropped else []
     for group in groups:
         head += [group] if group in dropped else [group, "after", "ratio"]
@@ -120,6 +140,8 @@ def _before_and_after(row: "Row", group: str, contender: str) -> tuple[str, str,
         return count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)
     if group == "MACs":
         return count(row.macs), count(row.macs_after), ratio(row.macs_after, row.macs)
+    if row.comparison and contender == "dcl":
+        return _ms(row.comparison.plain), _ms(row.comparison.dcl), ratio(row.comparison.dcl, row.comparison.plain)
     if row.timings is None:
         return "", "", ""
     which = ("fwd ms", "fwd+bwd").index(group)
@@ -139,9 +161,14 @@ def _totals(plan: "Plan", width: int) -> str:
     ]
     if plan.timings:
         lines += _network_latency(plan)
+    if plan.choice and plan.choice.network and plan.selected:
+        step, network = plan.choice.step, plan.choice.network
+        lines.append(
+            f"Whole network on {plan.device}, {step}: {_ms(network.plain)} → {_ms(network.dcl)} ms, {network} of plain."
+        )
     lines = [_fitted(line, width) for line in lines]
     if plan.device:
-        slower = [row.name for row in plan.selected if _slower(row.timings)]
+        slower = [row.name for row in plan.selected if _slower(row)]
         if slower:
             lines.append(
                 _wrapped(f"Slower than the layer it replaces, on {plan.device} ({len(slower)}): ", slower, width)
@@ -173,10 +200,12 @@ def _against(plain: "Timing", dcl: "Timing") -> tuple[str, list[str]]:
     return ", ".join(parts), slower
 
 
-def _slower(timings: "Mapping[str, Timing] | None") -> bool:
-    if timings is None:
+def _slower(row: "Row") -> bool:
+    if row.comparison:
+        return row.comparison.ratio > 1
+    if row.timings is None:
         return False
-    pairs = zip(timings["plain"], timings["dcl"], strict=True)
+    pairs = zip(row.timings["plain"], row.timings["dcl"], strict=True)
     return any(a is not None and b is not None and b > a for a, b in pairs)
 
 

@@ -75,6 +75,8 @@ class Call:
     """The batch norm between the layer and its ReLU."""
     relu: nn.Module | None = None
     """The ReLU, where it is a module and the only one."""
+    needs_grad: bool = True
+    """Whether a backward pass goes on through its input; not so in the first layer."""
     reason: str = ""
     """Why this call is not a unit of the paper's; empty if it is one."""
 
@@ -239,7 +241,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if event.op in ("layer", "mm", "addmm", "bmm", "convolution") or onward.intersection(event.makes):
                 onward.update(event.reads)
         result = Trace(functional=self.functional)
+        trained = {self.value(tensor) for tensor in self._values if tensor.requires_grad}
         for event in self.events:
+            if _is_trained(event.module) or trained.intersection(event.reads):
+                trained.update(event.makes)
             if event.op != "layer" and event.module is not None:
                 result.part_calls[event.module] += 1
         for event, call in self.calls:
@@ -248,12 +253,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             call.norm, relus, call.reason = _follow(event.makes[0], readers, live, kept)
             call.relu = relus.pop() if len(relus) == 1 else None
+            call.needs_grad = not trained.isdisjoint(event.reads)
             if not call.reason and call.norm is not None and len(call.output_shape) != layer_weight(module).dim():
                 call.reason = "its batch norm normalises another dimension than its channels"
             if call.reason and event.makes[0] not in onward:
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
         return result
+
+
+def _is_trained(module: nn.Module | None) -> bool:
+    return module is not None and any(p.requires_grad for p in module.parameters())
 
 
 def _is_done_by(op: str, module: nn.Module) -> bool:

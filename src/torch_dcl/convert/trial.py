@@ -16,7 +16,7 @@ from torch_dcl.convert.snapshot import Snapshot
 from torch_dcl.convert.trace import _restored_rng
 from torch_dcl.convert.units import names_of
 
-__all__ = ["Trial"]
+__all__ = ["Trial", "undisturbed"]
 
 
 class Trial:
@@ -64,7 +64,7 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
     """What a run raises, if it does."""
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop() if len(devices) == 1 else None
-    with _undisturbed(model, training=training), torch.set_grad_enabled(training):
+    with undisturbed(model, training=training), torch.set_grad_enabled(training):
         try:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), inputs)
             model(*args, **kwargs)
@@ -74,7 +74,7 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
 
 
 @contextmanager
-def _undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
+def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode of every module, and have everything as before afterwards. No warning is shown.
 
     The flags are set as such: a ``train()`` of a network's own may do more, for example merge weights.
