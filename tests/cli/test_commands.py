@@ -68,6 +68,25 @@ def test_plan_of_ones_own_network(dcl, folder):
     assert "ms" in dcl("plan", "my_own_net.py:sized", "--measure")
 
 
+def test_plan_by_time_in_the_mode_and_phase_that_are_asked_for(dcl, folder, monkeypatch):
+    from torch_dcl.convert import measure
+
+    (folder / "my_own_net.py").write_text(NET)
+    compiled = []
+    monkeypatch.setattr("torch.compile", lambda run, **_: compiled.append(run) or run)
+    monkeypatch.setattr(measure, "race", lambda contenders, **_: {name: [len(name) / 4] * 3 for name in contenders})
+    options = ("--select", "faster", "--mode", "compile", "--phase", "infer")
+    shown = dcl("plan", "my_own_net.py:sized", *options)
+    assert "compiled forward: 1.25 → 0.75 ms, 0.600 ± 0.000 of plain." in shown
+    assert compiled
+    made = json.loads(dcl("plan", "my_own_net.py:sized", *options, "--json"))
+    assert made["choice"] == {"mode": "compile", "phase": "infer", "network": [1.25, 0.75, 0.0]}
+    monkeypatch.setattr(measure, "race", lambda contenders, **_: {name: [9 - len(name)] * 3 for name in contenders})
+    assert "slower: 6 ms for 4 plain (1.500 ± 0.000), eager training step" in dcl(
+        "plan", "my_own_net.py:sized", "--select", "faster", "--batch", "2"
+    )
+
+
 @pytest.mark.parametrize("home", ["theirs.py", "theirs"])
 @pytest.mark.parametrize(
     ("function", "kind", "line"),

@@ -141,6 +141,21 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["plan", "net.py:make", "--width", "wide"], "--width 'wide' is not of the form 64, or 64,32"),
         (["plan", "net.py:make", "--strategy", "random"], '--strategy must be "deterministic" or "stochastic"'),
         (["plan", "net.py:make", "--strategy", "stochastic"], "three or more branches, got --branches 2"),
+        (["plan", "net.py:make", "--select", "fast"], '--select must be "smaller" or "faster", got \'fast\''),
+        (
+            ["plan", "net.py:make", "--mode", "compile"],
+            '--mode "compile" is for a choice by time; add --select "faster"',
+        ),
+        (
+            ["plan", "net.py:make", "--select", "faster", "--mode", "jit"],
+            '--mode must be "eager", "compile" or "graph"',
+        ),
+        (["plan", "net.py:make", "--select", "faster", "--phase", "eval"], '--phase must be "train" or "infer"'),
+        (["plan", "net.py:make", "--select", "faster", "--mode", "graph"], 'move it to a GPU, or take --mode "eager"'),
+        (
+            ["plan", "net.py:make", "--select", "faster", "--budget", "0.5"],
+            "--budget 0.5 chooses units by their weights",
+        ),
         (["plan", "net.py:make", "--eps", "-1"], "--eps must be a finite positive number, got -1.0"),
         (["plan", "net.py:make", "--eps", "0"], "--eps 0 leaves the gradient"),
         (["plan", "net.py:make", "--round-to", "0"], "--round-to must be a whole number of at least 1"),

@@ -11,6 +11,7 @@ ADDED = {
     "dcl demo": "--images 100 --epochs 1 --seeds 1",
     "dcl demo --epochs 8 --seeds 5 --out my-demo": "--images 100 --epochs 1 --seeds 1",
     "dcl plan torchvision:resnet18 --only layer4.0.conv1 --measure": "--input-size 3,32,32",
+    "dcl plan torchvision:resnet18 --select faster --batch 16": "--input-size 3,32,32",
     "dcl run table1": f"--sets II-01 --models baseline,A2 --seeds 1 {TINY}",
     "dcl run table1 --sets II-01,III-10 --seeds 5": "--dry-run",
     "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --out runs/part": f"--seeds 1 {TINY}",

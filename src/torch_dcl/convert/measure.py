@@ -10,6 +10,7 @@ cast anew in each step.
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -168,8 +169,8 @@ def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call)
     for network in networks.values():
         _take_charge(network)
     x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
-    if norm is not None and x.shape[0] == 1:
-        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value
+    if norm is not None and math.prod(call.output_shape) == len(weight):
+        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value a channel
     if call.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     return networks, x.requires_grad_(call.needs_grad)
@@ -271,6 +272,7 @@ def _full(network: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) 
     inputs = [t for t in (x, *network.parameters()) if t.requires_grad]
     with torch.no_grad():
         grad = torch.randn_like(network(x))
+    torch.clear_autocast_cache()
 
     def step() -> None:
         _differentiate(called(x), inputs, grad)

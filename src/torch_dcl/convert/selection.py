@@ -42,7 +42,7 @@ def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None
         network_step(model, *inputs, "eager", choice.phase)()
     except Exception as error:
         remedy = (
-            'two inputs or more for batch norms, targets where it takes them, or phase = "infer"'
+            'two inputs or more (batch=) for batch norms, targets where it takes them, or phase = "infer"'
             if choice.phase == "train"
             else "an example that it runs on in eval mode"
         )
