@@ -315,6 +315,32 @@ def test_a_unit_has_the_input_and_the_gradients_that_it_has_in_the_network(clock
     assert [(tuple(x.shape), x.requires_grad) for x in inputs[::2]] == [((7, 256), False), ((7, 128), True)]
 
 
+@pytest.mark.parametrize("by_time", [False, True])
+def test_a_frozen_unit_is_timed_without_what_no_step_computes(clock, monkeypatch, by_time):
+    clock({128: 0.5, 96: 0.5, 64: 0.5})
+    trained, grad = [], torch.autograd.grad
+
+    def watched(output, inputs, *args, **kwargs):
+        trained.append(len(inputs))
+        return grad(output, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    model = net(128, 96, 64)
+    model.fc0.requires_grad_(False)
+    model.fc2.weight.requires_grad_(False)
+    if by_time:
+        dcl.plan(model, (256,), batch=4, ratio=0.1, select="faster")
+        trained = trained[1:-2]  # without a trial before, and the network
+    else:
+        dcl.plan(model, (256,), batch=4, ratio=0.1, measure=True)
+        trained = trained[:-2]
+    # Nothing of fc0. Weight and bias of fc1, whose DCL layer has three. The input of fc2 and its bias.
+    plain, converted, low_rank = [2, 2], [3, 2], [3, 2]
+    assert trained == [
+        n for units in zip(plain, converted, *([] if by_time else [low_rank]), strict=True) for n in units
+    ]
+
+
 def test_a_unit_keeps_its_batch_unless_a_batch_norm_would_see_one_value(clock, monkeypatch):
     clock({128: 0.5})
     inputs = []

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.rows import Comparison, Mode, Phase, Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
-from torch_dcl.convert.units import build, is_channels_last, kind_of, layer_weight, norm_settings
+from torch_dcl.convert.units import build, carry_flags, is_channels_last, kind_of, layer_weight, norm_settings
 from torch_dcl.fusion import ConceptFusion
 
 __all__ = [
@@ -161,11 +161,13 @@ def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call)
     """A unit, the DCL layer in its place and the low-rank layer of equal weights, with an input as the call had."""
     weight = layer_weight(module)
     plain = [copy.deepcopy(module)] + ([] if norm is None else [copy.deepcopy(norm)]) + [nn.ReLU()]
-    networks: dict[str, nn.Module] = {
-        "plain": nn.Sequential(*plain),
+    layers = {
         "dcl": build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm),
         "low_rank": build(module, widths=(row.low_rank_width,), eps=0.0, norm=norm),
     }
+    for layer in layers.values():
+        carry_flags(layer, module, norm)
+    networks: dict[str, nn.Module] = {"plain": nn.Sequential(*plain), **layers}
     for network in networks.values():
         _take_charge(network)
     x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
@@ -266,10 +268,13 @@ def _forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[],
 def _full(network: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> Callable[[], None]:
     """Forward and backward with a gradient that lies in memory as the output does, as it comes in a network.
 
-    That of a sum is one number seen from everywhere, which some layers read as it is and others copy first.
+    That of a sum is one number seen from everywhere, which some layers read as it is and others copy first. Where
+    nothing is trained, here and before, a training step has no backward.
     """
     called = run or network
     inputs = [t for t in (x, *network.parameters()) if t.requires_grad]
+    if not inputs:
+        return _forward(called, x)
     with torch.no_grad():
         grad = torch.randn_like(network(x))
     torch.clear_autocast_cache()
