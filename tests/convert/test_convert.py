@@ -409,7 +409,7 @@ def test_wrong_arguments_name_the_remedy():
         dcl.convert_(model, plan, init="random", calibration=[torch.zeros(1, 16, 8, 8)])
     with pytest.raises(TypeError, match="takes the network and then a Plan, got dict"):
         dcl.convert_(model, {}, init="random")
-    with pytest.raises(TypeError, match="got a Plan as the network"):
+    with pytest.raises(TypeError, match=r"takes a network, an nn.Module, first; got a Plan"):
         dcl.convert_(plan, model, init="random")
 
 

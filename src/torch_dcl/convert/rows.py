@@ -272,7 +272,7 @@ class Plan:
             raise ValueError(f"not a complete plan: {error!r}; write plans with Plan.to_json()") from error
 
     def table(self, width: int | None = None) -> str:
-        """The table as :func:`print` shows it.
+        """The table as ``print`` shows it.
 
         Args:
             width: Columns to fit it into: what does not fit is shortened or left out, the least important first. None
