@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_dcl.convert.assumption import TINY
 from torch_dcl.functional import fuse_branches
 
-__all__ = ["TINY", "Branches", "Rows", "Task", "relative_error", "solve"]
+__all__ = ["Branches", "Rows", "Task", "relative_error", "solve"]
 
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
@@ -24,7 +25,6 @@ SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may a
 NUDGE = 0.01  # how far branches that start alike are pushed apart
 STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
 MIN_STEPS, WORK = 64, 2**28  # fewer steps where all of them together would touch more than so many weights
-TINY = 1e-30
 
 Rows = tuple[Tensor, Tensor]
 """Features u and the pre-activations a that belong to them, row by row."""

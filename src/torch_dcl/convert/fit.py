@@ -6,10 +6,10 @@ rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the 
 - features: the principal components u of a, at unit variance;
 - branches: ``pre_t = u·Q_t·W_t + c_t``, fused as in section 3 of the paper, found by `torch_dcl.convert.branches`.
 
-a comes from calibration data, or is taken as normal. Half of its assumed covariance is what white inputs with a common
-offset give, as behind a ReLU; half is steeper, because training puts weights where the inputs are. A few hundred rows
-say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer they are (the
-share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004).
+a comes from calibration data, or is taken as normal, with the covariance of `torch_dcl.convert.assumption`. A few
+hundred rows say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer
+they are (the share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance
+matrices", 2004).
 """
 
 import math
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torch_dcl.convert.branches import TINY, Branches, Rows, Task, relative_error, solve
+from torch_dcl.convert.assumption import TINY, assume, decompose
+from torch_dcl.convert.branches import Branches, Rows, Task, relative_error, solve
 from torch_dcl.layers import _DCL
 
 __all__ = ["FitReport", "fit_"]
 
-OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
 MIN_SAMPLES = 8
 
 
@@ -135,47 +135,28 @@ def _pose(
     unit: _Unit, samples: Tensor | None, generator: torch.Generator, *, free: bool, scaled: bool
 ) -> tuple[Task, Rows, Rows]:
     """The task, rows to choose by, and rows for the report; the fit sees neither of the two."""
-    F = _assume(unit, scaled)
-    prior = (F @ F.t()).double()
+    basis, whiten = assume(unit.weight, unit.deviation, by_channel=scaled)
     if samples is None:
-        task = Task(*_features(prior), unit.mean, free, free and scaled)
+        # A mean that no inputs could give is moved to the nearest that some could.
+        centre = unit.constant + (unit.mean - unit.constant) @ whiten @ basis
+        task = Task(basis, whiten, centre, free, free and scaled)
         return task, task.rows(1024, generator), task.rows(2048, generator)
-    a = samples.to(F) * unit.gain + unit.offset
+    a = samples.to(basis) * unit.gain + unit.offset
     a = a[torch.randperm(len(a), generator=generator, device=a.device)]
     probe, held = min(len(a) // 8, 1024), min(len(a) // 4, 4096)
     fit = a[probe + held :]
     centre = fit.mean(0) if free else unit.constant
     x = (fit - centre).double()
     found = x.t() @ x / len(x)
+    prior = (basis.t() @ basis).double()
     strength = found.trace() / prior.trace().clamp(min=TINY)
     prior *= strength
     noise = (x.square().sum(1).square().mean() - found.square().sum()) / len(x)
     assumed = float((noise / (found - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
-    basis, whiten = _features((1 - assumed) * found + assumed * prior)
+    factor = strength.sqrt().float() * basis
+    basis, whiten = decompose((1 - assumed) * found + assumed * prior)
     choose, report, data = (((part - centre) @ whiten, part) for part in (a[:probe], a[probe : probe + held], fit))
-    return Task(basis, whiten, centre, free, free, data, assumed, strength.sqrt().float() * F.t()), choose, report
-
-
-def _assume(unit: _Unit, scaled: bool) -> Tensor:
-    """F of the assumed covariance F·Fᵀ of a."""
-    F = torch.cat((unit.weight, math.sqrt(OFFSET) * unit.weight.sum(1, keepdim=True)), 1)
-    G = F @ F.t()
-    F = torch.cat((F / F.norm().clamp(min=TINY), G / G.norm().clamp(min=TINY)), 1)
-    have, want = F.square().sum(1).sqrt(), unit.deviation
-    if not scaled:
-        have, want = have.norm(), want.norm()
-    F *= (want / have.clamp(min=TINY)).view(-1, 1)
-    return F
-
-
-def _features(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The maps from principal components of unit variance to a, and back."""
-    values, vectors = torch.linalg.eigh(moment)
-    values, vectors = values.flip(0), vectors.flip(1)
-    rank = max(1, int((values > max(1e-7 * float(values[0]), 1e-12)).sum()))
-    length = values[:rank].clamp(min=0).sqrt()
-    back = torch.where(length > 1e-6, 1 / length, 0.0)
-    return (vectors[:, :rank] * length).t().float(), (vectors[:, :rank] * back).float()
+    return Task(basis, whiten, centre, free, free, data, assumed, factor), choose, report
 
 
 def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
