@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, convert_, plan
 from torch_dcl.convert.assumption import assume
 from torch_dcl.convert.fit import fit_
 from torch_dcl.convert.samples import collect_samples
@@ -473,13 +473,116 @@ LAYER = {"layer": DCLLinear.like(PLAIN, width=4), "plain": PLAIN}
         ),
         ({"samples": torch.randn(64, 16)}, ValueError, r"samples must be \[N, 32\] .*, got \[64, 16\]"),
         ({"samples": torch.randn(7, 32)}, ValueError, r"N of at least 8, got \[7, 32\]; use more calibration data"),
-        ({"samples": torch.full((64, 32), math.nan)}, ValueError, "samples: not all values are finite"),
-        ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "weight: not all values are finite"),
+        ({"samples": torch.full((64, 32), math.nan)}, ValueError, "cannot be fitted: samples holds nan"),
+        ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "cannot be fitted: weight holds inf"),
+        ({"plain": linear(torch.full((32, 16), 1e31))}, ValueError, r"weight holds 1e\+31, .* values up to 1e\+30"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(arguments, kind, message):
     with pytest.raises(kind, match=message):
         fit_(**{**LAYER, **arguments})
+
+
+def spoiled(module, name, value):
+    getattr(module, name).data.view(-1)[5] = value
+    return module
+
+
+def conv_and_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 3), batch_norm(64), nn.ReLU()).eval()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (1, "weight", math.nan, "'1' cannot be fitted: weight holds nan"),
+        (1, "weight", -math.inf, "'1' cannot be fitted: weight holds -inf"),
+        (1, "bias", math.inf, "'1' cannot be fitted: bias holds inf"),
+        (1, "weight", -1e20, r"'1' cannot be fitted: weight holds 1e\+20 where the median is 0\.\d+, so that nothing"),
+        (1, "bias", 1e20, r"'1' cannot be fitted: bias holds 1e\+20 where the median"),
+        (2, "running_mean", math.nan, "'1' cannot be fitted: running_mean of the batch norm holds nan"),
+        (2, "running_var", math.inf, "'1' cannot be fitted: running_var of the batch norm holds inf"),
+        (
+            2,
+            "running_var",
+            -0.5,
+            "'1' cannot be fitted: running_var of the batch norm holds the negative variance -0.5",
+        ),
+        (2, "running_var", 1e30, r"running_var of the batch norm holds 1e\+15 where the median"),
+        (2, "weight", math.nan, "'1' cannot be fitted: weight of the batch norm holds nan"),
+        (2, "bias", 1e20, r"'1' cannot be fitted: bias of the batch norm holds 1e\+20"),
+    ],
+)
+def test_values_that_cannot_be_fitted_are_named_and_nothing_changes(place, name, value, message):
+    model = conv_and_norm()
+    planned = plan(model, (3, 12, 12), width=8).only("1")
+    spoiled(model[place], name, value)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        convert_(model, planned, init="fit")
+    assert type(model[1]) is nn.Conv2d
+    assert all(torch.equal(before[k].nan_to_num(9), v.nan_to_num(9)) for k, v in model.state_dict().items())
+
+
+def test_samples_that_are_not_finite_are_named():
+    model = conv_and_norm()
+    with pytest.raises(ValueError, match="'1' cannot be fitted: samples holds nan"):
+        convert_(
+            model,
+            plan(model, (3, 12, 12), width=8).only("1"),
+            init="fit",
+            calibration=[spoiled(nn.Linear(12, 12), "weight", math.nan).weight.detach().expand(4, 3, 12, 12)],
+        )
+
+
+@pytest.mark.parametrize("value", [-1e15, -1e9])
+def test_a_bias_that_switches_a_channel_off_is_fitted(value):
+    plain = spoiled(linear(matrix(64, 64), bias=0.1), "bias", value)
+    layer, without = (DCLLinear.like(plain, width=16) for _ in range(2))
+    error = fit_(layer, plain).error
+    assert error == pytest.approx(fit_(without, spoiled(plain, "bias", 0.0)).error, rel=0.1)
+    x = inputs(1024, 64)
+    assert distance(layer, spoiled(plain, "bias", value), x) == pytest.approx(distance(without, plain, x), rel=0.2)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_a_layer_whose_weights_are_all_huge_is_fitted_like_any_other(branches, calibrated):
+    plain, huge = (linear(matrix(48, 48), bias=0.1) for _ in range(2))
+    with torch.no_grad():
+        huge.weight.mul_(1e20)
+        huge.bias.mul_(1e20)
+    x = inputs(1024, 48)
+    errors = []
+    for each in (plain, huge):
+        layer = DCLLinear.like(each, branches=branches, width=12)
+        report = fit_(layer, each, None, outputs(each, rows=512) if calibrated else None)
+        errors.append((report.error, report.low_rank_error, distance(layer, each, x)))
+    assert errors[0] == pytest.approx(errors[1], rel=0.01)
+
+
+@pytest.fixture
+def default_float64():
+    """Call it to make float64 the default."""
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("branches", [2, 3])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_the_default_dtype_changes_nothing(dtype, branches, calibrated, default_float64):
+    models = [conv_and_norm().to(dtype) for _ in range(2)]
+    batches = [photos(16, 3, 12, 12).to(dtype)] if calibrated else None
+    fits = []
+    for model in models:
+        planned = plan(model, (3, 12, 12), branches=branches, width=8).only("1")
+        fits.append(convert_(model, planned, init="fit", calibration=batches).fits["1"])
+        default_float64()
+    assert fits[0] == fits[1]
+    expected, found = (model.state_dict() for model in models)
+    torch.testing.assert_close(found, expected)
 
 
 class Branching(nn.Module):

@@ -46,7 +46,7 @@ class Task(NamedTuple):
         """A batch to fit."""
         drawn, device = round(self.assumed * n), self.basis.device
         directions = len(self.basis if self.factor is None else self.factor)
-        noise = torch.randn(drawn, directions, generator=generator, device=device)
+        noise = torch.randn(drawn, directions, generator=generator, device=device, dtype=self.basis.dtype)
         if self.data is None or self.factor is None:
             return noise, torch.addmm(self.centre, noise, self.basis)
         deviation = noise @ self.factor
@@ -114,10 +114,10 @@ def _start(
     start = Branches([], [], [], groups)
     for own, M in zip(owned, widths, strict=True):
         # A column without a feature looks somewhere and says nothing. Branches that are alike need a nudge to part.
-        Q = torch.randn(rank, M, generator=generator, device=device) / math.sqrt(rank)
+        Q = torch.randn(rank, M, generator=generator, device=device, dtype=task.basis.dtype) / math.sqrt(rank)
         Q[:, : len(own)] *= NUDGE if len(own) == shared < rank and len(widths) > 1 else 0.0
         Q[own, range(len(own))] += 1
-        W = torch.zeros(M, task.basis.shape[1], device=device)
+        W = task.basis.new_zeros(M, task.basis.shape[1])
         W[: len(own)] = task.basis[own]
         W[shared : len(own)] *= len(groups[0])
         start.Q.append(Q)
