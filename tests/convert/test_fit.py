@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, convert_, plan
+from torch_dcl.convert.assumption import assume
 from torch_dcl.convert.fit import fit_
 from torch_dcl.convert.samples import collect_samples
 
@@ -190,6 +191,123 @@ def test_a_batch_norm_is_exact_in_eval_inside_the_branches_and_folded(arguments,
         assert distance(inside, plain, inputs(32, 16, 8, 8, seed=9), norm) == pytest.approx(report.error, rel=0.15)
 
 
+def photos(rows, channels, *size, seed=6):
+    """Inputs as a layer in a network sees them: not of zero mean, correlated between channels and positions."""
+    x = inputs(rows, channels, *size, seed=seed)
+    for axis in range(2, x.dim()):
+        x = x + x.roll(1, axis)
+    return torch.einsum("ij,nj...->ni...", matrix(channels, channels, power=0.7, seed=8), x) + 0.7
+
+
+def unit(plain, norm, *, measured, x):
+    """The trained unit with statistics of real inputs, or with some that no inputs have."""
+    with torch.no_grad():
+        for name, low, high in (("weight", 0.5, 1.5), ("bias", -0.5, 0.5), ("running_mean", -1, 1)):
+            getattr(norm, name).uniform_(low, high, generator=torch.Generator().manual_seed(12))
+        norm.running_var.uniform_(0.3, 3, generator=torch.Generator().manual_seed(13))
+        if measured:
+            norm.momentum = 1.0
+            norm(plain(x))
+    return plain, norm.eval()
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "plain", "norm", "width", "size"),
+    [
+        (DCLConv2d, nn.Conv2d(3, 64, 3), nn.BatchNorm2d, 64, (3, 8, 8)),
+        (DCLConv2d, nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d, 27, (3, 8, 8)),
+        (DCLConv2d, nn.Conv2d(16, 72, 1, bias=False), nn.BatchNorm2d, 16, (16, 5, 5)),
+        (DCLConv2d, nn.Conv2d(8, 24, 3, bias=False), nn.BatchNorm2d, 24, (8, 6, 6)),
+        (DCLConv1d, nn.Conv1d(1, 31, 3), nn.BatchNorm1d, 5, (1, 40)),
+        (DCLLinear, nn.Linear(12, 50), nn.BatchNorm1d, 12, (12,)),
+        (DCLLinear, linear(matrix(50, 20, rank=7)), nn.BatchNorm1d, 7, (20,)),
+        (DCLLinear, linear(matrix(60, 24, power=3.0)), nn.BatchNorm1d, 24, (24,)),
+    ],
+)
+def test_a_unit_that_one_branch_can_hold_is_reproduced_for_any_input(
+    kind, plain, norm, width, size, calibrated, measured
+):
+    x = photos(512, *size)
+    plain, norm = unit(plain, norm(len(plain.weight)), measured=measured, x=x)
+    samples = collect_samples(plain, {"it": plain}, [x])["it"] if calibrated else None
+    inside = kind.like(plain, branches=1, width=width, norm_layer=type(norm)).eval()
+    folded = kind.like(plain, branches=1, width=width, bias=True).eval()
+    other = 3 * photos(64, *size, seed=21) - 1
+    for layer in (inside, folded):
+        report = fit_(layer, plain, norm, samples)
+        assert report.error < 1e-10
+        assert distance(layer, plain, other, norm) < 1e-10  # squared: 1e-5 of the output
+
+
+def test_a_network_with_batch_norms_whose_units_one_branch_can_hold_stays_the_same():
+    torch.manual_seed(0)
+    channels = [3, 40, 24, 56]
+    convs = [nn.Conv2d(a, b, k, padding=k // 2) for a, b, k in zip(channels, channels[1:], (3, 3, 1), strict=False)]
+    norms = [nn.BatchNorm2d(c, momentum=None) for c in channels[1:]]
+    relus = [nn.ReLU() for _ in norms]
+    model = nn.Sequential(*(part for unit in zip(convs, norms, relus, strict=True) for part in unit), nn.Flatten())
+    with torch.no_grad():
+        for seed in range(3):
+            model(photos(64, 3, 10, 10, seed=seed))
+        x = photos(32, 3, 10, 10, seed=9)
+        expected = model.eval()(x)
+        assert expected.count_nonzero() > 0.2 * expected.numel()
+        for i, layer, norm in zip(range(0, 9, 3), convs, norms, strict=True):
+            width = min(layer.weight.shape[0], layer.weight[0].numel())
+            model[i] = DCLConv2d.like(layer, branches=1, width=width, norm_layer=nn.BatchNorm2d).eval()
+            assert fit_(model[i], layer, norm).error < 1e-10
+            model[i + 1] = model[i + 2] = nn.Identity()
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def folded_weight(plain, norm):
+    return nn.utils.fuse_conv_bn_eval(plain.eval(), norm).weight.detach().flatten(1)
+
+
+@pytest.mark.parametrize("plain", [nn.Conv2d(3, 64, 3), nn.Conv2d(16, 48, 3, bias=False)])
+def test_what_is_assumed_could_come_from_inputs_and_has_the_variances_of_the_norm(plain):
+    plain, norm = unit(
+        fill(plain), nn.BatchNorm2d(len(plain.weight)), measured=True, x=photos(512, *plain.weight[0].shape)
+    )
+    W = folded_weight(plain, norm)
+    basis, whiten = assume(W, norm.weight.detach().abs(), by_channel=True)
+    inside = basis.t() - W @ torch.linalg.lstsq(W.double(), basis.t().double()).solution.float()
+    assert inside.norm() < 1e-5 * basis.norm()
+    torch.testing.assert_close(basis.square().sum(0).sqrt(), norm.weight.detach(), rtol=0.1, atol=0)
+    torch.testing.assert_close(basis @ whiten, torch.eye(len(basis)), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("branches", "width"), [(1, 12), (2, 8)])
+@pytest.mark.parametrize("plain", [nn.Conv2d(3, 64, 3), nn.Conv2d(16, 48, 3, bias=False)])
+def test_the_reported_error_is_that_of_the_layer_on_inputs_as_assumed(plain, branches, width):
+    size = plain.weight[0].shape
+    plain, norm = unit(plain, nn.BatchNorm2d(len(plain.weight)), measured=True, x=photos(4096, *size))
+    layer = DCLConv2d.like(plain, branches=branches, width=width, norm_layer=nn.BatchNorm2d).eval()
+    report = fit_(layer, plain, norm)
+    basis, _ = assume(folded_weight(plain, norm), norm.weight.detach(), by_channel=True)
+    # Inputs that lead there, one for each position, around the mean.
+    back = torch.linalg.pinv(folded_weight(plain, norm).double()).t().float()
+    x = photos(4096, *size).mean(0) + (inputs(8192, len(basis)) @ basis @ back).view(-1, *size)
+    assert report.error > 0.05
+    assert report.error == pytest.approx(distance(layer, plain, x, norm), rel=0.03)
+
+
+@pytest.mark.parametrize(("branches", "width"), [(1, 16), (2, 12)])
+def test_the_statistics_of_a_norm_help_where_few_directions_of_the_weight_are_strong(branches, width):
+    plain, x = fill(nn.Conv2d(8, 64, 3, bias=False)), photos(512, 8, 8, 8)
+    plain, norm = unit(plain, nn.BatchNorm2d(64), measured=True, x=x)
+    told = DCLConv2d.like(plain, branches=branches, width=width, norm_layer=nn.BatchNorm2d).eval()
+    fit_(told, plain, norm)
+    # The same without statistics: the norm as part of a convolution.
+    fused = nn.utils.fuse_conv_bn_eval(plain.eval(), norm)
+    blind = DCLConv2d.like(fused, branches=branches, width=width)
+    fit_(blind, fused)
+    x = photos(64, 8, 8, 8, seed=22)
+    assert distance(told, plain, x, norm) < distance(blind, fused, x)
+
+
 def test_a_norm_in_the_branches_does_in_training_what_it_does_in_eval():
     plain, x = conv(), inputs(64, 16, 8, 8)
     norm = nn.BatchNorm2d(48, momentum=1.0)
@@ -355,13 +473,116 @@ LAYER = {"layer": DCLLinear.like(PLAIN, width=4), "plain": PLAIN}
         ),
         ({"samples": torch.randn(64, 16)}, ValueError, r"samples must be \[N, 32\] .*, got \[64, 16\]"),
         ({"samples": torch.randn(7, 32)}, ValueError, r"N of at least 8, got \[7, 32\]; use more calibration data"),
-        ({"samples": torch.full((64, 32), math.nan)}, ValueError, "samples: not all values are finite"),
-        ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "weight: not all values are finite"),
+        ({"samples": torch.full((64, 32), math.nan)}, ValueError, "cannot be fitted: samples holds nan"),
+        ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "cannot be fitted: weight holds inf"),
+        ({"plain": linear(torch.full((32, 16), 1e31))}, ValueError, r"weight holds 1e\+31, .* values up to 1e\+30"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(arguments, kind, message):
     with pytest.raises(kind, match=message):
         fit_(**{**LAYER, **arguments})
+
+
+def spoiled(module, name, value):
+    getattr(module, name).data.view(-1)[5] = value
+    return module
+
+
+def conv_and_norm():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 64, 3), batch_norm(64), nn.ReLU()).eval()
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (1, "weight", math.nan, "'1' cannot be fitted: weight holds nan"),
+        (1, "weight", -math.inf, "'1' cannot be fitted: weight holds -inf"),
+        (1, "bias", math.inf, "'1' cannot be fitted: bias holds inf"),
+        (1, "weight", -1e20, r"'1' cannot be fitted: weight holds 1e\+20 where the median is 0\.\d+, so that nothing"),
+        (1, "bias", 1e20, r"'1' cannot be fitted: bias holds 1e\+20 where the median"),
+        (2, "running_mean", math.nan, "'1' cannot be fitted: running_mean of the batch norm holds nan"),
+        (2, "running_var", math.inf, "'1' cannot be fitted: running_var of the batch norm holds inf"),
+        (
+            2,
+            "running_var",
+            -0.5,
+            "'1' cannot be fitted: running_var of the batch norm holds the negative variance -0.5",
+        ),
+        (2, "running_var", 1e30, r"running_var of the batch norm holds 1e\+15 where the median"),
+        (2, "weight", math.nan, "'1' cannot be fitted: weight of the batch norm holds nan"),
+        (2, "bias", 1e20, r"'1' cannot be fitted: bias of the batch norm holds 1e\+20"),
+    ],
+)
+def test_values_that_cannot_be_fitted_are_named_and_nothing_changes(place, name, value, message):
+    model = conv_and_norm()
+    planned = plan(model, (3, 12, 12), width=8).only("1")
+    spoiled(model[place], name, value)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        convert_(model, planned, init="fit")
+    assert type(model[1]) is nn.Conv2d
+    assert all(torch.equal(before[k].nan_to_num(9), v.nan_to_num(9)) for k, v in model.state_dict().items())
+
+
+def test_samples_that_are_not_finite_are_named():
+    model = conv_and_norm()
+    with pytest.raises(ValueError, match="'1' cannot be fitted: samples holds nan"):
+        convert_(
+            model,
+            plan(model, (3, 12, 12), width=8).only("1"),
+            init="fit",
+            calibration=[spoiled(nn.Linear(12, 12), "weight", math.nan).weight.detach().expand(4, 3, 12, 12)],
+        )
+
+
+@pytest.mark.parametrize("value", [-1e15, -1e9])
+def test_a_bias_that_switches_a_channel_off_is_fitted(value):
+    plain = spoiled(linear(matrix(64, 64), bias=0.1), "bias", value)
+    layer, without = (DCLLinear.like(plain, width=16) for _ in range(2))
+    error = fit_(layer, plain).error
+    assert error == pytest.approx(fit_(without, spoiled(plain, "bias", 0.0)).error, rel=0.1)
+    x = inputs(1024, 64)
+    assert distance(layer, spoiled(plain, "bias", value), x) == pytest.approx(distance(without, plain, x), rel=0.2)
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_a_layer_whose_weights_are_all_huge_is_fitted_like_any_other(branches, calibrated):
+    plain, huge = (linear(matrix(48, 48), bias=0.1) for _ in range(2))
+    with torch.no_grad():
+        huge.weight.mul_(1e20)
+        huge.bias.mul_(1e20)
+    x = inputs(1024, 48)
+    errors = []
+    for each in (plain, huge):
+        layer = DCLLinear.like(each, branches=branches, width=12)
+        report = fit_(layer, each, None, outputs(each, rows=512) if calibrated else None)
+        errors.append((report.error, report.low_rank_error, distance(layer, each, x)))
+    assert errors[0] == pytest.approx(errors[1], rel=0.01)
+
+
+@pytest.fixture
+def default_float64():
+    """Call it to make float64 the default."""
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("branches", [2, 3])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_the_default_dtype_changes_nothing(dtype, branches, calibrated, default_float64):
+    models = [conv_and_norm().to(dtype) for _ in range(2)]
+    batches = [photos(16, 3, 12, 12).to(dtype)] if calibrated else None
+    fits = []
+    for model in models:
+        planned = plan(model, (3, 12, 12), branches=branches, width=8).only("1")
+        fits.append(convert_(model, planned, init="fit", calibration=batches).fits["1"])
+        default_float64()
+    assert fits[0] == fits[1]
+    expected, found = (model.state_dict() for model in models)
+    torch.testing.assert_close(found, expected)
 
 
 class Branching(nn.Module):

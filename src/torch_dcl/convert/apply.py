@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, fit_
+from torch_dcl.convert.fit import FitReport, check_values, fit_
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
@@ -99,7 +99,7 @@ def convert_(
 
     Raises:
         ValueError: an argument out of its range, a plan that does not fit the network, a unit that cannot be
-            converted, or a network that would fail afterwards.
+            converted, values that cannot be fitted, or a network that would fail afterwards.
         TypeError: an argument of the wrong kind.
     """
     _check(model, plan, init, calibration, seed)
@@ -108,6 +108,9 @@ def convert_(
     samples = {}
     if calibration is not None and units:
         samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
+    if init == "fit":
+        for row, module, norm, _ in units:
+            check_values(module, norm, samples.get(row.name), name=repr(row.name))
     layers = [
         build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
         for row, module, norm, _ in units

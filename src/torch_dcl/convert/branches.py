@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_dcl.convert.assumption import TINY
 from torch_dcl.functional import fuse_branches
 
-__all__ = ["TINY", "Branches", "Rows", "Task", "relative_error", "solve"]
+__all__ = ["Branches", "Rows", "Task", "relative_error", "solve"]
 
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
@@ -24,7 +25,6 @@ SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may a
 NUDGE = 0.01  # how far branches that start alike are pushed apart
 STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
 MIN_STEPS, WORK = 64, 2**28  # fewer steps where all of them together would touch more than so many weights
-TINY = 1e-30
 
 Rows = tuple[Tensor, Tensor]
 """Features u and the pre-activations a that belong to them, row by row."""
@@ -46,7 +46,7 @@ class Task(NamedTuple):
         """A batch to fit."""
         drawn, device = round(self.assumed * n), self.basis.device
         directions = len(self.basis if self.factor is None else self.factor)
-        noise = torch.randn(drawn, directions, generator=generator, device=device)
+        noise = torch.randn(drawn, directions, generator=generator, device=device, dtype=self.basis.dtype)
         if self.data is None or self.factor is None:
             return noise, torch.addmm(self.centre, noise, self.basis)
         deviation = noise @ self.factor
@@ -114,10 +114,10 @@ def _start(
     start = Branches([], [], [], groups)
     for own, M in zip(owned, widths, strict=True):
         # A column without a feature looks somewhere and says nothing. Branches that are alike need a nudge to part.
-        Q = torch.randn(rank, M, generator=generator, device=device) / math.sqrt(rank)
+        Q = torch.randn(rank, M, generator=generator, device=device, dtype=task.basis.dtype) / math.sqrt(rank)
         Q[:, : len(own)] *= NUDGE if len(own) == shared < rank and len(widths) > 1 else 0.0
         Q[own, range(len(own))] += 1
-        W = torch.zeros(M, task.basis.shape[1], device=device)
+        W = task.basis.new_zeros(M, task.basis.shape[1])
         W[: len(own)] = task.basis[own]
         W[shared : len(own)] *= len(groups[0])
         start.Q.append(Q)

@@ -6,10 +6,10 @@ rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the 
 - features: the principal components u of a, at unit variance;
 - branches: ``pre_t = u·Q_t·W_t + c_t``, fused as in section 3 of the paper, found by `torch_dcl.convert.branches`.
 
-a comes from calibration data, or is taken as normal. Half of its assumed covariance is what white inputs with a common
-offset give, as behind a ReLU; half is steeper, because training puts weights where the inputs are. A few hundred rows
-say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer they are (the
-share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004).
+a comes from calibration data, or is taken as normal, with the covariance of `torch_dcl.convert.assumption`. A few
+hundred rows say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer
+they are (the share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance
+matrices", 2004).
 """
 
 import math
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from torch_dcl.convert.branches import TINY, Branches, Rows, Task, relative_error, solve
+from torch_dcl.convert.assumption import TINY, assume, decompose
+from torch_dcl.convert.branches import Branches, Rows, Task, relative_error, solve
 from torch_dcl.layers import _DCL
 
-__all__ = ["FitReport", "fit_"]
+__all__ = ["FitReport", "check_values", "fit_"]
 
-OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
 MIN_SAMPLES = 8
+BEYOND = 1e6  # how many times larger than the median, and than 1, a trained value may be
+LARGEST = 1e30  # and how large at all: sums of squares and products of branches have to stay finite
 
 
 class FitReport(NamedTuple):
@@ -135,47 +137,28 @@ def _pose(
     unit: _Unit, samples: Tensor | None, generator: torch.Generator, *, free: bool, scaled: bool
 ) -> tuple[Task, Rows, Rows]:
     """The task, rows to choose by, and rows for the report; the fit sees neither of the two."""
-    F = _assume(unit, scaled)
-    prior = (F @ F.t()).double()
+    basis, whiten = assume(unit.weight, unit.deviation, by_channel=scaled)
     if samples is None:
-        task = Task(*_features(prior), unit.mean, free, free and scaled)
+        # A mean that no inputs could give is moved to the nearest that some could.
+        centre = unit.constant + (unit.mean - unit.constant) @ whiten @ basis
+        task = Task(basis, whiten, centre, free, free and scaled)
         return task, task.rows(1024, generator), task.rows(2048, generator)
-    a = samples.to(F) * unit.gain + unit.offset
+    a = samples.to(basis) * unit.gain + unit.offset
     a = a[torch.randperm(len(a), generator=generator, device=a.device)]
     probe, held = min(len(a) // 8, 1024), min(len(a) // 4, 4096)
     fit = a[probe + held :]
     centre = fit.mean(0) if free else unit.constant
     x = (fit - centre).double()
     found = x.t() @ x / len(x)
+    prior = (basis.t() @ basis).double()
     strength = found.trace() / prior.trace().clamp(min=TINY)
     prior *= strength
     noise = (x.square().sum(1).square().mean() - found.square().sum()) / len(x)
     assumed = float((noise / (found - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
-    basis, whiten = _features((1 - assumed) * found + assumed * prior)
+    factor = strength.sqrt().float() * basis
+    basis, whiten = decompose((1 - assumed) * found + assumed * prior)
     choose, report, data = (((part - centre) @ whiten, part) for part in (a[:probe], a[probe : probe + held], fit))
-    return Task(basis, whiten, centre, free, free, data, assumed, strength.sqrt().float() * F.t()), choose, report
-
-
-def _assume(unit: _Unit, scaled: bool) -> Tensor:
-    """F of the assumed covariance F·Fᵀ of a."""
-    F = torch.cat((unit.weight, math.sqrt(OFFSET) * unit.weight.sum(1, keepdim=True)), 1)
-    G = F @ F.t()
-    F = torch.cat((F / F.norm().clamp(min=TINY), G / G.norm().clamp(min=TINY)), 1)
-    have, want = F.square().sum(1).sqrt(), unit.deviation
-    if not scaled:
-        have, want = have.norm(), want.norm()
-    F *= (want / have.clamp(min=TINY)).view(-1, 1)
-    return F
-
-
-def _features(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """The maps from principal components of unit variance to a, and back."""
-    values, vectors = torch.linalg.eigh(moment)
-    values, vectors = values.flip(0), vectors.flip(1)
-    rank = max(1, int((values > max(1e-7 * float(values[0]), 1e-12)).sum()))
-    length = values[:rank].clamp(min=0).sqrt()
-    back = torch.where(length > 1e-6, 1 / length, 0.0)
-    return (vectors[:, :rank] * length).t().float(), (vectors[:, :rank] * back).float()
+    return Task(basis, whiten, centre, free, free, data, assumed, factor), choose, report
 
 
 def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
@@ -185,22 +168,26 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
     for t in range(fusion.branches):
         rows = slice(sum(fusion.widths[:t]), sum(fusion.widths[: t + 1]))
         theta, weight = layer.branch.weight[rows], fusion.weight[rows]
-        Q, W = branches.Q[t], unit.scale * branches.W[t]
+        Q, W, root = branches.Q[t], branches.W[t], math.sqrt(unit.scale)
         P = task.whiten @ Q
         filters = P.t() @ unit.weight
         # Rows of equal length. A filter of zeros could not learn: it stays as it was drawn, without a say.
         long, wide = filters.norm(dim=1, keepdim=True), W.norm(dim=1, keepdim=True)
         ratio = torch.where((long > 0) & (wide > 0), (wide / long.clamp(min=TINY)).sqrt(), 1.0)
-        theta.copy_(torch.where(long > 0, filters * ratio, theta.flatten(1).to(filters)).view(theta.shape))
-        weight.copy_(torch.where(long > 0, W / ratio, 0.0))
+        theta.copy_(torch.where(long > 0, filters * ratio * root, theta.flatten(1).to(filters)).view(theta.shape))
+        weight.copy_(torch.where(long > 0, W / ratio * root, 0.0))
         mean = (task.centre - unit.constant) @ P @ W
-        constant = unit.scale * branches.c[t] - mean if task.free else torch.zeros_like(mean)
+        constant = branches.c[t] - mean if task.free else torch.zeros_like(mean)
         if fusion.norm is not None:
             seen = Q if task.data is None else task.data[0] @ Q / math.sqrt(len(task.data[0]))
-            _settle(fusion.norm[t], mean, (seen @ W).square().sum(0), constant)  # type: ignore[arg-type]
+            statistics = (unit.scale * mean, unit.scale**2 * (seen @ W).double().square().sum(0))
+            _settle(fusion.norm[t], *statistics, unit.scale * constant)  # type: ignore[arg-type]
             constant = torch.zeros_like(constant)
         if fusion.bias is not None:
-            fusion.bias[t].copy_(constant)
+            fusion.bias[t].copy_(unit.scale * constant)
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"the fitted {name} leaves the range of {tensor.dtype}; convert the network in float32")
 
 
 def _settle(norm: _BatchNorm, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
@@ -240,7 +227,49 @@ def _check(
     if samples is not None and (samples.dim() != 2 or samples.shape[1] != K2 or len(samples) < MIN_SAMPLES):
         need = f"[N, {K2}] with N of at least {MIN_SAMPLES}"
         raise ValueError(f"samples must be {need}, got {list(samples.shape)}; use more calibration data of this layer")
-    for what, tensor in (("weight", plain.weight), ("bias", plain.bias), ("samples", samples)):
-        if tensor is not None and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{what}: not all values are finite, so there is nothing to fit; check the network")
+    check_values(plain, norm, samples)
     return plain, norm  # type: ignore[return-value]
+
+
+def check_values(
+    plain: nn.Module, norm: nn.Module | None = None, samples: Tensor | None = None, *, name: str = "the layer"
+) -> None:
+    """Refuse a unit whose values no fit can start from.
+
+    Args:
+        plain: The trained linear or convolutional layer.
+        norm: The batch norm behind it.
+        samples: Outputs of ``plain``.
+        name: How to call the layer in an error.
+
+    Raises:
+        ValueError: a value that is not finite, a negative variance, or one value so far beyond the others that nothing
+            else would be seen.
+    """
+    tensors = {part: getattr(plain, part, None) for part in ("weight", "bias")}
+    parts = ("weight", "bias", "running_mean", "running_var")
+    tensors |= {f"{part} of the batch norm": getattr(norm, part, None) for part in parts}
+    for what, tensor in {**tensors, "samples": samples}.items():
+        if tensor is not None and tensor.numel() and (trouble := _trouble(what, tensor.detach())):
+            raise ValueError(f"{name} cannot be fitted: {what} {trouble}; check the network")
+
+
+def _trouble(what: str, tensor: Tensor) -> str:
+    """What is wrong with the values of a tensor; empty if nothing is."""
+    low, high = (float(end) for end in tensor.aminmax())  # both are NaN where one value is
+    if not math.isfinite(low + high):
+        return f"holds {low if math.isfinite(high) else high}"
+    if what.startswith("running_var"):
+        if low < 0:
+            return f"holds the negative variance {low:.3g}"
+        tensor, high = tensor.sqrt(), math.sqrt(high)
+    if what.startswith("bias"):
+        tensor, low = tensor.clamp(min=0), 0.0  # far below zero it only switches a channel off
+    largest = max(-low, high)
+    if largest > LARGEST:
+        return f"holds {largest:.3g}, and a fit can start from values up to {LARGEST:g}"
+    if largest > BEYOND and what != "samples":
+        median = float(tensor[tensor != 0].abs().median())
+        if largest > BEYOND * median:
+            return f"holds {largest:.3g} where the median is {median:.3g}, so that nothing else would count"
+    return ""

@@ -43,7 +43,7 @@ def collect_samples(
             spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
             size = math.prod(spots.shape[:-1])
             # Every row draws a number. The rows with the largest stay, so that each is as likely as any other.
-            number, pick = torch.rand(size, generator=generator).topk(min(limit, size))
+            number, pick = torch.rand(size, generator=generator, dtype=torch.float32).topk(min(limit, size))
             rows = spots[torch.unravel_index(pick.to(spots.device), spots.shape[:-1])].float()
             if name in kept:
                 number, rows = torch.cat((kept[name][0], number)), torch.cat((kept[name][1], rows))

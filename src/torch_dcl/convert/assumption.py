@@ -1,0 +1,101 @@
+"""What the outputs of a layer look like when no data show them: their principal components.
+
+Half of the assumed covariance is what white inputs with a common offset give, as behind a ReLU. Half is steeper,
+because training puts weights where the inputs are. A batch norm also knows the variance of every channel. The inputs
+are then assumed to be as close to the first guess as these variances allow, by the Kullback-Leibler divergence. So the
+outputs stay in the column space of the weight. Scaling each channel to its variance would leave that space, and a fit
+to such outputs does not hold for any input.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["TINY", "Components", "assume", "decompose"]
+
+OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
+DOUBT = 0.05  # how far a known variance may be missed, in units of itself, before it outweighs the first guess
+NEWTON_STEPS = 30
+TINY = 1e-30
+
+Components = tuple[Tensor, Tensor]
+"""The maps from principal components of unit variance to a, ``[R, K2]``, and back, ``[K2, R]``."""
+
+
+def assume(weight: Tensor, deviation: Tensor, *, by_channel: bool) -> Components:
+    """The principal components of ``weight·x`` for unknown x.
+
+    Args:
+        weight: ``[K2, K1·kernel]``.
+        deviation: ``[K2]``, the standard deviations of the outputs.
+        by_channel: Whether each of them is known. If not, only their total counts.
+    """
+    wide = weight.double()
+    F = torch.cat((wide, math.sqrt(OFFSET) * wide.sum(1, keepdim=True)), 1)
+    frame = None
+    if F.shape[1] < F.shape[0]:
+        frame, F = torch.linalg.qr(F)
+    values, vectors = _eigen(F @ F.t())
+    vectors = vectors if frame is None else frame @ vectors
+    values = values / values.sum().clamp(min=TINY) + values.square() / values.square().sum().clamp(min=TINY)
+    variance = deviation.double().square()
+    values *= variance.sum() / values.sum().clamp(min=TINY)
+    if by_channel:
+        values, turn = _eigen(_match(values.sqrt(), vectors, variance))
+        vectors = vectors @ turn
+    return _scale(values, vectors)
+
+
+def decompose(moment: Tensor) -> Components:
+    """The principal components of outputs with this covariance."""
+    return _scale(*_eigen(moment))
+
+
+def _eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues in descending order and eigenvectors, as many as the precision of ``moment`` can tell from zero."""
+    values, vectors = torch.linalg.eigh(moment)
+    values, vectors = values.flip(0), vectors.flip(1)
+    rank = max(1, int((values > 1e-12 * values[0]).sum()))
+    return values[:rank].clamp(min=0), vectors[:, :rank]
+
+
+def _scale(values: Tensor, vectors: Tensor) -> Components:
+    length = values.sqrt()
+    back = torch.where(length > 1e-6, 1 / length, 0.0)
+    return (vectors * length).t().float(), (vectors * back).float()
+
+
+def _match(length: Tensor, vectors: Tensor, variance: Tensor) -> Tensor:
+    """A covariance in the frame of ``vectors``, near ``diag(length²)``, whose channels have about this ``variance``.
+
+    The covariance C of least divergence from C0 with given variances is ``(C0⁻¹ + diag(λ))⁻¹``. λ minimises a convex
+    function, here by Newton's method, with a square penalty on λ for variances that no inputs could give.
+    """
+    unit = (variance + 1e-3 * variance.mean()).clamp(min=TINY)
+    variance, L = variance / unit, vectors * length / unit.sqrt()[:, None]
+    eye = torch.eye(len(length), dtype=L.dtype, device=L.device)
+
+    def evaluate(at: Tensor) -> tuple[float, Tensor]:
+        root, failed = torch.linalg.cholesky_ex(eye + L.t() @ (at[:, None] * L))
+        value = at @ variance + DOUBT * at.square().sum() / 2 - 2 * root.diagonal().log().sum()
+        return math.inf if int(failed) else float(value), root
+
+    at = torch.zeros_like(variance)
+    value, root = evaluate(at)
+    for _ in range(NEWTON_STEPS):
+        half = torch.linalg.solve_triangular(root, L.t(), upper=False)
+        C = half.t() @ half
+        slope = variance - C.diagonal() + DOUBT * at
+        curvature = C.square_()
+        curvature.diagonal().add_(DOUBT)
+        step = torch.linalg.solve(curvature, slope)
+        gain, share = float(slope @ step), 1.0
+        if gain < 1e-6 * len(variance):
+            break
+        while (found := evaluate(at - share * step))[0] > value - 0.1 * share * gain and share > 1e-6:
+            share /= 2
+        at, (value, root) = at - share * step, found
+    half = torch.linalg.solve_triangular(root, length.diag(), upper=False)
+    matched: Tensor = half.t() @ half
+    return matched
