@@ -1,4 +1,4 @@
-"""ε in the state dict: every way to save and load a network gives the network that was saved."""
+"""ε in the state dict: every way to save and load a network gives the network that was saved; and norms as found."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim.swa_utils import AveragedModel
 
 import torch_dcl as dcl
-from torch_dcl import DCLConv2d, DCLLinear
+from torch_dcl import DCLConv2d, DCLLinear, fusion
 
 EPS = "fusion._extra_state"
 
@@ -140,3 +140,17 @@ def test_which_epsilon_is_valid_depends_on_how_many_branches_are_fused():
     pairs = DCLLinear(4, 8, branches=3, strategy="stochastic")
     pairs.load_state_dict({**pairs.state_dict(), EPS: torch.tensor(0.02, dtype=torch.float64)})
     assert pairs.eps == 0.02
+
+
+def test_the_norms_of_a_replica_are_those_that_data_parallelism_gave_it():
+    layer = DCLConv2d(3, 8, 3, width=4, norm_layer=nn.BatchNorm2d)
+    replicas = []
+    for norm in layer.fusion.norm:
+        replica = norm._replicate_for_data_parallel()  # without parameters: they are set as plain attributes
+        for name in ("weight", "bias"):
+            setattr(replica, name, getattr(norm, name).detach() + 1)
+        replicas.append(replica)
+    found = fusion._batch_norms(replicas)
+    assert found is not None
+    assert [float(gamma[0]) for gamma in found.gammas] == [float(norm.weight[0]) + 1 for norm in layer.fusion.norm]
+    assert all(mean is norm.running_mean for mean, norm in zip(found.means, layer.fusion.norm, strict=True))

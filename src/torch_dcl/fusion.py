@@ -337,14 +337,13 @@ def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
             return None
         if norm.track_running_stats != first.track_running_stats:
             return None
-        parameters, buffers = norm._parameters, norm._buffers
         if norm._modules:  # parametrized
             return None
-        gammas.append(parameters["weight"])
-        betas.append(parameters["bias"])
-        means.append(buffers["running_mean"])
-        variances.append(buffers["running_var"])
-        counts.append(buffers["num_batches_tracked"])
+        gammas.append(norm.weight)
+        betas.append(norm.bias)
+        means.append(norm.running_mean)
+        variances.append(norm.running_var)
+        counts.append(norm.num_batches_tracked)
     if isinstance(first, nn.SyncBatchNorm) and first.training and _is_distributed():
         return None  # it exchanges its statistics with other processes
     fixed = not first.training and means[0] is not None
