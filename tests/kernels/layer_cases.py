@@ -628,6 +628,69 @@ def too_large(errors, tolerance):
     }
 
 
+def changes_case(norm, device, dtype):
+    """What is decided once and kept is decided anew when anything changes that it depends on."""
+    torch.manual_seed(0)
+    layer = DCLConv2d(6, 20, 3, padding=1, width=8, norm_layer=norm, bias=norm is None).to(device, dtype)
+    last, x = torch.channels_last, torch.randn(4, 6, 5, 7).to(device, dtype)
+    other = torch.float16 if dtype == torch.float32 else torch.float32
+    errors = {}
+
+    def look(name, given, *, model=layer, half=None, learn=True):
+        """Compare output, gradients and buffers with those of a copy without kernels."""
+        copy, found = deepcopy(model), []
+        for each, off in ((model, False), (copy, True)):
+            own = given.detach().clone(memory_format=torch.preserve_format).requires_grad_(learn)
+            cast = torch.autocast(device, half or torch.bfloat16, enabled=half is not None)
+            with dispatch.disabled() if off else contextlib.nullcontext(), torch.set_grad_enabled(learn), cast:
+                z = each(own)
+            parameters = [p for p in each.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(z.float().square().sum(), [own, *parameters]) if learn else ()
+            found.append([z, *grads, *(b for b in each.buffers() if b.is_floating_point())])
+        worst = max(relative(a, b) for a, b in zip(*found, strict=True))
+        in_half = half is not None or given.dtype != torch.float32
+        errors[name] = worst / 2000 if in_half else worst  # two roundings of a half type, a tenth at the most
+
+    look("as it is", x)
+    look("another batch", x[:2])
+    look("another size", x[..., :4, :5].contiguous())
+    look("channels_last", x.to(memory_format=last))
+    layer.to(memory_format=last)
+    look("filters in channels_last", x.to(memory_format=last))
+    look("a view with gaps", torch.cat([x, x], 3).to(memory_format=last)[..., ::2])
+    look("no gradients", x, learn=False)
+    look("autocast", x.float(), half=torch.float16, model=deepcopy(layer).float())
+    layer.eval()
+    look("evaluation", x)
+    layer.train()
+    look("training again", x)
+    look("a copy", x, model=deepcopy(layer))
+    layer.load_state_dict({name: value * 1 for name, value in deepcopy(layer).double().state_dict().items()})
+    look("a loaded state", x)
+    layer.fusion.weight.data.mul_(-0.5)  # leaves no trace
+    look("weights changed in place", x)
+    layer.fusion.weight.requires_grad_(False)
+    look("a frozen weight", x)
+    layer.fusion.weight.requires_grad_()
+    layer.branch.stride = (2, 2)
+    look("another stride", x)
+    layer.branch.stride = (1, 1)
+    twice = nn.Sequential(layer, nn.Conv2d(20, 6, 1).to(device, dtype), layer)
+    look("a shared layer", x, model=twice)
+    look("another type", x.to(other), model=deepcopy(layer).to(other))
+    handle = layer.branch.register_forward_hook(lambda _, __, y: 2 * y)
+    look("a hook", x)
+    handle.remove()
+    nn.utils.parametrizations.weight_norm(layer.branch)
+    look("a parametrized branch", x)
+    look("of another", x[:1], model=nn.Sequential(layer, nn.ReLU()))
+    return errors
+
+
+CASES["changes between calls"] = functools.partial(changes_case, None)
+CASES["changes between calls, batch norm"] = functools.partial(changes_case, nn.BatchNorm2d)
+
+
 def outcome(case, *given):
     """The errors of a case; one that fails is its error, so that it does not hide the others."""
     try:
