@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim.swa_utils import AveragedModel
 
 import torch_dcl as dcl
-from torch_dcl import DCLConv2d, DCLLinear, fusion
+from torch_dcl import DCLConv2d, DCLLinear, norms
 
 EPS = "fusion._extra_state"
 
@@ -150,7 +150,7 @@ def test_the_norms_of_a_replica_are_those_that_data_parallelism_gave_it():
         for name in ("weight", "bias"):
             setattr(replica, name, getattr(norm, name).detach() + 1)
         replicas.append(replica)
-    found = fusion._batch_norms(replicas)
+    found = norms.batch_norms(replicas)
     assert found is not None
     assert [float(gamma[0]) for gamma in found.gammas] == [float(norm.weight[0]) + 1 for norm in layer.fusion.norm]
     assert all(mean is norm.running_mean for mean, norm in zip(found.means, layer.fusion.norm, strict=True))

@@ -12,7 +12,7 @@ import torch_dcl
 
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
-    "files", "functional", "kernels", "fusion", "layers", "stochastic",
+    "files", "functional", "kernels", "norms", "fusion", "layers", "stochastic",
     "convert", "models", "data", "training", "experiments", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [

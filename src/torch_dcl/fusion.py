@@ -9,12 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.functional import check_eps, draw_pair
 from torch_dcl.kernels import dispatch
-from torch_dcl.kernels.dispatch import Norms, Stage, fuse_branches, fuse_pairs, project_and_fuse
+from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, project_and_fuse
+from torch_dcl.norms import batch_norms
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -260,7 +259,7 @@ class ConceptFusion(nn.Module):
         if stochastic and self.training:
             weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
         norms = None
-        if self.norm is not None and (norms := _batch_norms(list(self.norm))) is None:
+        if self.norm is not None and (norms := batch_norms(list(self.norm))) is None:
             return None
         pairs = stochastic and not self.training
         return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norms, pairs=pairs)
@@ -318,62 +317,6 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
     for t, response in enumerate(responses[1:], 1):
         picked = torch.where(index == t, response, picked)
     return picked
-
-
-def _batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
-    """Batch norms as what they compute; None where they are not plain ones, or not alike."""
-    first = norms[0]
-    if not isinstance(first, _BatchNorm):
-        return None
-    gammas: list[Tensor | None] = []
-    betas: list[Tensor | None] = []
-    means: list[Tensor | None] = []
-    variances: list[Tensor | None] = []
-    counts: list[Tensor | None] = []
-    for norm in norms:
-        if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
-            return None
-        if norm.training != first.training or norm.eps != first.eps or norm.momentum != first.momentum:
-            return None
-        if norm.track_running_stats != first.track_running_stats:
-            return None
-        if norm._modules:  # parametrized
-            return None
-        gammas.append(norm.weight)
-        betas.append(norm.bias)
-        means.append(norm.running_mean)
-        variances.append(norm.running_var)
-        counts.append(norm.num_batches_tracked)
-    if isinstance(first, nn.SyncBatchNorm) and first.training and _is_distributed():
-        return None  # it exchanges its statistics with other processes
-    fixed = not first.training and means[0] is not None
-    if not fixed and not (first.training and first.track_running_stats):
-        means = variances = counts = []
-    groups: list[list[Any]] = []
-    for group in (gammas, betas, means, variances, counts):
-        missing = [t is None for t in group]
-        if any(missing):
-            if not all(missing) or group is means or group is variances or (group is counts and not fixed):
-                return None
-            group = []  # noqa: PLW2901
-        groups.append(group)
-    return Norms(groups[0], groups[1], groups[2], groups[3], groups[4], first.eps, first.momentum, fixed)
-
-
-_PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def _is_distributed() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def called_plainly(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    own = module.__dict__
-    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    replaced = "forward" in own or own.get("_compiled_call_impl") is not None
-    return not (hooked or replaced or _has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def check_factory(name: str, factory: object, example: str) -> None:

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, called_plainly, check_factory, reset
+from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
 from torch_dcl.kernels.dispatch import Stage, fits, fuse_branches, fuse_pairs, linear, may_run, turn, turns
+from torch_dcl.norms import called_plainly
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
