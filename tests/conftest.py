@@ -44,3 +44,10 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], contextlib.Abs
                 yield
 
     return killed
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch):
+    """Tests print to no terminal: the workers of pytest-xdist say that they have one of 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
