@@ -255,7 +255,7 @@ def long_table(
 
     weights = width >= 92
     made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}\n(95 % CI)", "weights")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
     for name in names if weights else names[:-1]:
         made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
     for name in table.sets:
