@@ -7,7 +7,7 @@ Images are random bytes of CIFAR's size: speed does not depend on what they show
 of Table 2 (`torch_dcl.experiments.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order,
 crops and mirrorings drawn on the device, forward, loss, backward, SGD.
 
-- fleet: `torch_dcl.training.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
+- fleet: `torch_dcl.fleet.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
   the images.
 - abreast: the fleets of all columns at the same time, as `dcl run table2` trains them.
 - loader: torchvision's transforms on PIL images in worker processes of a DataLoader, one network in eager torch with
@@ -43,7 +43,7 @@ from torch_dcl.experiments.natural.recipes import COLUMNS, NETWORKS, build, netw
 from torch_dcl.experiments.natural.sets import NaturalConfig
 from torch_dcl.experiments.recipes.table2 import make_fleet
 from torch_dcl.stochastic import advance_branches_
-from torch_dcl.training import Fleet, train_abreast
+from torch_dcl.fleet import Fleet, train_abreast
 
 FIELDS = [
     "column", "method", "networks", "batch", "precision", "stacked", "compile", "streams",

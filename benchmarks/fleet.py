@@ -6,7 +6,7 @@ Every contender trains DCL-A2 with 1000 classes on MNIST-III-10 as it is written
 batch from uint8 images on the GPU, forward with dropout, loss, backward, SGD with momentum and weight decay. Products
 are in the same precision for all, weights in float32.
 
-- fleet: `torch_dcl.training.Fleet`, as a user gets it.
+- fleet: `torch_dcl.fleet.Fleet`, as a user gets it.
 - plain: one network after another, eager torch, autocast.
 - cuda-graph: the same, each step captured and replayed.
 - vmap: `torch.func.vmap` over stacked weights under `torch.compile`.
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch_dcl import convert_
 from torch_dcl.data.digits import generate
 from torch_dcl.models import lenet, variant_plan
-from torch_dcl.training import Fleet, Member, Schedule
+from torch_dcl.fleet import Fleet, Member, Schedule
 
 COLUMNS = [
     "method", "networks", "batch", "classes", "variant", "precision", "images_per_s", "ratio_to_plain",

@@ -68,7 +68,7 @@ nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|contextlib|w
 nitpick_ignore = [("py:class", name) for name in ("torch.Tensor", "Tensor", "Path", "Any", "RenderableType")]
 nitpick_ignore += [("py:class", "torch_dcl.experiments.protocol.C")]  # a type variable
 
-ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".training", ".models", ".experiments", ".kernels")
+ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".fleet", ".models", ".experiments", ".kernels")
 
 
 def public_names() -> dict[str, str]:

@@ -27,7 +27,7 @@ def same_random_numbers() -> None:
 @pytest.fixture
 def killed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], contextlib.AbstractContextManager[None]]:
     """A block in which fleets are stopped, from outside, before a step."""
-    from torch_dcl.training import Fleet
+    from torch_dcl.fleet import Fleet
 
     @contextlib.contextmanager
     def killed(step: int) -> Iterator[None]:

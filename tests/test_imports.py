@@ -13,7 +13,7 @@ import torch_dcl
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
     "files", "functional", "kernels", "norms", "fusion", "layers", "stochastic",
-    "convert", "models", "data", "training", "experiments", "paper", "cli",
+    "convert", "models", "data", "fleet", "training", "experiments", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
@@ -46,8 +46,8 @@ print(json.dumps([bare, sorted(sys.modules)]))
 def test_a_name_that_is_not_there_is_said_so():
     with pytest.raises(AttributeError, match="module 'torch_dcl' has no attribute 'DCLLiner'"):
         _ = torch_dcl.DCLLiner
-    assert {"DCLLinear", "plan", "models", "training"} <= set(dir(torch_dcl))
-    assert torch_dcl.training.Fleet.__name__ == "Fleet"
+    assert {"DCLLinear", "plan", "models", "fleet"} <= set(dir(torch_dcl))
+    assert torch_dcl.fleet.Fleet.__name__ == "Fleet"
 
 
 def test_the_import_changes_no_setting_of_torch():
@@ -119,27 +119,28 @@ def test_the_check_of_the_rooms_sees_every_way_to_import(tmp_path, monkeypatch):
     folder.mkdir()
     path = folder / "example.py"
     path.write_text(
-        "import torch\nimport torch_dcl.cli\nfrom torch_dcl.paper import tables\nfrom torch_dcl import training\n"
+        "import torch\nimport torch_dcl.cli\nfrom torch_dcl.paper import tables\nfrom torch_dcl import fleet\n"
         "from . import lenet\nfrom .. import data\nfrom ..convert.plan import Plan\n"
         "def late():\n    from torch_dcl import cli\n"
     )
     assert sorted(imported_rooms(path)) == [
-        (2, "cli"), (3, "paper"), (4, "training"), (5, "models"), (6, "data"), (7, "convert"), (9, "cli"),
+        (2, "cli"), (3, "paper"), (4, "fleet"), (5, "models"), (6, "data"), (7, "convert"), (9, "cli"),
     ]  # fmt: skip
 
 
-def test_the_former_name_of_a_room_still_imports_and_says_the_new_one():
+def test_the_former_names_of_rooms_still_import_and_say_the_new_ones():
     program = """
 import json, sys, warnings
 sys.path[:0] = {path}
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from torch_dcl.paper import TABLE1, Table
-from torch_dcl import experiments
+    from torch_dcl.training import Fleet, Member
+from torch_dcl import experiments, fleet
 told = [str(w.message) for w in caught if w.category is DeprecationWarning and "torch_dcl" in str(w.message)]
-print(json.dumps([told, Table is experiments.Table, TABLE1 is experiments.TABLE1]))
+same = [Table is experiments.Table, TABLE1 is experiments.TABLE1, Fleet is fleet.Fleet, Member is fleet.Member]
+print(json.dumps([told, *same]))
 """
     told, *same = in_a_new_interpreter(program.format(path=[str(PACKAGE.parent)]))
-    assert len(told) == 1
-    assert "torch_dcl.experiments" in told[0]
-    assert same == [True, True]
+    assert [new in message for new, message in zip(("experiments", "fleet"), told, strict=True)] == [True, True]
+    assert same == [True] * 4

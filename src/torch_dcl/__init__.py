@@ -37,7 +37,7 @@ _HOME = {
     "layers": ("DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear"),
     "stochastic": ("advance_branches_", "follow_optimizer", "seed_branches_"),
 }
-_ROOMS = (*_HOME, "data", "files", "fusion", "kernels", "models", "experiments", "paper", "training")
+_ROOMS = (*_HOME, "data", "files", "fusion", "kernels", "models", "experiments", "fleet", "paper", "training")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1
 from torch_dcl.experiments.table import Cell, Table
 from torch_dcl.experiments.table1 import run_table1
-from torch_dcl.training import Schedule
+from torch_dcl.fleet import Schedule
 
 MNIST = read_mnist(None)
 TINY = Settings(Schedule(2), batch=50)

@@ -16,7 +16,7 @@ CALIBRATION = ("run", "calibration", "--sets", "II-01", "--set", "start=0.5,1", 
 @pytest.fixture
 def epochs(monkeypatch):
     """The epochs that are trained, as networks, sizes and losses; `epochs.then` is called behind each."""
-    from torch_dcl.training import Fleet
+    from torch_dcl.fleet import Fleet
 
     class Epochs(list):
         then = staticmethod(lambda: None)

@@ -28,7 +28,7 @@ from torch_dcl.experiments.natural.table import NOT_AVAILABLE, load_table2
 from torch_dcl.experiments.natural.units import unit_weights
 from torch_dcl.experiments.protocol import SettingError
 from torch_dcl.experiments.recipes import table2
-from torch_dcl.training import Fleet
+from torch_dcl.fleet import Fleet
 
 # 20 images to train on, two epochs of the LeNet variant
 SHORT = ("--models", "lenet,lenet+dcl", "--seeds", "2", "--set", "scale=0.0134", "--set", "batch=5")

@@ -168,7 +168,7 @@ def test_search_smoke(dcl, folder):
 
 
 def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
-    from torch_dcl.training.runs import hold
+    from torch_dcl.fleet.runs import hold
 
     words = ("run", "table1", "--sets", "II-01", "--models", "baseline", "--seeds", "1", "--out", "runs/r", *TINY)
     with hold("runs/r"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.digitsets import Sets, make_sets, read_mnist
 from torch_dcl.experiments.engine import Job, Settings, plan_fleets, run_jobs
-from torch_dcl.training import Fleet, Member, Schedule
+from torch_dcl.fleet import Fleet, Member, Schedule
 
 TWO, THREE = "MNIST-II-01", "MNIST-III-10"
 EXACT = Settings(Schedule(1), batch=50, precision="float64")

@@ -11,7 +11,7 @@ from torch_dcl.experiments.columns import EXTRAS, MODELS, build, weights
 from torch_dcl.experiments.digitsets import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.search import Trial, stored_choice
-from torch_dcl.training import Schedule
+from torch_dcl.fleet import Schedule
 
 MNIST = read_mnist(None)
 SETTINGS = Settings(Schedule(1), batch=50)

@@ -8,8 +8,8 @@ from torch_dcl.experiments import experiments, parts
 from torch_dcl.experiments.digitsets import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.reading import PARTS, read_run, state_of
-from torch_dcl.training import Schedule
-from torch_dcl.training.runs import RunError
+from torch_dcl.fleet import Schedule
+from torch_dcl.fleet.runs import RunError
 
 MNIST = read_mnist(None)
 TINY = Settings(Schedule(1), batch=50)

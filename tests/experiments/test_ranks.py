@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.ranks import Rank
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.fleet.runs import RunError, RunFolder
 
 
 def test_a_process_by_itself_is_the_first_of_one_and_waits_for_nobody(monkeypatch):

@@ -16,8 +16,8 @@ from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import is_trial
 from torch_dcl.experiments.table1 import run_table1
-from torch_dcl.training import Schedule
-from torch_dcl.training.runs import RunError, RunFolder, holder
+from torch_dcl.fleet import Schedule
+from torch_dcl.fleet.runs import RunError, RunFolder, holder
 
 MNIST = read_mnist(None)
 TINY = Settings(Schedule(2), batch=50, curves=True)

@@ -13,8 +13,8 @@ from torch import nn
 from torch_dcl.experiments import runner
 from torch_dcl.experiments.protocol import Config, Job, Recipe, SettingError, content_hash, setting, with_settings
 from torch_dcl.experiments.runner import Silent, StopRequest, concurrent_groups, outcomes_of, plan_fleets, run
-from torch_dcl.training import Fleet, Member, Schedule
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.fleet.runs import RunError, RunFolder
 
 STEPS, EPOCHS = 4, 2
 

@@ -22,8 +22,8 @@ from torch_dcl.experiments.ranks import Rank
 from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.search import Trial, stored_choice, stored_minutes
 from torch_dcl.experiments.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
-from torch_dcl.training import Fleet, Schedule
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.fleet import Fleet, Schedule
+from torch_dcl.fleet.runs import RunError, RunFolder
 
 ROOT = Path(__file__).parents[2]
 NAME = "MNIST-II-01"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torch_dcl import kernels
 from torch_dcl.functional import draw_pair
-from torch_dcl.training import Inputs, operations
-from torch_dcl.training.resident import Resident
-from torch_dcl.training.sgd import Learning, sgd_
+from torch_dcl.fleet import Inputs, operations
+from torch_dcl.fleet.resident import Resident
+from torch_dcl.fleet.sgd import Learning, sgd_
 
 Errors = dict[str, float]
 Case = Callable[[str, torch.dtype], Errors]

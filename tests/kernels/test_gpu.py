@@ -12,7 +12,7 @@ from torch_dcl import DCLLinear
 from torch_dcl.data import digits
 from torch_dcl.experiments import columns
 from torch_dcl.kernels import dispatch
-from torch_dcl.training import Fleet, Member, Schedule
+from torch_dcl.fleet import Fleet, Member, Schedule
 
 pytestmark = [
     pytest.mark.gpu,

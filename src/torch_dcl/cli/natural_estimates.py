@@ -114,7 +114,7 @@ def _speed(network: str, at_a_time: int, task: "Sweep") -> float:
     from torch_dcl.experiments.natural.recipes import recipe_of  # noqa: PLC0415
     from torch_dcl.experiments.natural.sets import made_up  # noqa: PLC0415
     from torch_dcl.experiments.recipes.table2 import make_fleet  # noqa: PLC0415
-    from torch_dcl.training import Schedule  # noqa: PLC0415
+    from torch_dcl.fleet import Schedule  # noqa: PLC0415
 
     recipe = recipe_of(network, "cifar10")
     gpu = task.device.startswith("cuda")

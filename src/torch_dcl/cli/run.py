@@ -79,7 +79,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
 def _write_recipe(task: Task) -> None:
     """Write the recipe under the folder's lock, so that the loser of two starts writes nothing."""
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.training.runs import hold  # noqa: PLC0415
+    from torch_dcl.fleet.runs import hold  # noqa: PLC0415
 
     with hold(task.out):
         if not (task.out / "recipe.json").exists():

@@ -35,7 +35,7 @@ def _trial(device: str, networks: int, images: int) -> float:
     import torch  # noqa: PLC0415
 
     from torch_dcl.experiments.columns import build  # noqa: PLC0415
-    from torch_dcl.training import Fleet, Member, Schedule  # noqa: PLC0415
+    from torch_dcl.fleet import Fleet, Member, Schedule  # noqa: PLC0415
 
     made = torch.Generator().manual_seed(0)
     data = (

@@ -119,7 +119,7 @@ def make_task(
         return Sweep(**vars(task), running=find_recipe_type(recipe.name)(config, device))
     from torch_dcl.experiments.digitsets import read_mnist  # noqa: PLC0415
     from torch_dcl.experiments.engine import Settings  # noqa: PLC0415
-    from torch_dcl.training import Schedule  # noqa: PLC0415
+    from torch_dcl.fleet import Schedule  # noqa: PLC0415
 
     try:
         schedule = Schedule(recipe["epochs"], recipe["warmup"], tuple(recipe["drops"]), recipe["factor"])

@@ -69,7 +69,7 @@ def _table1(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
     from torch_dcl.experiments.trial import departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.training.runs import RunFolder  # noqa: PLC0415
+    from torch_dcl.fleet.runs import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     with _listening(task, stop) as (settings, told):

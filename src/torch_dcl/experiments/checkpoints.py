@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.protocol import finite
-from torch_dcl.training import Fleet
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.fleet import Fleet
+from torch_dcl.fleet.runs import RunError, RunFolder
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.engine import Job

@@ -15,8 +15,8 @@ from torch_dcl.experiments.checkpoints import Checkpoints
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.digitsets import Labelled, Sets
 from torch_dcl.experiments.protocol import Progress
-from torch_dcl.training import Fleet, Member, Schedule
-from torch_dcl.training.fleet import Precision
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
     "BATCH",

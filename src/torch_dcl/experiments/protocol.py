@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from torch import Tensor
 
-from torch_dcl.training import Evaluation, Fleet
+from torch_dcl.fleet import Evaluation, Fleet
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.training.runs import RunFolder
+    from torch_dcl.fleet.runs import RunFolder
 
 __all__ = [
     "Config", "Job", "Listener", "Outcome", "Progress", "Recipe", "SettingError", "content_hash", "finite", "setting",

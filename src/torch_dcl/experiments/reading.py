@@ -20,8 +20,8 @@ from torch_dcl.experiments.natural.table import NaturalTable, load_table2, table
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, as_trial, load
 from torch_dcl.experiments.trial import departures
-from torch_dcl.training import Schedule
-from torch_dcl.training.runs import RunError, RunFolder, holder
+from torch_dcl.fleet import Schedule
+from torch_dcl.fleet.runs import RunError, RunFolder, holder
 
 __all__ = ["PARTS", "Run", "State", "find_runs", "read_run", "state_of"]
 

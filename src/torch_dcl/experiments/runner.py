@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError
-from torch_dcl.training import Fleet
-from torch_dcl.training.abreast import train_abreast
-from torch_dcl.training.runs import RunError, RunFolder
+from torch_dcl.fleet import Fleet
+from torch_dcl.fleet.abreast import train_abreast
+from torch_dcl.fleet.runs import RunError, RunFolder
 
 __all__ = ["Failure", "Silent", "StopRequest", "Summary", "concurrent_groups", "outcomes_of", "plan_fleets", "run"]
 

@@ -1,7 +1,7 @@
 """Where a run of Table 1 is not the protocol's: a trial, and its page says so."""
 
 from torch_dcl.experiments.engine import SCHEDULE
-from torch_dcl.training import Schedule
+from torch_dcl.fleet import Schedule
 
 __all__ = ["departures"]
 

@@ -1,6 +1,6 @@
 """Images of stacked networks as their inputs: looked up, cut, mirrored and normalised in one go, with the labels.
 
-What is computed is what `torch_dcl.training.inputs.Cutter` does in plain torch.
+What is computed is what `torch_dcl.fleet.inputs.Cutter` does in plain torch.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,14 @@
-"""One loop, which drives a network or a stack of networks (a fleet)."""
+"""The former name of `torch_dcl.fleet`."""
 
-from torch_dcl.training.abreast import train_abreast
-from torch_dcl.training.beside import SideBySide
-from torch_dcl.training.fleet import Fleet
-from torch_dcl.training.inputs import Inputs
-from torch_dcl.training.member import Evaluation, Member
-from torch_dcl.training.schedule import Schedule
-from torch_dcl.training.stack import Stack
-from torch_dcl.training.stacked import StackedLayer, register_stacked
+import warnings
 
-__all__ = [
-    "Evaluation", "Fleet", "Inputs", "Member", "Schedule", "SideBySide", "Stack", "StackedLayer", "register_stacked",
-    "train_abreast",
-]  # fmt: skip
+from torch_dcl import fleet
+from torch_dcl.fleet import *  # noqa: F403
+
+__all__ = fleet.__all__
+
+warnings.warn(
+    "torch_dcl.training is now torch_dcl.fleet; import from there, the old name will go in version 0.3",
+    DeprecationWarning,
+    stacklevel=2,
+)

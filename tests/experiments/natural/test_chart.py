@@ -13,7 +13,7 @@ from torch_dcl.experiments.recipes import chart as recipe
 from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.models import count_weights
-from torch_dcl.training import Fleet, Inputs, Member, Schedule
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
 
 BUDGET = 5_086_912
 

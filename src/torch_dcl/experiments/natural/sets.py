@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.natural.recipes import DATA
 from torch_dcl.experiments.protocol import Config, SettingError, setting, settings_of
-from torch_dcl.training.fleet import Precision
+from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
     "AUTO", "MADE_UP", "NOT_AVAILABLE", "Images", "NaturalConfig", "departures", "made_up", "read_data", "read_sets",

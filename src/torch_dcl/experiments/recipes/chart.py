@@ -27,12 +27,12 @@ from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, conte
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import MARK
 from torch_dcl.files import write_text
-from torch_dcl.training import Fleet, Member
+from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.training.runs import RunFolder
+    from torch_dcl.fleet.runs import RunFolder
 
 __all__ = ["Chart", "ChartConfig", "hold_out", "points_of", "step_times"]
 

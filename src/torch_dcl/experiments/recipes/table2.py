@@ -26,15 +26,15 @@ from torch_dcl.experiments.natural.table import DEVIATIONS, NaturalTable, said, 
 from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
 from torch_dcl.experiments.table import long_table
 from torch_dcl.files import write_text
-from torch_dcl.training import Fleet, Member
-from torch_dcl.training.fleet import Precision
+from torch_dcl.fleet import Fleet, Member
+from torch_dcl.fleet.fleet import Precision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import RenderableType
 
-    from torch_dcl.training.runs import RunFolder
+    from torch_dcl.fleet.runs import RunFolder
 
 __all__ = ["Table2", "Table2Config", "make_fleet"]
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from torch_dcl.data.batches import Batches, mean_image
 from torch_dcl.data.svhn import preprocess
-from torch_dcl.training import Fleet, Inputs, Member, Schedule
-from torch_dcl.training.resident import Resident
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
+from torch_dcl.fleet.resident import Resident
 
 SIZE = (3, 9, 11)
 STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))

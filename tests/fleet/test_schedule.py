@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.training import Schedule
+from torch_dcl.fleet import Schedule
 
 
 def plain_rate(schedule, lr, step, steps):

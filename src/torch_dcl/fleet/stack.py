@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.models import _common
-from torch_dcl.training.operations import cross_entropy, keep_low_copy, leaf
-from torch_dcl.training.stacked import (
+from torch_dcl.fleet.operations import cross_entropy, keep_low_copy, leaf
+from torch_dcl.fleet.stacked import (
     StackedConv2d,
     StackedDropout,
     StackedFusion,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, seed_branches_
 from torch_dcl.experiments import columns
 from torch_dcl.models.controls import SummedLinear
-from torch_dcl.training import SideBySide, Stack, StackedLayer, register_stacked, stacked
+from torch_dcl.fleet import SideBySide, Stack, StackedLayer, register_stacked, stacked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own word on an even kernel
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.training.test_beside import SMALL, learnt_otherwise, three_sets
+from tests.fleet.test_beside import SMALL, learnt_otherwise, three_sets
 
 from torch_dcl import kernels
-from torch_dcl.training import Fleet, Inputs, Member, Schedule
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tests.training.test_fleet import (
+from tests.fleet.test_fleet import (
     all_different,
     clip_plainly,
     plain_training,
@@ -23,9 +23,9 @@ from torch_dcl import DCLLinear, convert_
 from torch_dcl.files import read_sealed
 from torch_dcl.models import bignet, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.models.bilinear import BilinearFusion
-from torch_dcl.training import Fleet, Inputs, Member, Schedule, SideBySide
-from torch_dcl.training.capture import convolutions
-from torch_dcl.training.operations import low_copy
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule, SideBySide
+from torch_dcl.fleet.capture import convolutions
+from torch_dcl.fleet.operations import low_copy
 
 CLASSES = 4
 STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))

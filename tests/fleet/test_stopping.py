@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from torch_dcl.files import SealedError, read_sealed, write_sealed
-from torch_dcl.training import Fleet, Member, Schedule
-from torch_dcl.training.abreast import train_abreast
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.fleet.abreast import train_abreast
 
 STEPS = 4  # of an epoch
 KEY = "torch_dcl_fleet"

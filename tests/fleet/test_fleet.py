@@ -16,8 +16,8 @@ from torch_dcl import DCLConv2d, DCLLinear, follow_optimizer, seed_branches_
 from torch_dcl.data import digits
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments import columns
-from torch_dcl.training import Fleet, Member, Schedule, Stack
-from torch_dcl.training.operations import low_copy
+from torch_dcl.fleet import Fleet, Member, Schedule, Stack
+from torch_dcl.fleet.operations import low_copy
 
 CLASSES = 4
 

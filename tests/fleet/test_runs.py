@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dcl
-from torch_dcl.training import runs
-from torch_dcl.training.runs import RunError, RunFolder, environment
+from torch_dcl.fleet import runs
+from torch_dcl.fleet.runs import RunError, RunFolder, environment
 
 RECIPE = {"seeds": 5, "sets": ["MNIST-II-01"], "images": None}
 plain = st.recursive(

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torch_dcl.training import operations
-from torch_dcl.training.inputs import Cutter, Inputs
-from torch_dcl.training.member import Member, check_networks
+from torch_dcl.fleet import operations
+from torch_dcl.fleet.inputs import Cutter, Inputs
+from torch_dcl.fleet.member import Member, check_networks
 
 __all__ = ["Labelled", "Resident", "check_data", "check_fleet", "check_labels"]
 

@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import torch
 import torch._inductor.utils
-from tests.training.test_beside import SMALL, learnt_otherwise, three_sets
-from tests.training.test_fleet import same_bits
+from tests.fleet.test_beside import SMALL, learnt_otherwise, three_sets
+from tests.fleet.test_fleet import same_bits
 from torch import nn
 
 from torch_dcl.data.svhn import preprocess
-from torch_dcl.training import Fleet, Inputs, Member, Schedule
-from torch_dcl.training.abreast import train_abreast
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
+from torch_dcl.fleet.abreast import train_abreast
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ from torch import nn
 from torch_dcl import DCLLinear
 from torch_dcl.experiments.columns import build
 from torch_dcl.files import SealedError
-from torch_dcl.training import Fleet, Member, Schedule, Stack, operations
+from torch_dcl.fleet import Fleet, Member, Schedule, Stack, operations
 
 IMAGES = torch.randint(0, 256, (40, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(40) % 5

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_dcl.training.fleet import Fleet
+from torch_dcl.fleet.fleet import Fleet
 
 __all__ = ["train_abreast"]
 

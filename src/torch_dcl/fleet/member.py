@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from torch_dcl.training.schedule import Schedule
+from torch_dcl.fleet.schedule import Schedule
 
 __all__ = ["Evaluation", "History", "Member", "check_networks"]
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.data.draws import draw
-from torch_dcl.training import checkpoint, operations
-from torch_dcl.training.beside import SideBySide
-from torch_dcl.training.capture import convolutions, same_bits, scratch_of_its_own
-from torch_dcl.training.inputs import Inputs
-from torch_dcl.training.member import Evaluation, History, Member
-from torch_dcl.training.operations import low_copy
-from torch_dcl.training.resident import Labelled, Resident, check_data, check_fleet, check_labels
-from torch_dcl.training.sgd import Learning, are_finite, may_step, sgd_
-from torch_dcl.training.stack import Stack, stacked_state
+from torch_dcl.fleet import checkpoint, operations
+from torch_dcl.fleet.beside import SideBySide
+from torch_dcl.fleet.capture import convolutions, same_bits, scratch_of_its_own
+from torch_dcl.fleet.inputs import Inputs
+from torch_dcl.fleet.member import Evaluation, History, Member
+from torch_dcl.fleet.operations import low_copy
+from torch_dcl.fleet.resident import Labelled, Resident, check_data, check_fleet, check_labels
+from torch_dcl.fleet.sgd import Learning, are_finite, may_step, sgd_
+from torch_dcl.fleet.stack import Stack, stacked_state
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 

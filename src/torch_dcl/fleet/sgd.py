@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl import kernels
-from torch_dcl.training.operations import low_copy
+from torch_dcl.fleet.operations import low_copy
 
 __all__ = ["Learning", "are_finite", "may_step", "sgd_"]
 
