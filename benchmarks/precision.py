@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from torch_dcl.experiments.digitsets import make_sets, read_mnist
+from torch_dcl.experiments.digits import make_sets, read_mnist
 from torch_dcl.experiments.engine import Job, Settings, run_jobs
 from torch_dcl.experiments.search import stored_choice
-from torch_dcl.experiments.statistics import paired
+from torch_dcl.experiments.stats import paired
 from torch_dcl.files import replacing
 
 COLUMNS = ["column", "set", "seed", "bfloat16", "float32", "device", "torch"]

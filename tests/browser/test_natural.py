@@ -5,9 +5,9 @@ import json
 import pytest
 
 from torch_dcl.experiments import report
-from torch_dcl.experiments.natural.recipes import COLUMNS, paper_error, weights
+from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
 from torch_dcl.experiments.natural.table import NOT_AVAILABLE, NaturalTable, save_table2
-from torch_dcl.experiments.natural.units import UNITS, unit_weights
+from torch_dcl.experiments.rival_layers import UNITS, unit_weights
 from torch_dcl.experiments.table import Cell
 
 

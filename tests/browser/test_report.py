@@ -6,9 +6,9 @@ import re
 import pytest
 
 from torch_dcl.experiments import load, parts, report, save
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Settings
-from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1
 from torch_dcl.experiments.table import Cell, Table
 from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.fleet import Schedule

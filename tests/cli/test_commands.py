@@ -16,7 +16,7 @@ from torch_dcl.cli.bar import Bar, Listener
 from torch_dcl.cli.screen import console, for_machines, say_minutes
 from torch_dcl.data import read_prepared
 from torch_dcl.experiments.demo import CAVEAT, COLUMNS, RATES, TRIED, Entry, choose_rates, verdict
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.protocol import Progress
 
 NET = """

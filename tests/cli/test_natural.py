@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from torch_dcl.cli.app import app
 from torch_dcl.cli.recipes import recipe, with_settings
 from torch_dcl.cli.screen import console
-from torch_dcl.experiments.natural.points import as_rich_chart
-from torch_dcl.experiments.natural.recipes import DATA, weights
-from torch_dcl.experiments.natural.sets import read_data
+from torch_dcl.experiments.recipes.chart import as_rich_chart
+from torch_dcl.experiments.natural_networks import DATA, weights
+from torch_dcl.experiments.natural_data import read_data
 from torch_dcl.experiments.natural.table import NOT_AVAILABLE, load_table2
-from torch_dcl.experiments.natural.units import unit_weights
+from torch_dcl.experiments.rival_layers import unit_weights
 from torch_dcl.experiments.protocol import SettingError
 from torch_dcl.experiments.recipes import table2
 from torch_dcl.fleet import Fleet

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch_dcl.cli.recipes import ABOUT, as_toml, read_recipe, read_settings, recipe, with_settings
 from torch_dcl.experiments.again import command_for
 from torch_dcl.experiments.columns import MODELS
-from torch_dcl.experiments.reported import SETS
+from torch_dcl.experiments.paper_numbers import SETS
 
 
 @pytest.mark.parametrize("name", ABOUT)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from torch_dcl.experiments.reported import TABLE1
+from torch_dcl.experiments.paper_numbers import TABLE1
 
 CONTENT = {
     "title": "Table 1 <made up> & small",

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch_dcl.data.layouts import LAYOUTS, STRENGTHS, Digit, Layout
 from torch_dcl.experiments import calibrate as calibrating
 from torch_dcl.experiments.calibrate import Fitted, calibrate, largest_strength, next_strength
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
-from torch_dcl.experiments.reported import TABLE1
+from torch_dcl.experiments.paper_numbers import TABLE1
 
 RECORD = Path(__file__).parents[2] / "results" / "calibration.json"
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from torch_dcl.experiments import checkpoints, engine, table1
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Settings
-from torch_dcl.experiments.reading import read_run
+from torch_dcl.experiments.run_reader import read_run
 from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.fleet import Schedule
 from torch_dcl.fleet.runs import RunError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.complementary import Complementary
-from torch_dcl.experiments.drawings import drawings, finite, knowledge_from, knowledge_of, lost_runs
+from torch_dcl.report.drawings import drawings, finite, knowledge_from, knowledge_of, lost_runs
 
 numbers = st.floats(0, 1e6) | st.just(math.nan)
 

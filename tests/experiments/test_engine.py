@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.columns import build
-from torch_dcl.experiments.digitsets import Sets, make_sets, read_mnist
+from torch_dcl.experiments.digits import Sets, make_sets, read_mnist
 from torch_dcl.experiments.engine import Job, Settings, plan_fleets, run_jobs
 from torch_dcl.fleet import Fleet, Member, Schedule
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_dcl.experiments import experiments, figures
 from torch_dcl.experiments.columns import EXTRAS, MODELS, build, weights
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.search import Trial, stored_choice
 from torch_dcl.fleet import Schedule

@@ -15,8 +15,8 @@ import torch
 import torch_dcl
 from torch_dcl.experiments import figures
 from torch_dcl.experiments.complementary import Complementary
-from torch_dcl.experiments.figures import canvas
-from torch_dcl.experiments.statistics import interval
+from torch_dcl.report.figures import canvas
+from torch_dcl.experiments.stats import interval
 
 FILTERS = {
     "set": "MNIST-III-10",
@@ -306,7 +306,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone():
 def test_the_import_loads_no_matplotlib():
     program = (
         f"import json, sys; sys.path[:0] = [{str(Path(torch_dcl.__file__).parent.parent)!r}]; "
-        "import torch_dcl.experiments.figures; "
+        "import torch_dcl.report.figures; "
         "print(json.dumps([m for m in sys.modules if m.startswith('matplotlib')]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

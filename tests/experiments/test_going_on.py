@@ -9,10 +9,10 @@ import pytest
 from torch_dcl.experiments import calibration_run, checkpoints, engine, parts
 from torch_dcl.experiments.calibration_run import run_calibration
 from torch_dcl.experiments.checkpoints import Checkpoints
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.parts import run_parts
-from torch_dcl.experiments.reading import PARTS, state_of
+from torch_dcl.experiments.run_reader import PARTS, state_of
 from torch_dcl.fleet import Fleet, Schedule
 from torch_dcl.fleet.runs import RunError
 

@@ -10,8 +10,8 @@ import torch_dcl as dcl
 from torch_dcl.data import Dataset
 from torch_dcl.experiments.complementary import complementary
 from torch_dcl.experiments.looking import as_taken, digits_of, look_at
-from torch_dcl.experiments.reading import read_run
-from torch_dcl.experiments.report import report
+from torch_dcl.experiments.run_reader import read_run
+from torch_dcl.report.page import report
 
 
 class Net(nn.Module):

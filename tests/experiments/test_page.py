@@ -7,7 +7,7 @@ import pytest
 
 from torch_dcl.experiments import as_html
 from torch_dcl.experiments.claims import large_banks_help_little
-from torch_dcl.experiments.reported import COLUMNS
+from torch_dcl.experiments.paper_numbers import COLUMNS
 from torch_dcl.experiments.style import CSS
 from torch_dcl.experiments.table import CONTROLS, Table, parse
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from torch_dcl.experiments import experiments, parts
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
-from torch_dcl.experiments.reading import PARTS, read_run, state_of
+from torch_dcl.experiments.run_reader import PARTS, read_run, state_of
 from torch_dcl.fleet import Schedule
 from torch_dcl.fleet.runs import RunError
 

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from torch_dcl.experiments import find_runs, read_run, save
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import Settings
-from torch_dcl.experiments.natural.sets import MADE_UP
-from torch_dcl.experiments.reading import state_of
+from torch_dcl.experiments.natural_data import MADE_UP
+from torch_dcl.experiments.run_reader import state_of
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import is_trial

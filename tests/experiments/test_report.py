@@ -7,9 +7,9 @@ import pytest
 
 from torch_dcl.experiments import read_run, report, save
 from torch_dcl.experiments.claims import Losses, loss_gap_shrinks, more_filters_help
-from torch_dcl.experiments.report import differences, further_findings
-from torch_dcl.experiments.reported import TABLE1
-from torch_dcl.experiments.statistics import paired
+from torch_dcl.report.page import differences, further_findings
+from torch_dcl.experiments.paper_numbers import TABLE1
+from torch_dcl.experiments.stats import paired
 from torch_dcl.experiments.table import parse
 from torch_dcl.fleet.runs import RunFolder
 

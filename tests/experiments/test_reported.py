@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_dcl.experiments.reported import (
+from torch_dcl.experiments.paper_numbers import (
     COLUMNS,
     IMAGENET,
     IMAGENET_DROPS,

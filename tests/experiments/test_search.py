@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dcl.experiments import search as searching
 from torch_dcl.experiments.columns import MODELS
-from torch_dcl.experiments.digitsets import make_sets, read_mnist
+from torch_dcl.experiments.digits import make_sets, read_mnist
 from torch_dcl.experiments.engine import Job, Outcome, Settings
 from torch_dcl.experiments.search import SEARCHED_ON, TRIALS, Trial, as_json, choose, search, stored_choice
 from torch_dcl.fusion import LEAN

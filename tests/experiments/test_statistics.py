@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.statistics import by_seed, interval, mean, notation, paired, signed, std, t_quantile
+from torch_dcl.experiments.stats import by_seed, interval, mean, notation, paired, signed, std, t_quantile
 
 errors = st.floats(0, 100, allow_nan=False)
 lists = st.lists(errors, min_size=2, max_size=12)

@@ -16,10 +16,10 @@ import pytest
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments import engine, table, table1
 from torch_dcl.experiments.columns import MODELS, weights
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.engine import SCHEDULE, Settings, run_fleets
 from torch_dcl.experiments.ranks import Rank
-from torch_dcl.experiments.reported import TABLE1
+from torch_dcl.experiments.paper_numbers import TABLE1
 from torch_dcl.experiments.search import Trial, stored_choice, stored_minutes
 from torch_dcl.experiments.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
 from torch_dcl.fleet import Fleet, Schedule

@@ -5,7 +5,7 @@ import json
 
 from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.protocol import Progress
-from torch_dcl.experiments.reading import state_of
+from torch_dcl.experiments.run_reader import state_of
 from torch_dcl.experiments.telling import telling
 from torch_dcl.fleet.runs import RunFolder
 

@@ -8,6 +8,6 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command with the arguments of the process."""
-    from torch_dcl.cli.app import app  # noqa: PLC0415
+    from torch_dcl.cli.app import app
 
     app(prog_name="dcl")

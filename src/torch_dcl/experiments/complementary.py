@@ -5,16 +5,22 @@ images of each class, and, when the classes are numbers, over the images with ea
 """
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
+from torch_dcl.experiments.protocol import finite
 from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
-__all__ = ["ClassResponses", "Complementary", "class_responses", "complementary", "pick_filter", "pick_rule"]
+__all__ = [
+    "ClassResponses", "Complementary", "as_plain", "class_responses", "complementary", "dcl_layers", "from_plain",
+    "pick_filter", "pick_rule",
+]  # fmt: skip
 
 _DCL = DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d
 
@@ -268,13 +274,55 @@ def complementary(
     )
 
 
+_TENSORS = ("fused", "branches", "by_digit")
+
+
+def as_plain(response: Complementary, title: str) -> dict[str, Any]:
+    """What a filter and its branches respond to, as JSON has it.
+
+    Args:
+        response: From `complementary`.
+        title: The title of its figure.
+    """
+    plain = {f.name: getattr(response, f.name) for f in fields(response)}
+    plain |= {name: plain[name].tolist() for name in _TENSORS}
+    return {"title": title, **finite(plain)}
+
+
+def from_plain(stored: Mapping[str, Any]) -> Complementary:
+    """The way back from `as_plain`.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    names = [f.name for f in fields(Complementary)]
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"the responses of a filter lack {', '.join(missing)}; run it again")
+    read = {name: stored[name] for name in names}
+    read |= {name: torch.tensor(_with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
+    read["names"], read["parts"] = tuple(read["names"]), tuple(read["parts"])
+    read["own"] = tuple(map(tuple, read["own"]))
+    return Complementary(**read)
+
+
+def _with_nan(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_with_nan(value) for value in values]
+    return math.nan if values is None else values
+
+
 def _argmax(values: Tensor, axis: int) -> Tensor:
     """The first highest along an axis; NaN is never the highest."""
     return values.nan_to_num(nan=-torch.inf).argmax(axis)
 
 
+def dcl_layers(model: nn.Module) -> dict[str, _DCL]:
+    """The DCL layers of a network by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _DCL)}
+
+
 def _find_layer(model: nn.Module, name: str) -> _DCL:
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, _DCL)}
+    layers = dcl_layers(model)
     if name in layers:
         return layers[name]
     kind = type(model).__name__

@@ -19,21 +19,20 @@ import json
 import math
 import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, finite
+from torch_dcl.experiments.old_runs import old_outcome
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.abreast import train_abreast
 from torch_dcl.fleet.runs import RunError, RunFolder
 
-__all__ = ["Failure", "Silent", "StopRequest", "Summary", "concurrent_groups", "outcomes_of", "plan_fleets", "run"]
+__all__ = ["Failure", "Silent", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
 EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
 KEPT = 2  # checkpoints of a fleet
@@ -67,46 +66,6 @@ class Silent:
 
     def report(self, line: str) -> None:
         """Nothing."""
-
-
-class StopRequest:
-    """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
-
-    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
-    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
-
-    Args:
-        on_signal: Called once, with a sentence for people.
-    """
-
-    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
-        self.signal: signal.Signals | None = None
-        self.on_signal = on_signal
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        return self.signal is not None
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.getsignal(number)
-                if before is not signal.SIG_IGN:
-                    self._before[number] = before
-                    signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _ask(self, number: int, _frame: object) -> None:
-        self.signal = signal.Signals(number)
-        if signal.SIGINT in self._before:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-        if self.on_signal is not None:
-            self.on_signal("stopping after this step; Ctrl-C again stops at once")
 
 
 def run(
@@ -166,20 +125,48 @@ def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
     Raises:
         RunError: A line is damaged.
     """
-    found = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
-    return {outcome.job: outcome for outcome in found}
+    outcomes: list[Outcome] = []
+    for record in folder.read("outcomes"):
+        is_old = "outcomes" not in record
+        outcomes += [old_outcome(record)] if is_old else [Outcome.read(plain) for plain in record["outcomes"]]
+    return {outcome.job: outcome for outcome in outcomes}
 
 
-def plan_fleets(jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int) -> list[list[Job]]:
-    """Share jobs out among fleets: those of one group together, at most so many, in the order of the jobs."""
-    groups: dict[Hashable, list[Job]] = {}
+def minutes_of(folder: RunFolder) -> float:
+    """The minutes of all calls together, those before an interruption included."""
+    return sum(float(record["training"]) for record in folder.read("minutes"))
+
+
+def plan_fleets(
+    jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int, networks: Callable[[Job], int] = lambda _: 1
+) -> list[list[Job]]:
+    """Share jobs out among fleets: those of one group together, in the order of the jobs.
+
+    Args:
+        jobs: All of them; one that is there twice counts once.
+        group: Jobs for which it is the same may train as one fleet.
+        most: How many networks a fleet has at most; a job that has more by itself is alone.
+        networks: How many networks a job has.
+    """
+    groups: dict[Hashable, list[list[Job]]] = {}
+    room: dict[Hashable, int] = {}
     for job in dict.fromkeys(jobs):
-        groups.setdefault(group(job), []).append(job)
-    return [of_one[i : i + most] for of_one in groups.values() for i in range(0, len(of_one), most)]
+        key, size = group(job), networks(job)
+        fleets = groups.setdefault(key, [])
+        if not fleets or size > room[key]:
+            fleets.append([])
+            room[key] = most
+        fleets[-1].append(job)
+        room[key] -= size
+    return [fleet for fleets in groups.values() for fleet in fleets]
 
 
 def concurrent_groups(
-    fleets: Sequence[Sequence[Job]], alike: Callable[[Job], Hashable], most: int, device: str
+    fleets: Sequence[Sequence[Job]],
+    alike: Callable[[Job], Hashable],
+    most: int,
+    device: str,
+    networks: Callable[[Job], int] = lambda _: 1,
 ) -> list[list[Sequence[Job]]]:
     """Which fleets train at the same time: on a GPU neighbours that are alike, elsewhere each by itself.
 
@@ -188,10 +175,12 @@ def concurrent_groups(
         alike: Fleets may be together if it gives the same for their jobs.
         most: How many networks at most; a fleet that has more by itself is alone.
         device: Where.
+        networks: How many networks a job has.
     """
     groups: list[list[Sequence[Job]]] = []
     for fleet in fleets:
-        has_room = bool(groups) and sum(map(len, groups[-1])) + len(fleet) <= most
+        training = [job for other in groups[-1] for job in other] if groups else []
+        has_room = bool(groups) and sum(map(networks, [*training, *fleet])) <= most
         if has_room and device.startswith("cuda") and alike(groups[-1][0][0]) == alike(fleet[0]):
             groups[-1].append(fleet)
         else:
@@ -210,21 +199,28 @@ class _Checkpoints:
         found = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
         return [file for _, file in sorted(found, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
 
-    def load(self, key: str, fleet: Fleet) -> float:
-        """Bring a fleet to its last checkpoint that is whole, and give the seconds that it took until there."""
+    def load(self, key: str, fleet: Fleet) -> tuple[float, list[list[float]]]:
+        """Bring a fleet to its last checkpoint that is whole.
+
+        Returns:
+            The seconds that it took until there, and the test losses of its epochs, where they were judged.
+        """
         for file in self.of(key):
             try:
-                return float(fleet.load(file).get("seconds", 0.0))
+                extra = fleet.load(file)
+                losses = [[math.nan if loss is None else loss for loss in epoch] for epoch in extra.get("losses", [])]
+                return float(extra.get("seconds", 0.0)), losses
             except SealedError as error:
                 self._report(f"{error}; the checkpoint before it is used, or the fleet begins anew")
                 file.unlink()
             except ValueError as error:
                 raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
-        return 0.0
+        return 0.0, []
 
-    def save(self, key: str, fleet: Fleet, seconds: float) -> None:
+    def save(self, key: str, fleet: Fleet, seconds: float, losses: Sequence[Sequence[float]]) -> None:
         self.place.mkdir(exist_ok=True)
-        fleet.save(self.place / f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors", {"seconds": seconds})
+        name = f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors"
+        fleet.save(self.place / name, {"seconds": seconds, "losses": finite(losses)})
         for file in self.of(key)[KEPT:]:
             file.unlink()
 
@@ -268,7 +264,8 @@ class _Sweep:
             # All ranks see the same outcomes here: each has waited for the others.
             known = outcomes_of(self.folder)
             jobs = self.recipe.jobs(known)
-            mine = self.rank.share(plan_fleets(jobs, self.recipe.group, self.recipe.at_once))
+            recipe = self.recipe
+            mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
             if not begun:
                 self._begin(known)
                 begun = True
@@ -285,13 +282,13 @@ class _Sweep:
 
     def _begin(self, known: Mapping[Job, Outcome]) -> None:
         total = self.recipe.total()
-        self.listener.begin(len(known), total)
+        self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
         if known:
             self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
 
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
-        groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device)
+        groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device, recipe.networks)
         for number, group in enumerate(groups, 1):
             is_late = self.started and time.perf_counter() > self.until
             if not is_late and not self.should_stop():
@@ -319,13 +316,19 @@ class _Sweep:
             return True
 
     def _train(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
-        keys = [_key(jobs) for jobs in group]
-        fleets = [self.recipe.fleet(jobs) for jobs in group]
-        name, networks = self.recipe.describe(group), sum(map(len, fleets))
+        recipe, keys = self.recipe, [_key(jobs) for jobs in group]
+        computed = [recipe.compute(jobs) for jobs in group]
+        if all(outcomes is not None for outcomes in computed):
+            for key, outcomes in zip(keys, computed, strict=True):
+                self._keep(key, outcomes or [])
+            return True
+        fleets = [recipe.fleet(jobs) for jobs in group]
+        name, networks = recipe.describe(group), sum(map(len, fleets))
         shown = f"{number}/{count} {name}, {networks} network{'s' if networks > 1 else ''}"
         at = Progress(number, count, name, networks, 0, max(fleet.epochs for fleet in fleets))
         self.listener.on_epoch(at)
-        spent = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        loaded = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        spent, losses = [seconds for seconds, _ in loaded], [by_epoch for _, by_epoch in loaded]
         if any(fleet.epoch or fleet.step for fleet in fleets):
             self.report(f"{shown}: resumed after epoch {_slowest(fleets).epoch} of {at.epochs}")
             self._tell(at, fleets, write=False)
@@ -336,10 +339,13 @@ class _Sweep:
 
         def save() -> None:
             for i, key in enumerate(keys):
-                self.kept.save(key, fleets[i], seconds_of(i))
+                self.kept.save(key, fleets[i], seconds_of(i), losses[i])
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
             train_abreast(fleets, self.should_stop)
+            for jobs, fleet, by_epoch in zip(group, fleets, losses, strict=True):
+                if recipe.judges_epochs(jobs) and len(by_epoch) < fleet.epoch:
+                    by_epoch.append(fleet.evaluate(recipe.judge(jobs)).losses.tolist())
             if self.should_stop():
                 save()
                 return False
@@ -352,15 +358,18 @@ class _Sweep:
                 self.report(f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {now - start:.1f} s in this call")
                 return False
         for i, (key, jobs, fleet) in enumerate(zip(keys, group, fleets, strict=True)):
-            seen = fleet.evaluate(self.recipe.judge(jobs))
-            found = self.recipe.outcomes(jobs, fleet, seen, seconds_of(i))
-            plain = [finite(dataclasses.asdict(outcome)) for outcome in found]
-            self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
-            self.kept.forget(key)
+            trained = Trained(fleet, fleet.evaluate(recipe.judge(jobs)), losses[i], seconds_of(i))
+            self._keep(key, recipe.outcomes(jobs, trained))
         self.report(
             f"{shown}: {at.epochs} epoch{'s' if at.epochs > 1 else ''}, {sum(map(seconds_of, range(len(group)))):.1f} s"
         )
         return True
+
+    def _keep(self, key: str, outcomes: Sequence[Outcome]) -> None:
+        """Write what came of a fleet as one line; its checkpoints are not needed any more."""
+        plain = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
+        self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
+        self.kept.forget(key)
 
     def _tell(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
         slowest = _slowest(fleets)

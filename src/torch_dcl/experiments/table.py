@@ -1,6 +1,6 @@
-"""Table 1 as it was run here: the file `results/table1.json`, read and checked.
+"""Tables as they were run here: the files `results/table1.json` and `results/table2.json`, read and checked.
 
-`text.py` prints it in a terminal and as Markdown, `page.py` as a page for the browser.
+`text.py` prints them in a terminal and as Markdown, `torch_dcl.report` as pages for the browser.
 """
 
 import difflib
@@ -10,20 +10,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from torch_dcl.experiments.claims import Losses
-from torch_dcl.experiments.comparing import difference
-from torch_dcl.experiments.reported import COLUMNS, DCL_COLUMNS, SETS, TABLE1, Reported
-from torch_dcl.experiments.statistics import Difference, mean, notation, std
+from torch_dcl.experiments import natural_networks as natural
+from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.stats import Difference, Losses, difference, mean, notation, std
 from torch_dcl.files import write_text
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
 __all__ = [
-    "CONTROLS", "MARK", "Cell", "Table", "TableError", "as_trial", "is_trial", "load", "long_table", "mark", "parse",
-    "save",
+    "CONTROLS", "MARK", "Cell", "NaturalTable", "Table", "TableError", "as_trial", "is_trial", "load", "mark",
+    "parse", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
@@ -157,8 +153,53 @@ class Table:
         return tuple(column for column, value in means.items() if value == min(means.values()))
 
 
+@dataclass(frozen=True)
+class NaturalTable(Table):
+    """Table 2 as it was run here.
+
+    Attributes:
+        absent: Sets of which nothing was run, with the reason.
+        scale: The fraction of each recipe's epochs that was trained; below 1 the run is shortened.
+    """
+
+    absent: Mapping[str, str] = field(default_factory=dict)
+    scale: float = 1.0
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The sets that have a cell or are noted as absent, in a fixed order."""
+        there = {cell.set for cell in self.cells} | set(self.absent)
+        return tuple(name for name in natural.DATA if name in there)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that have a cell."""
+        there = {cell.column for cell in self.cells}
+        return tuple(name for name in natural.COLUMNS if name in there)
+
+    def to_baseline(self, cell: Cell) -> Difference | None:
+        """The cell's errors minus those of the plain network on the same seeds; None for that network itself."""
+        network = natural.network_of(cell.column)
+        plain = self.cell(cell.set, network)
+        if plain is None or cell.column == network:
+            return None
+        return difference(cell.runs, plain.runs)
+
+    def best(self, name: str) -> tuple[str, ...]:
+        """Of each network the columns with the lowest error on a set, as it is printed."""
+        best: list[str] = []
+        cells = [cell for cell in self.cells if cell.set == name]
+        for network in dict.fromkeys(natural.network_of(column) for column in self.columns):
+            means = {c.column: round(c.mean, 2) for c in cells if natural.network_of(c.column) == network}
+            best += [column for column, value in means.items() if value == min(means.values())]
+        return tuple(best)
+
+
+T = TypeVar("T", bound=Table)
+
+
 def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table and check it.
+    """Read a table and check it: a `NaturalTable` where it says which sets are absent.
 
     Raises:
         FileNotFoundError: no such file.
@@ -166,7 +207,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"{os.fspath(path)} is not JSON: {error}") from error
     return parse(data, os.fspath(path))
 
@@ -188,7 +229,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def parse(data: object, source: str = "table") -> Table:
-    """Check what `json.loads` gave, and make a table of it.
+    """Check what JSON holds, and make a table of it.
 
     Args:
         data: The content of the file.
@@ -198,32 +239,44 @@ def parse(data: object, source: str = "table") -> Table:
         TableError: as `load`.
     """
     top = _Reader(source, data)
+    is_natural = "absent" in top.data
     cells = top.get("cells", _is_list, "a list of cells")
-    table = Table(
-        title=top.get("title", _is_text, "text"),
-        cells=tuple(_cell(_Reader(f"{source}: cells[{i}]", cell)) for i, cell in enumerate(cells)),
-        protocol={key: str(value) for key, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
-        hardware=top.get("hardware", _is_text, "text", ""),
-        versions={key: str(value) for key, value in top.get("versions", _is_dict, "names and versions", {}).items()},
-        minutes=top.get(
+    common: dict[str, Any] = {
+        "title": top.get("title", _is_text, "text"),
+        "cells": tuple(_cell(_Reader(f"{source}: cells[{i}]", cell), is_natural) for i, cell in enumerate(cells)),
+        "protocol": {k: str(value) for k, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
+        "hardware": top.get("hardware", _is_text, "text", ""),
+        "versions": {k: str(value) for k, value in top.get("versions", _is_dict, "names and versions", {}).items()},
+        "minutes": top.get(
             "minutes", lambda v: _is_dict(v) and all(map(_is_number, v.values())), "phases and numbers", {}
         ),
-        command=top.get("command", _is_text, "text", ""),
-        deviations=tuple(top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])),
-    )
+        "command": top.get("command", _is_text, "text", ""),
+        "deviations": tuple(
+            top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])
+        ),
+    }
     seen: set[tuple[str, str]] = set()
-    for i, cell in enumerate(table.cells):
+    for i, cell in enumerate(common["cells"]):
         if (cell.set, cell.column) in seen:
             raise TableError(f"{source}: cells[{i}] is a second {cell.column} on {cell.set}; put all seeds into one")
         seen.add((cell.set, cell.column))
-    return table
+    if not is_natural:
+        return Table(**common)
+    known = ", ".join(natural.DATA)
+    absent = top.get(
+        "absent",
+        lambda v: _is_dict(v) and all(name in natural.DATA and _is_text(why) for name, why in v.items()),
+        f"some of {known} with the reason",
+    )
+    scale = top.get("scale", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1", 1.0)
+    return NaturalTable(**common, absent=absent, scale=scale)
 
 
-def as_trial(table: Table, told: list[str]) -> Table:
-    """The table with what it departs in, first among its deviations; itself where it does not."""
-    if not told:
+def as_trial(table: T, departures: list[str]) -> T:
+    """The table marked as a trial, with what it departs in first among its deviations; itself where it does not."""
+    if not departures:
         return table
-    return replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
+    return replace(table, title=table.title + MARK, deviations=(*departures, *table.deviations))
 
 
 def is_trial(table: Table) -> bool:
@@ -236,43 +289,6 @@ def mark(table: Table, cell: Cell) -> str:
     found = table.to_baseline(cell)
     clear = "" if found is None else found.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
-
-
-def long_table(
-    table: Table, width: int, *, against: str = "the baseline", absent: Mapping[str, str] | None = None
-) -> "RichTable":
-    """A line for every cell: the paper's number, ours, and the difference to the baseline.
-
-    Args:
-        table: The table.
-        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
-        against: What a difference is to.
-        absent: Sets of which nothing was run, with the reason.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    weights = width >= 92
-    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
-    for name in names if weights else names[:-1]:
-        made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
-    for name in table.sets:
-        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
-        for i, cell in enumerate(cells):
-            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
-            gap = table.to_baseline(cell)
-            told = "" if gap is None else str(gap)
-            made.add_row(
-                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
-                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
-                *([f"{cell.weights:,}"] if weights else []),
-                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
-            )  # fmt: skip
-    for name, reason in (absent or {}).items():
-        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
-    return made
 
 
 class _Reader:
@@ -305,8 +321,9 @@ class _Reader:
         raise TableError(f"{self.place}: {why}")
 
 
-def _cell(read: _Reader) -> Cell:
-    name, column = read.name("set", SETS), read.name("column", (*COLUMNS, *CONTROLS))
+def _cell(read: _Reader, is_natural: bool) -> Cell:
+    sets, columns = (natural.DATA, natural.COLUMNS) if is_natural else (SETS, (*COLUMNS, *CONTROLS))
+    name, column = read.name("set", sets), read.name("column", columns)
     read.place += f" ({name}, {column})"
     seeds = read.get("seeds", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of whole numbers")
     if len(set(seeds)) != len(seeds):
@@ -326,9 +343,14 @@ def _cell(read: _Reader) -> Cell:
     ]
     paper = read.get("paper", lambda v: v is None or _is_number(v), "a number or null", None)
     paper_std = read.get("paper_std", lambda v: v is None or _is_number(v), "a number or null", None)
-    reported = TABLE1[name].get(column)
-    if paper is not None and (reported is None or Reported(paper, paper_std) != reported):
-        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {reported or 'no such column'}; correct it")
+    reported: tuple[float | None, float | None] = (None, None)
+    if is_natural:
+        reported = natural.paper_error(column, name), None
+    elif column in TABLE1[name]:
+        reported = TABLE1[name][column].mean, TABLE1[name][column].std
+    if (paper is not None or is_natural) and (paper, paper_std) != reported:
+        has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
+        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {has}; correct it")
     return Cell(
         set=name,
         column=column,

@@ -1,18 +1,19 @@
-"""Table 1 in a terminal, and as Markdown."""
+"""Tables in a terminal, and as Markdown."""
 
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch_dcl.experiments.claims import Finding
-from torch_dcl.experiments.reported import SETS
-from torch_dcl.experiments.table import Table, mark
+from torch_dcl.experiments.natural_networks import paper_error
+from torch_dcl.experiments.paper_numbers import SETS, TABLE2
+from torch_dcl.experiments.table import NaturalTable, Table, mark
 from torch_dcl.experiments.verdict import findings, verdict
 
 if TYPE_CHECKING:
-    import rich.table
+    from rich.table import Table as RichTable
 
-__all__ = ["LEGEND", "as_markdown", "as_rich", "as_text"]
+__all__ = ["LEGEND", "as_markdown", "as_markdown2", "as_rich", "as_text", "long_table"]
 
 LEGEND = (
     "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
@@ -35,7 +36,7 @@ def notes(table: Table) -> list[str]:
     return found
 
 
-def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
+def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
     """The table for `rich.print`.
 
     Args:
@@ -79,6 +80,41 @@ def _stack(table: Table, column: str) -> tuple[str, dict[str, tuple[str, str]]]:
         for name, (ours, theirs) in numbers.items()
     }
     return f"{column:>{size + tail}}", lines
+
+
+def long_table(table: Table, width: int) -> "RichTable":
+    """A line for every cell: the paper's number, ours, and the difference to the baseline.
+
+    Args:
+        table: The table.
+        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    against = "the plain network" if isinstance(table, NaturalTable) else "the baseline"
+    absent = table.absent if isinstance(table, NaturalTable) else {}
+    weights = width >= 92
+    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
+    for name in names if weights else names[:-1]:
+        shown.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
+    for name in table.sets:
+        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
+        for i, cell in enumerate(cells):
+            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
+            gap = table.to_baseline(cell)
+            told = "" if gap is None else str(gap)
+            shown.add_row(
+                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
+                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
+                *([f"{cell.weights:,}"] if weights else []),
+                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
+            )  # fmt: skip
+    for name, reason in absent.items():
+        shown.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
+    return shown
 
 
 def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
@@ -169,3 +205,45 @@ def _plain(text: str) -> str:
     for sign in "\\`*_|<>[]":
         text = text.replace(sign, f"&#{ord(sign)};" if sign in "<>" else f"\\{sign}")
     return " ".join(text.split())
+
+
+def as_markdown2(table: NaturalTable) -> str:
+    """The table for people: a row for each column, then the rows that the paper quotes, then how it was made."""
+    head = ["network", *table.sets, "weights"]
+    rows = [head, ["---"] * len(head)]
+    for column in table.columns:
+        weights = {cell.set: cell.weights for cell in table.cells if cell.column == column}
+        counts = ", ".join(f"{count:,}" for count in dict.fromkeys(weights.values()))
+        rows.append([column, *(_shown(table, name, column) for name in table.sets), counts])
+    for row in TABLE2:
+        if row.reference:
+            year = row.reference.split("_")[1]
+            rows.append([f"{row.name} {year}", *(f"{row.errors[name.upper()]:.2f}" for name in table.sets), ""])
+    lines = [f"# {table.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
+    lines += [
+        "Test error in percent: mean(standard deviation in hundredths) × seeds; beneath, the paper's number, and the "
+        "difference to the plain network on the same seeds with its 95 % interval. Rows with a year: as the paper "
+        "quotes them.",
+        "",
+    ]
+    if table.scale < 1:
+        lines += [f"**Shortened: every recipe was trained for {table.scale:g} of its epochs.**", ""]
+    lines += [f"- {name}: {text}" for name, text in table.protocol.items()]
+    lines += [f"- {text}" for text in table.deviations]
+    minutes = ", ".join(f"{name} {value:.1f} minutes" for name, value in table.minutes.items())
+    lines += [f"- {table.hardware}; {minutes}; `{table.command}`", ""]
+    return "\n".join(lines)
+
+
+def _shown(table: NaturalTable, name: str, column: str) -> str:
+    if name in table.absent:
+        theirs = paper_error(column, name)
+        return table.absent[name] + ("" if theirs is None else f"<br>paper {theirs:.2f}")
+    cell = table.cell(name, column)
+    if cell is None:
+        return "not run"
+    parts = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
+    gap = table.to_baseline(cell)
+    if gap is not None:
+        parts.append(f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]")
+    return "<br>".join(parts)

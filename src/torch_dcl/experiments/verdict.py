@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torch_dcl.experiments.claims import Finding, fewer_weights, judge, loss_gap_shrinks
-from torch_dcl.experiments.comparing import Comparison, compare
-from torch_dcl.experiments.reported import DCL_COLUMNS, SETS, TABLE1
-from torch_dcl.experiments.statistics import mean, signed
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.stats import Comparison, compare, mean, signed
 from torch_dcl.experiments.table import CONTROLS, Table
 
 __all__ = ["Pair", "findings", "reservations", "scores", "summary", "verdict"]

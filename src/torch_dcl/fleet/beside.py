@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_dcl.fusion import ConceptFusion
-from torch_dcl.layers import _DCL
 from torch_dcl.fleet import operations
 from torch_dcl.fleet.operations import keep_low_copy, leaf
 from torch_dcl.fleet.stack import _check_alike, common_state, stacked_state
+from torch_dcl.fusion import ConceptFusion
+from torch_dcl.layers import _DCL
 
 __all__ = ["SideBySide"]
 

@@ -36,7 +36,7 @@ from torch_dcl.files import write_text
 
 __all__ = ["RunError", "RunFolder", "environment", "hold", "holder"]
 
-FORMAT = 2
+FORMAT = 3
 _CHECK = "check"
 _CHECKED = re.compile(rb'(.*?)(?:, )?"check": "([0-9a-f]{16})"}')
 

@@ -15,7 +15,6 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.models import _common
 from torch_dcl.fleet.operations import cross_entropy, keep_low_copy, leaf
 from torch_dcl.fleet.stacked import (
     StackedConv2d,
@@ -24,6 +23,7 @@ from torch_dcl.fleet.stacked import (
     build_stacked,
     is_registered,
 )
+from torch_dcl.models import _common
 
 __all__ = ["Stack"]
 

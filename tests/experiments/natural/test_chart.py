@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torch_dcl.data import cifar, load
-from torch_dcl.experiments.natural.sets import made_up
-from torch_dcl.experiments.natural.units import UNITS, build_unit, counted_networks, unit_weights
+from torch_dcl.experiments.natural_data import made_up
+from torch_dcl.experiments.rival_layers import UNITS, build_unit, counted_networks, unit_weights
 from torch_dcl.experiments.recipes import chart as recipe
 from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
 from torch_dcl.experiments.runner import run as run_recipe

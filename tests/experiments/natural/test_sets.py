@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load
-from torch_dcl.experiments.natural.recipes import DATA
-from torch_dcl.experiments.natural.sets import MADE_UP, NOT_AVAILABLE, departures, made_up, read_sets
+from torch_dcl.experiments.natural_networks import DATA
+from torch_dcl.experiments.natural_data import MADE_UP, NOT_AVAILABLE, departures, made_up, read_sets
 from torch_dcl.experiments.recipes.chart import hold_out
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load, svhn
-from torch_dcl.experiments.natural.recipes import (
+from torch_dcl.experiments.natural_networks import (
     COLUMNS,
     build,
     caffe_factors,
@@ -25,12 +25,12 @@ from torch_dcl.experiments.natural.recipes import (
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.natural.sets import NaturalConfig
+from torch_dcl.experiments.natural_data import NaturalConfig
 from torch_dcl.experiments.natural.table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
 from torch_dcl.experiments.protocol import SettingError
 from torch_dcl.experiments.recipes import table2
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
-from torch_dcl.experiments.reported import TABLE2
+from torch_dcl.experiments.paper_numbers import TABLE2
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.models import count_weights

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcl.experiments import read_run, report
-from torch_dcl.experiments.figures import chart_figure, save, svg
-from torch_dcl.experiments.natural.page import as_html2, chart_table
-from torch_dcl.experiments.natural.points import chart_said, edges_said
-from torch_dcl.experiments.natural.recipes import COLUMNS, paper_error, weights
+from torch_dcl.report.figures import chart_figure, save, svg
+from torch_dcl.report.table2_page import as_html2, chart_table
+from torch_dcl.experiments.recipes.chart import chart_said, edges_said
+from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
 from torch_dcl.experiments.natural.table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
-from torch_dcl.experiments.natural.units import UNITS
-from torch_dcl.experiments.reported import TABLE2
+from torch_dcl.experiments.rival_layers import UNITS
+from torch_dcl.experiments.paper_numbers import TABLE2
 from torch_dcl.experiments.table import Cell, TableError
 
 

@@ -17,24 +17,27 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.figures import chart_figure, save
-from torch_dcl.experiments.natural.points import as_rich_chart, chart_said, edges_said
-from torch_dcl.experiments.natural.recipes import TITLES, inputs_of, recipe_of
-from torch_dcl.experiments.natural.recipes import Recipe as TrainingRecipe
-from torch_dcl.experiments.natural.sets import NaturalConfig, departures, read_sets, tensors_of
-from torch_dcl.experiments.natural.units import UNITS, build_unit, unit_weights
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
+from torch_dcl.experiments.natural_data import SIZES, NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Work, content_hash
+from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
+from torch_dcl.experiments.settings import setting
+from torch_dcl.experiments.stats import Difference, difference, mean, mean_std_n
 from torch_dcl.experiments.table import MARK
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table as RichTable
 
     from torch_dcl.fleet.runs import RunFolder
 
-__all__ = ["Chart", "ChartConfig", "hold_out", "points_of", "step_times"]
+__all__ = [
+    "Chart", "ChartConfig", "against_dcl", "as_rich_chart", "chart_said", "edges_said", "hold_out", "lowest_first",
+    "points_of", "step_times",
+]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
@@ -82,10 +85,21 @@ class Chart(Recipe[ChartConfig]):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Read the set."""
         config = self.config
-        sets, _ = read_sets([config.data], config.place, config.images, report)
+        sets, _ = read_sets([config.data], config, report)
         self.data, recipe = sets[config.data], recipe_of("bignet", config.data)
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
+
+    def works(self, sets: Sequence[str]) -> list[Work]:
+        """The trials, and the seeds of every point."""
+        config, works = self.config, []
+        for name in sets:
+            images = min(SIZES[name][0], (config.images or (None,))[0] or SIZES[name][0])
+            whole, points = recipe_of("bignet", name), len(config.points)
+            tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
+            works.append(Work("bignet", name, points * len(config.rates), images - images // 10, tried))
+            works.append(Work("bignet", name, points * config.seeds, images, epochs))
+        return works
 
     def asked(self) -> dict[str, Any]:
         """Points, rates, the training recipe, and the content of the set."""
@@ -124,11 +138,6 @@ class Chart(Recipe[ChartConfig]):
         """Trials and seeds of all points."""
         return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
 
-    @property
-    def at_once(self) -> int:
-        """As the config says."""
-        return self.config.most
-
     def concurrent(self, job: Job) -> Hashable:
         """Fleets of one phase."""
         return job.phase
@@ -153,7 +162,7 @@ class Chart(Recipe[ChartConfig]):
         return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """The chart as plain data and as a figure: errors, weights, time of a step and trials of each point."""
+        """The chart as JSON: errors, weights, time of a step and trials of each point."""
         config, outcomes = self.config, outcomes_of(folder)
         folder.log("measuring the time of a step")
         times = step_times(config.points, self.data, self.whole, config, self.device)
@@ -172,7 +181,6 @@ class Chart(Recipe[ChartConfig]):
             )  # fmt: skip
         chart = {"set": self.data.name, "points": rows, **self._described(folder)}
         write_text(folder.path / "chart.json", json.dumps(chart, indent=1) + "\n")
-        save(chart_figure(chart), folder.path / "chart.svg")
         return chart
 
     def _described(self, folder: "RunFolder") -> dict[str, Any]:
@@ -278,3 +286,90 @@ def step_times(
 def _synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
+
+
+Row = Mapping[str, Any]
+"""A point as JSON has it: its errors by seed, weights, time of a step, and the learning rates that were tried."""
+_GUESSING = {"cifar10": 90.0, "cifar100": 99.0}
+"""Chance-level error in percent."""
+
+
+def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
+    """The points by rising mean error."""
+    return sorted(chart["points"], key=lambda point: mean(point["errors"]))
+
+
+def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
+    """The point's error less that of DCL with two branches, on the same seeds.
+
+    A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
+
+    Returns:
+        None for DCL itself, and where there are fewer than two seeds to compare.
+    """
+    rivals = [p for p in chart["points"] if p["unit"] == "dcl"]
+    if point["unit"] != "plain":
+        rivals = [p for p in rivals if p["share"] == point["share"]]
+    if not rivals or point["unit"] == "dcl":
+        return None
+    runs = [dict(zip(each["seeds"], each["errors"], strict=True)) for each in (point, rivals[0])]
+    return difference(*runs)
+
+
+def chart_said(chart: Mapping[str, Any]) -> str:
+    """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
+    first = lowest_first(chart)[0]
+    told = [f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."]
+    plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
+    if plain is not None and (gap := against_dcl(chart, plain)) is not None:
+        told.append(f"The plain layer's error minus DCL's is {gap}.")
+    guessing = _GUESSING.get(chart["set"], 100.0)
+    lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
+    rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
+    alike = [against_dcl(chart, point) for point in rivals]
+    clear = [each.clear for each in alike if each is not None]
+    if clear:
+        told.append(
+            f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
+            f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
+        )
+    if lost:
+        names = ", ".join(point["unit"] for point in lost)
+        told.append(f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}.")
+    return " ".join(told)
+
+
+def edges_said(chart: Mapping[str, Any]) -> str | None:
+    """Which layers took the smallest or the largest learning rate that was tried; None where none did."""
+    ends: dict[float, list[str]] = {}
+    for point in chart["points"]:
+        rates = sorted(map(float, point["trials"]))
+        if len(rates) > 1 and point["lr"] in (rates[0], rates[-1]):
+            ends.setdefault(point["lr"], []).append(point["unit"])
+    if not ends:
+        return None
+    told = "; ".join(f"{rate:g} for {', '.join(dict.fromkeys(units))}" for rate, units in sorted(ends.items()))
+    return f"Chosen at the end of the learning rates that were tried: {told}. Beyond it they might do better still."
+
+
+def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":
+    """The points for a terminal of so many characters; one that is narrow leaves out the differences to DCL."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table as RichTable
+
+    is_wide = width >= 100
+    table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    differences = ("difference to DCL (95 % CI)",) if is_wide else ()
+    for name in ("unit", "budget", "error % ± std (n)", *differences, "weights", "step ms", "rate"):
+        table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
+    for point in lowest_first(chart):
+        gap = against_dcl(chart, point)
+        told = "" if gap is None else escape(f"{gap}{gap.sign}")
+        budget = "–" if point["unit"] == "plain" else f"{point['share']:g}"
+        step = f"{point['step_ms']:.{2 if point['step_ms'] < 10 else 0}f}"
+        table.add_row(
+            point["unit"], budget, mean_std_n(point["errors"]), *([told] if is_wide else []), f"{point['weights']:,}",
+            step, f"{point['lr']:g}",
+        )  # fmt: skip
+    return table

@@ -5,28 +5,32 @@ paper's, and nothing is chosen by looking at a test set: it is looked at once, a
 """
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data import Dataset
-from torch_dcl.experiments.natural.page import as_html2
-from torch_dcl.experiments.natural.recipes import (
+from torch_dcl.experiments.natural_data import NOT_AVAILABLE, SIZES, NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_networks import (
     COLUMNS,
     DATA,
     NETWORKS,
+    TrainingRecipe,
     build,
     caffe_factors,
     inputs_of,
     network_of,
+    paper_error,
     recipe_of,
-)  # fmt: skip
-from torch_dcl.experiments.natural.recipes import Recipe as TrainingRecipe
-from torch_dcl.experiments.natural.sets import NaturalConfig, read_sets, tensors_of
-from torch_dcl.experiments.natural.table import DEVIATIONS, NaturalTable, said, save_table2, table2_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
-from torch_dcl.experiments.table import long_table
-from torch_dcl.files import write_text
-from torch_dcl.fleet import Fleet, Member
+    weights,
+)
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Work, content_hash
+from torch_dcl.experiments.runner import minutes_of, outcomes_of
+from torch_dcl.experiments.settings import setting
+from torch_dcl.experiments.stats import is_complete
+from torch_dcl.experiments.table import Cell, NaturalTable, TableError, as_trial, save
+from torch_dcl.experiments.text import long_table
+from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.fleet import Precision
 
 if TYPE_CHECKING:
@@ -36,8 +40,17 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.runs import RunFolder
 
-__all__ = ["Table2", "Table2Config", "make_fleet"]
+__all__ = ["DEVIATIONS", "Table2", "Table2Config", "join_table2", "make_fleet", "said", "table2_of"]
 
+DEVIATIONS = (
+    "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
+    "and cross-entropy are inferred from its weights and rates; nagadomi's own preparation of the data is left out.",
+    "WRN: the paper says 16 layers and no width; ours is WRN-16-4. Its only fully-connected layer is the classifier, "
+    "so DCL stands there, with branches of a quarter of the classes, rounded up.",
+    "LeNet: Caffe's start, mean image and factors are inferred; on SVHN its inputs are 64 times the normalised images.",
+    "SVHN: no mirroring; BigNet's random crops are the only augmentation, since the text names none.",
+    "dcl3s is not in the paper: section 4.1 promises three stochastic branches for natural images, 4.2 uses two.",
+)
 SIGNS = "Bold: the lowest error of each network. ▾ clearly below the plain network, ▴ above. † diverged."
 
 
@@ -74,12 +87,23 @@ class Table2(Recipe[Table2Config]):
     def prepare(self, report: "Callable[[str], None]") -> None:
         """Read the sets that are there."""
         config = self.config
-        self.sets, self.absent = read_sets(config.data, config.place, config.images, report)
+        self.sets, self.absent = read_sets(config.data, config, report)
         self.recipes = {}
         for name in self.sets:
             for column in config.columns:
                 recipe = recipe_of(network_of(column), name).scaled(config.scale)
                 self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
+
+    def works(self, sets: Sequence[str]) -> list[Work]:
+        """The seeds of every column."""
+        config, works = self.config, []
+        for name in sets:
+            images = min(SIZES[name][0], (config.images or (None,))[0] or SIZES[name][0])
+            for column in config.columns:
+                network = network_of(column)
+                epochs = recipe_of(network, name).scaled(config.scale).schedule.epochs
+                works.append(Work(network, name, config.seeds, images, epochs))
+        return works
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
@@ -106,11 +130,6 @@ class Table2(Recipe[Table2Config]):
         """All entries of the table."""
         return len(self.recipes) * self.config.seeds
 
-    @property
-    def at_once(self) -> int:
-        """As the config says."""
-        return self.config.most
-
     def concurrent(self, job: Job) -> Hashable:
         """The columns of a network on a set."""
         return job.data, network_of(job.network)
@@ -127,10 +146,9 @@ class Table2(Recipe[Table2Config]):
         return {data.name: (data.test_images, data.test_labels)}
 
     def result(self, folder: "RunFolder") -> NaturalTable:
-        """The table, as JSON and as a page."""
+        """The table, as JSON."""
         table = table2_of(folder)
-        save_table2(table, folder.path / "table2.json")
-        write_text(folder.path / "table2.html", as_html2(table))
+        save(table, folder.path / "table2.json")
         return table
 
     def shown(self, result: NaturalTable, width: int) -> "list[RenderableType]":
@@ -138,8 +156,7 @@ class Table2(Recipe[Table2Config]):
         from rich.text import Text
 
         why = [told for told in result.deviations if told not in DEVIATIONS]
-        table = long_table(result, width, against="the plain network", absent=result.absent)
-        return [table, Text(SIGNS, style="dim"), "", *why, *said(result), ""]
+        return [long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
 
 
 def make_fleet(
@@ -163,3 +180,122 @@ def make_fleet(
         stacked=stacked, compile=config.compile and not stacked, streams=1 if stacked else config.streams,
         deterministic=config.deterministic,
     )  # fmt: skip
+
+
+def table2_of(folder: "RunFolder") -> NaturalTable:
+    """The table of what a run folder holds, also before its end; what is missing is not run."""
+    asked = folder.recipe
+    sources, columns = dict(asked["data"]), list(asked["columns"])
+    absent = {name: source for name, source in sources.items() if source == NOT_AVAILABLE}
+    by_cell: dict[tuple[str, str], dict[int, Outcome]] = {}
+    for job, outcome in outcomes_of(folder).items():
+        by_cell.setdefault((job.data, job.network), {})[job.seed] = outcome
+    cells = [
+        _cell([outcome for _, outcome in sorted(by_cell[name, column].items())])
+        for name in sources
+        for column in columns
+        if (name, column) in by_cell
+    ]
+    recipes = {tuple(key.split(" ")): _stored(recipe) for key, recipe in asked["recipes"].items()}
+    protocol = {f"data, {name}": source for name, source in sources.items() if name not in absent}
+    protocol |= {f"{column} on {name}": str(recipe) for (name, column), recipe in recipes.items() if "+" not in column}
+    protocol["precision"] = asked["precision"] or "bfloat16 on a GPU, float32 on a CPU"
+    protocol["test"] = (
+        "mean over an image and its mirror image" if asked["average"] else "the middle of each image, once"
+    )
+    scale, starts = asked["scale"], folder.read("environment")
+    short = "" if scale == 1 else f", shortened to {scale:g} of the epochs"
+    spent = minutes_of(folder)
+    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
+    table = NaturalTable(
+        f"Table 2: natural images{short}", tuple(cells), protocol, "; ".join(machines), starts[-1]["versions"],
+        {"training and evaluation": spent} if spent else {}, starts[0]["command"], DEVIATIONS, absent, scale,
+    )  # fmt: skip
+    batches = [r.batch for (name, column), r in recipes.items() if r.batch != recipe_of(network_of(column), name).batch]
+    images = [text for key, text in protocol.items() if key.startswith("data, ")]
+    return as_trial(table, departures(images, asked["images"], batches))
+
+
+def _cell(group: Sequence[Outcome]) -> Cell:
+    job = group[0].job
+    losses = [tuple(getattr(o, key) for o in group) for key in ("train_loss", "test_loss")]
+    train, test = (values if is_complete(values) else None for values in losses)
+    return Cell(
+        set=job.data, column=job.network, errors=tuple(o.error for o in group), seeds=tuple(o.job.seed for o in group),
+        weights=weights(job.network, 100 if job.data == "cifar100" else 10), paper=paper_error(job.network, job.data),
+        train_loss=train, test_loss=test, stopped=tuple(o.job.seed for o in group if o.stopped is not None),
+        minutes=sum(o.seconds for o in group) / 60 or None,
+    )  # fmt: skip
+
+
+def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
+    schedule = recipe["schedule"]
+    return TrainingRecipe(**{**recipe, "schedule": Schedule(**{**schedule, "drops": tuple(schedule["drops"])})})
+
+
+def said(table: NaturalTable) -> list[str]:
+    """The table in sentences, what was lost as plainly as what was won."""
+    told = []
+    for variant, words in (("+dcl", "With DCL (two branches)"), ("+dcl3s", "With three stochastic branches")):
+        pairs = [
+            (cell, plain, table.to_baseline(cell))
+            for cell in table.cells
+            if cell.column.endswith(variant) and (plain := table.cell(cell.set, network_of(cell.column))) is not None
+        ]
+        if not pairs:
+            continue
+        lower = sum(cell.mean < plain.mean for cell, plain, _ in pairs)
+        known = [gap.clear for _, _, gap in pairs if gap is not None]
+        sentence = f"{words} the error is lower than the plain network's in {lower} of {len(pairs)} "
+        sentence += "pair of network and set" if len(pairs) == 1 else "pairs of network and set"
+        if known:
+            sentence += f", clearly lower in {known.count(-1)} and clearly higher in {known.count(1)}"
+        theirs = [(c.paper, p.paper) for c, p, _ in pairs if c.paper is not None and p.paper is not None]
+        if theirs:
+            sentence += f"; in the paper in {sum(a < b for a, b in theirs)} of {len(theirs)}"
+        told.append(f"{sentence}.")
+    told += [f"{name}: {reason}." for name, reason in table.absent.items()]
+    if stopped := sum(len(cell.stopped) for cell in table.cells):
+        told.append(f"{stopped} {'run' if stopped == 1 else 'runs'} diverged.")
+    return told
+
+
+def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
+    """One table of several that were run apart, such as a network or a set on each of several machines.
+
+    Args:
+        tables: At least one.
+
+    Raises:
+        TableError: Two of them have the same column on the same set, or were shortened differently.
+    """
+    first, cells = tables[0], [cell for table in tables for cell in table.cells]
+    for i, cell in enumerate(cells):
+        if any((cell.set, cell.column) == (other.set, other.column) for other in cells[:i]):
+            raise TableError(f"two of the tables have {cell.column} on {cell.set}; run all its seeds in one")
+    if len({(table.scale, table.title) for table in tables}) > 1:
+        raise TableError("the tables were not run alike: " + ", ".join(repr(table.title) for table in tables))
+    places = {(name, column): place for place, (name, column) in enumerate(itertools.product(DATA, COLUMNS))}
+    there = {cell.set for cell in cells}
+    minutes: dict[str, float] = {}
+    for phase, spent in (item for table in tables for item in table.minutes.items()):
+        minutes[phase] = minutes.get(phase, 0.0) + spent
+    return dataclasses.replace(
+        first,
+        cells=tuple(sorted(cells, key=lambda cell: places[cell.set, cell.column])),
+        protocol=_together([table.protocol for table in tables]),
+        hardware="; ".join(dict.fromkeys(table.hardware for table in tables)),
+        versions=_together([table.versions for table in tables]),
+        minutes=minutes,
+        command="\n".join(dict.fromkeys(table.command for table in tables)),
+        deviations=tuple(dict.fromkeys(text for table in tables for text in table.deviations)),
+        absent={name: why for table in tables for name, why in table.absent.items() if name not in there},
+    )
+
+
+def _together(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """What all of them say, each word of it once."""
+    texts: dict[str, dict[str, None]] = {}
+    for key, text in (item for part in parts for item in part.items()):
+        texts.setdefault(key, {})[text] = None
+    return {key: "; ".join(by_key) for key, by_key in texts.items()}

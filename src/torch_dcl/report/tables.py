@@ -1,0 +1,224 @@
+"""What the pages of Table 1, Table 2 and the chart show: numbers and sentences for their templates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from torch_dcl.experiments.claims import Finding
+from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
+from torch_dcl.experiments.recipes import table1, table2
+from torch_dcl.experiments.recipes.chart import against_dcl, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
+from torch_dcl.experiments.table import CONTROLS, Cell, NaturalTable, Table, is_trial
+from torch_dcl.experiments.text import notes
+from torch_dcl.experiments.verdict import findings, reservations, scores, summary
+from torch_dcl.report.document import bold, figure
+from torch_dcl.report.figures import chart_figure
+from torch_dcl.report.strip import strip
+
+__all__ = ["chart_context", "column", "differences", "table1_context", "table2_context", "tried_context"]
+
+NOT_RUN = Markup('<span class="absent">{}</span>')
+SIGN = Markup("{}<i>{}</i>")
+
+
+def column(name: str) -> Markup:
+    """The name of a network, with the dot of its colour."""
+    return Markup('<span class="c-{0}"><span class="dot"></span></span>{0}').format(name)
+
+
+def table1_context(
+    made: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """What ``table1.html`` shows.
+
+    Args:
+        made: The table.
+        further: Findings from other data to show among the claims.
+        asked: What the run folder keeps, for the commands; None for the protocol.
+        prefix: What ids begin with, where several tables stand on one page.
+    """
+    pairs = scores(made)
+    scored = {
+        "DCL against the baseline": [(c.column, c, paper) for c, paper in pairs if c.reference == "baseline"],
+        "A2 against a control": [(c.reference, c, paper) for c, paper in pairs if c.reference in CONTROLS],
+    }
+    scored = {group: rows for group, rows in scored.items() if rows}
+    # What makes it a trial comes before everything else that a reader has to know.
+    told = [told for told in made.deviations if is_trial(made) and told not in table1.DEVIATIONS] + reservations(made)
+    return {
+        "made": made, "prefix": prefix, "extent": _extent(made, len(SETS)), "summary": summary(made, further),
+        "scored": scored, "first_group": next(iter(scored), ""), "told": told, "notes": notes(made), "all_sets": SETS,
+        "fitted": {cell.column for cell in made.cells if cell.fitted}, "findings": findings(made, further),
+        "by_set": [_one_set(made, name, asked) for name in made.sets], "with_figures": False,
+    }  # fmt: skip
+
+
+def _extent(made: Table, sets: int) -> str:
+    counts = [len(cell.errors) for cell in made.cells]
+    if not counts:
+        return "No cell was run."
+    seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    columns, there = len({cell.column for cell in made.cells}), len({cell.set for cell in made.cells})
+    word = "seed" if max(counts) == 1 else "seeds"
+    scale = getattr(made, "scale", 1)
+    short = "" if scale == 1 else f" · shortened to {scale:g} of the epochs"
+    return f"{there} of {sets} sets · {columns} columns · {seeds} {word} · test error in percent{short}"
+
+
+def _one_set(made: Table, name: str, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The runs of a set, drawn and as a table; what was not run says so beside the paper's number."""
+    lanes = {each: made.cell(name, each) for each in made.columns}
+    cells = [cell for cell in lanes.values() if cell is not None]
+    rows = []
+    for each, cell in lanes.items():
+        if cell is None:
+            paper = TABLE1[name].get(each)
+            theirs = "–" if paper is None else notation(paper.mean, paper.std)
+            rows.append([column(each), theirs, NOT_RUN.format("not run"), "", "", "", ""])
+            continue
+        within = "–" if len(cell.errors) < 2 else "[{:.2f}, {:.2f}]".format(*interval(cell.errors))
+        signs = Markup('<small class="tag">fitted</small>' if cell.fitted else "") + ("†" if cell.stopped else "")
+        rows.append([column(each) + signs, cell.theirs, _ours(cell, each in made.best(name)), within,
+                     _gap(made.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
+    command = ""
+    # Nobody knows the settings of a trial without its recipe.
+    if asked is not None or not is_trial(made):
+        seeds = max(len(cell.errors) for cell in cells)
+        command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
+    return {"name": name, "strip": Markup(strip(name, lanes)), "rows": rows, "command": command}
+
+
+def _ours(cell: Cell, is_best: bool) -> Markup:
+    ours = f"{cell.mean:.2f}" if cell.std is None else f"{cell.mean:.2f} ± {cell.std:.2f}"
+    return bold(ours, is_best) + f" ({len(cell.errors)})"
+
+
+def _gap(gap: Difference | None) -> Markup | str:
+    return "" if gap is None else SIGN.format(str(gap), gap.sign)
+
+
+def _minutes(cell: Cell) -> str:
+    if cell.minutes is None:
+        return "–"
+    return f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
+
+
+def differences(made: Table) -> list[dict[str, Any]]:
+    """Every DCL cell's difference to the baseline, with the paper's beside it: what `differences_figure` draws."""
+    cells = []
+    for each in DCL_COLUMNS:
+        for name in made.sets:
+            cell = made.cell(name, each)
+            gap = made.to_baseline(cell) if cell is not None else None
+            if gap is not None:
+                paper = TABLE1[name]
+                cells.append({"set": name, "column": each, "difference": gap.mean, "low": gap.low, "high": gap.high,
+                              "paper_difference": paper[each].mean - paper["baseline"].mean})  # fmt: skip
+    return cells
+
+
+def table2_context(made: NaturalTable, prefix: str = "") -> dict[str, Any]:
+    """What ``table2.html`` shows.
+
+    Args:
+        made: The table.
+        prefix: What ids begin with, where several tables stand on one page.
+    """
+    lead, *rest = table2.said(made) or ["Nothing to compare yet."]
+    told = [deviation for deviation in made.deviations if deviation not in table2.DEVIATIONS] + rest
+    if made.scale < 1:
+        told.insert(0, f"Shortened: every recipe was trained for {made.scale:g} of its epochs.")
+    # Before anything is run, the paper's own networks are shown.
+    by_set = []
+    for name in made.sets:
+        columns = made.columns or tuple(each for each in COLUMNS if paper_error(each, name) is not None)
+        reason = made.absent.get(name)
+        rows = [_natural_row(made, name, each, reason or "not run") for each in columns]
+        shortened = made.scale != 1 and not reason
+        by_set.append({"name": name, "title": TITLES[name], "shortened": shortened, "rows": rows})
+    quoted = [
+        [f"{row.name} {row.reference.split('_')[1]}", *(_percent(row.errors[name.upper()]) for name in DATA)]
+        for row in TABLE2
+        if row.reference
+    ]
+    return {
+        "made": made, "prefix": prefix, "extent": _extent(made, len(DATA)), "lead": lead, "told": told,
+        "by_set": by_set, "quoted": quoted, "titles": [TITLES[name] for name in DATA],
+    }  # fmt: skip
+
+
+def _natural_row(made: NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
+    cell, plain = made.cell(name, each), made.cell(name, network_of(each))
+    paper, paper_plain = paper_error(each, name), paper_error(network_of(each), name)
+    paper_gap = "" if paper is None or paper_plain is None or "+" not in each else signed(paper - paper_plain)
+    if cell is None:
+        return [each, _percent(paper), NOT_RUN.format(reason), "", paper_gap, "", "", ""]
+    gap = _gap(made.to_baseline(cell))
+    if not gap and each != network_of(each) and plain is not None:
+        gap = SIGN.format(signed(cell.mean - plain.mean), "")
+    losses = f"{_loss(cell.train_loss)} · {_loss(cell.test_loss)}"
+    return [f"{each}{'†' if cell.stopped else ''}", cell.theirs, _ours(cell, each in made.best(name)), gap, paper_gap,
+            losses, f"{cell.weights:,}", _minutes(cell)]  # fmt: skip
+
+
+def _loss(values: Sequence[float] | None) -> str:
+    """The mean of those that are finite."""
+    finite = [value for value in values or () if is_complete([value])]
+    return f"{mean(finite):.3f}" if finite else "–"
+
+
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{error:.2f}"
+
+
+def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The points of the chart, how they were measured, and its figure.
+
+    Args:
+        chart: What `torch_dcl.experiments.recipes.chart` wrote.
+        name: What ids of the figure begin with.
+    """
+    points = lowest_first(chart)
+    rows = [
+        [escape(p["unit"]) + Markup("<small>{}</small>").format(p["what"]), _budget(p), mean_std_n(p["errors"]),
+         _gap(against_dcl(chart, p)), f"{p['weights']:,}", f"{p['step_ms']:.2f}", f"{p['lr']:g}"]
+        for p in points
+    ]  # fmt: skip
+    rates = sorted({rate for point in points for rate in point["trials"]}, key=float)
+    trials = []
+    for point in points:
+        tried = {rate: bold(f"{error:.2f}", float(rate) == point["lr"]) for rate, error in point["trials"].items()}
+        trials.append([point["unit"], _budget(point), *(tried.get(rate, "–") for rate in rates)])
+    words = (
+        "The budget is the filters of one of DCL’s two branches as a fraction of the layer’s. A difference is the "
+        "layer’s error minus that of DCL on the same seeds, with the 95 % confidence interval of the paired "
+        f"differences; ▾ and ▴ mark one without 0. Trained on all training images: {chart['recipe']}, with each "
+        "layer’s own rate in place of the recipe’s. The test set is evaluated once."
+    )
+    search = (
+        "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
+        f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
+        f"{edges_said(chart) or ''}"
+    )
+    return {
+        "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
+        "told": [str(sentence) for sentence in chart.get("told", ())], "rows": rows, "words": words,
+        "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
+    }  # fmt: skip
+
+
+def _budget(point: Mapping[str, Any]) -> str:
+    return "–" if point["unit"] == "plain" else f"{point['share']:g}"
+
+
+def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:
+    """More branches, and both layers replaced."""
+    rows = [
+        [column(row["column"]), mean_std_n(row["errors"]), f"{row['weights']:,}", f"{100 * row['one_fires']:.0f} %",
+         f"{100 * row['all_fire']:.1f} %"]
+        for row in data["columns"]
+    ]  # fmt: skip
+    return {"set": data["set"], "rows": rows}
