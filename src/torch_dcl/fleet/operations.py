@@ -108,7 +108,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pool: int, relu: bool) -> Tensor:
-        from torch_dcl.kernels.conv import conv_forward, pack_weight
+        from torch_dcl.fleet.kernels.conv import conv_forward, pack_weight
 
         packed = pack_weight(weight)
         y, which = conv_forward(x, packed, bias, weight.shape[1], pool=pool, relu=relu)
@@ -118,7 +118,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.conv import conv_backward_input, conv_backward_weight
+        from torch_dcl.fleet.kernels.conv import conv_backward_input, conv_backward_weight
 
         grad = grads[0].contiguous()
         x, packed, which = ctx.saved_tensors
