@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 import torch._inductor.utils
-from tests.fleet.test_unstacked import SMALL, learnt_otherwise, three_sets
 from tests.fleet.test_fleet import same_bits
+from tests.fleet.test_unstacked import SMALL, learnt_otherwise, three_sets
 from torch import nn
 
 from torch_dcl.data.svhn import preprocess

@@ -174,7 +174,7 @@ CASES |= {f"dropout, {name}": _dropout_case(*sizes) for name, sizes in DROPOUT.i
 
 
 def _pairs(device: str, dtype: torch.dtype) -> Errors:
-    from torch_dcl.kernels.pointwise import draw_pairs_
+    from torch_dcl.fleet.kernels.pointwise import draw_pairs_
 
     errors = {}
     for T in (3, 4, 5, 8):
@@ -294,7 +294,7 @@ CASES |= {f"cross-entropy, {name}": _entropy_case(*sizes) for name, sizes in ENT
 
 def _gather_case(shape: tuple[int, ...]) -> Case:
     def run(device: str, dtype: torch.dtype) -> Errors:
-        from torch_dcl.kernels.pointwise import gather_images
+        from torch_dcl.fleet.kernels.pointwise import gather_images
 
         images = torch.randint(0, 256, (2, 9, *shape), dtype=torch.uint8)
         which, index = torch.tensor([1, 0, 1]), torch.randint(0, 9, (3, 4))

@@ -223,13 +223,14 @@ def test_places_beyond_the_range_of_32_bits(compiled, made, positions, bits):
 
 @pytest.mark.parametrize("E", [1, 3])
 def test_what_stands_between_products(compiled, E):
-    from torch_dcl.kernels import pointwise
+    from torch_dcl.fleet.kernels import pointwise
+    from torch_dcl.kernels.pointwise import fuse_backward, fuse_forward
 
     active, seed, step = torch.zeros(E, 2, dtype=torch.int64), torch.zeros(E, dtype=torch.int64), torch.zeros(1).long()
     pre, bias = torch.randn(E, 3, 4, 9).bfloat16(), torch.randn(E, 3, 9).bfloat16()
     for pair in (None, active):
-        z = pointwise.fuse_forward(pre, bias, 0.01, pair)
-        pointwise.fuse_backward(z, pre, bias, 0.01, pair)
+        z = fuse_forward(pre, bias, 0.01, pair)
+        fuse_backward(z, pre, bias, 0.01, pair)
     pointwise.dropout(z, seed, 4_000_000_000, step, 0.5)
     pointwise.dropout(z, seed, 1, step, 0.5)
     pointwise.draw_pairs_(active, seed, 1, step, 3)
@@ -298,5 +299,5 @@ def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):
         )
         assert (found.shape, found.dtype) == ((E, 4, size[0], *crop), dtype)
         assert (theirs.shape, theirs.dtype) == ((E, 4), torch.int64)
-    assert compiled == ["_cut", "_cut"]
+    assert compiled == ["_gather_inputs", "_gather_inputs"]
     assert "fma.rn.f32" in made[0].asm["ptx"]

@@ -25,7 +25,7 @@ def _reflect(at, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _gather(
+def _gather_inputs(
     images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, count, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,7 +83,7 @@ def gather_inputs(
     N, C, H, W = images.shape[1:]
     out = torch.empty(E, B, C, *size, dtype=dtype, device=images.device)
     out_labels = torch.empty(E, B, dtype=labels.dtype, device=images.device)
-    _gather[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
+    _gather_inputs[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
         images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, N, B,
         C=C, H=H, W=W, ROWS=size[0], COLUMNS=size[1], DRAWN=first is not None, BLOCK=_BLOCK, **OPTIONS,
     )  # fmt: skip
