@@ -21,7 +21,7 @@ from torchvision.utils import save_image
 import torch_dcl as dcl
 from torch_dcl.data import Batches, Dataset, load, mnist_excerpt
 from torch_dcl.files import read_sealed, write_sealed
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 KIND = "train_image_folder"
 

@@ -299,7 +299,7 @@ class DigitRecipe(Recipe[C]):
                 Outcome(
                     job, 100 * float((number != labels).double().mean()), sum(losses[row] for row in rows),
                     sum(last[row] for row in rows), min((stopped[row] for row in rows if row in stopped), default=None),
-                    trained.seconds * share, fleet.preparing * share, {"curves": finite(curves)} if curves else {},
+                    trained.seconds * share, fleet.setup_seconds * share, {"curves": finite(curves)} if curves else {},
                 )
             )  # fmt: skip
         return outcomes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_dcl.experiments.protocol import Job, Outcome
 
 if TYPE_CHECKING:
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Count", "count_old", "old_outcome"]
 

@@ -19,7 +19,7 @@ from torch_dcl.fleet import Evaluation, Fleet
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "Work", "content_hash", "finite",
@@ -247,7 +247,7 @@ class Recipe(abc.ABC, Generic[C]):
         return [
             Outcome(
                 job, errors[row], losses[row], last[row], stopped.get(row), trained.seconds / count,
-                fleet.preparing / count,
+                fleet.setup_seconds / count,
             )
             for row, job in enumerate(jobs)
         ]  # fmt: skip

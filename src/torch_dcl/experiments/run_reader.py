@@ -21,7 +21,7 @@ from torch_dcl.experiments.recipes.table1 import table1_of
 from torch_dcl.experiments.recipes.table2 import table2_of
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import NaturalTable, Table, load
-from torch_dcl.fleet.runs import RunError, RunFolder, holder
+from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
 
@@ -81,8 +81,8 @@ def state_of(path: str | os.PathLike[str]) -> State:
     """How one run stands. A run that cannot be read is damaged, and its problem says why."""
     place = os.fspath(path)
     try:
-        pid = holder(path)
-        folder = RunFolder.look(path)
+        pid = lock_holder(path)
+        folder = RunFolder.inspect(path)
         name, done, total, unit = _count(folder)
         started = next((str(record["time"]) for record in folder.read("environment") if record.get("time")), None)
         now = _last_seen(folder) if pid is not None else None
@@ -122,7 +122,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         table = load(place)
         count, name = len(table.cells), "table2" if isinstance(table, NaturalTable) else "table1"
         return Run(place, State(str(place), name, "finished", count, count, "cells"), table=table)
-    folder = RunFolder.look(place)
+    folder = RunFolder.inspect(place)
     state = state_of(place)
     if state.state == "damaged":
         raise RunError(f"{place}: {state.problem}")

@@ -29,8 +29,8 @@ from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Rec
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError
 from torch_dcl.fleet import Fleet
-from torch_dcl.fleet.abreast import train_abreast
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.concurrent import train_concurrently
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 __all__ = ["Failure", "Silent", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
@@ -342,7 +342,7 @@ class _Sweep:
                 self.kept.save(key, fleets[i], seconds_of(i), losses[i])
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
-            train_abreast(fleets, self.should_stop)
+            train_concurrently(fleets, self.should_stop)
             for jobs, fleet, by_epoch in zip(group, fleets, losses, strict=True):
                 if recipe.judges_epochs(jobs) and len(by_epoch) < fleet.epoch:
                     by_epoch.append(fleet.evaluate(recipe.judge(jobs)).losses.tolist())

@@ -24,12 +24,12 @@ from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
 from torch_dcl.files import write_text
-from torch_dcl.fleet.runs import environment
+from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Calibration", "CalibrationConfig", "Fitted", "largest_strength", "next_strength"]
 

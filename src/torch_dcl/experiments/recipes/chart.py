@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as RichTable
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "Chart", "ChartConfig", "against_dcl", "as_rich_chart", "chart_said", "edges_said", "hold_out", "lowest_first",

@@ -27,7 +27,7 @@ from torch_dcl.layers import DCLLinear
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["FILTERS", "PARTS", "Figures", "FiguresConfig", "firing", "parts_of"]
 

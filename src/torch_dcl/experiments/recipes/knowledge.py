@@ -25,7 +25,7 @@ from torch_dcl.files import sha256_file, write_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Knowledge", "KnowledgeConfig", "as_inputs", "digits_of_classes"]
 

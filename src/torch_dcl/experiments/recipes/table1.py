@@ -42,7 +42,7 @@ from torch_dcl.experiments.verdict import verdict
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["DEVIATIONS", "Table1", "Table1Config", "command_for", "table1_of"]
 

@@ -19,12 +19,12 @@ from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.files import write_text
-from torch_dcl.fleet.runs import environment
+from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "SEARCHED_ON", "TRIALS", "Choice", "Search", "SearchConfig", "Trial", "choose", "read_trial", "stored_choice",

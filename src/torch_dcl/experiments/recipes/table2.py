@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["DEVIATIONS", "Table2", "Table2Config", "join_table2", "make_fleet", "said", "table2_of"]
 
