@@ -39,9 +39,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
+from torch_dcl.experiments.natural_data import NaturalConfig, make_fleet
 from torch_dcl.experiments.natural_networks import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.experiments.natural_data import NaturalConfig
-from torch_dcl.experiments.recipes.table2 import make_fleet
 from torch_dcl.fleet import Fleet, train_concurrently
 from torch_dcl.stochastic import advance_branches_
 

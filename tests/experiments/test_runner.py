@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Config, Job, Recipe, SettingError, content_hash, setting, with_settings
-from torch_dcl.experiments.runner import Silent, StopRequest, concurrent_groups, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.protocol import Job, Recipe, content_hash
+from torch_dcl.experiments.ranks import StopRequest
+from torch_dcl.experiments.runner import Silent, concurrent_groups, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
@@ -328,7 +330,7 @@ def test_which_fleets_train_concurrently():
 def test_fleets_that_train_concurrently_give_the_outcomes_of_fleets_one_by_one(whole, tmp_path, monkeypatch, killed_at):
     real = concurrent_groups
     monkeypatch.setattr(
-        runner, "concurrent_groups", lambda fleets, _, most, __: real(fleets, lambda _: 0, most, "cuda")
+        runner, "concurrent_groups", lambda fleets, _, most, *__: real(fleets, lambda _: 0, most, "cuda")
     )
     with killed_at(11):
         run(toy(), tmp_path, every=0.0)

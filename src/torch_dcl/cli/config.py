@@ -279,8 +279,7 @@ def _fresh(out: Path) -> Path:
 
 def _code_of(asked: Asked) -> dict[str, str]:
     """The settings that name code to run."""
-    from torch_dcl.experiments.network_source import names_code
-    from torch_dcl.experiments.settings import settings_of
+    from torch_dcl.experiments.settings import names_code, settings_of
 
     named = {key: str(getattr(asked.config, key)) for key, (_, r) in settings_of(type(asked.config)).items() if r.code}
     return {key: value for key, value in named.items() if names_code(value)}

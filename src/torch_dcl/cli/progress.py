@@ -216,7 +216,7 @@ class Listener:
         first: What is done before the first fleet.
     """
 
-    def __init__(self, bar: Bar, first: str = "writing the sets") -> None:
+    def __init__(self, bar: Bar, first: str = "building networks") -> None:
         self.bar, self.first = bar, first
         self._before = 0.0
         self._size = 0

@@ -125,9 +125,7 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
         task: The run.
         as_json: Whether to say it to a machine.
     """
-    from torch_dcl.experiments.estimate import estimate
-
-    rows, plain = estimate(task.recipe, say_minutes)
+    words, plain = task.recipe.estimate(say_minutes)
     if as_json:
         print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
         return
@@ -137,8 +135,8 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for name, words in [*rows, ("folder", str(task.out))]:
-        table.add_row(name, Text(words))
+    for topic, told in {**words, "folder": str(task.out)}.items():
+        table.add_row(topic, Text(told))
     console().print(table)
     console().print("Nothing was run or written.", style="dim")
 
@@ -167,7 +165,7 @@ def run_demo(out: Path | None, settings: dict[str, Any], *, as_json: bool = Fals
     screen.print(Text.assemble("The report, for a browser: ", (str(page), "bold")), soft_wrap=True)
     screen.print("Next:  dcl plan torchvision:vgg16 · dcl run table1 --smoke · dcl --help", style="dim")
     if as_json:
-        from torch_dcl.experiments import read_run
+        from torch_dcl.experiments.run_reader import read_run
 
         result = read_run(task.out).parts["demo"]
         print_json({"page": str(page), **{key: result[key] for key in ("set", "networks", "verdict")}})

@@ -21,7 +21,18 @@ from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.data.sources import places
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.paper_numbers import SETS
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, content_hash, finite
+from torch_dcl.experiments.protocol import (
+    Estimate,
+    Job,
+    Labelled,
+    Outcome,
+    Recipe,
+    Trained,
+    content_hash,
+    finite,
+    images_per_second,
+)
+from torch_dcl.experiments.runner import plan_fleets
 from torch_dcl.experiments.settings import Config, Setting, SettingError, choose_names, setting
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.fleet import Precision
@@ -34,6 +45,8 @@ __all__ = [
 BATCH = 100
 SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
 IMAGES = SIZES["train"], SIZES["test"]
+H200 = 3.0e6  # images a second over the whole of Table 1, judging included: results/table1.json, 950 networks, 7.6 min
+PER_NETWORK = 1.03 / 75  # GiB: results/fleet.csv, 75 networks, batch 100, 1,000 classes, DCL-A2, bfloat16
 Purpose = Literal["choose", "report"]
 
 # MNIST
@@ -251,6 +264,34 @@ class DigitRecipe(Recipe[C]):
         """The networks of all planned jobs."""
         return sum(map(self.networks, self.planned()))
 
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """Networks, images, memory, and time by a short trial."""
+        config, jobs = self.config, self.planned()
+        networks, per_network = self.total_networks(), (config.images or IMAGES)[0]
+        images = networks * per_network * config.epochs
+        fleets = plan_fleets(jobs, self.group, self.at_once, self.networks)
+        largest = max(sum(map(self.networks, fleet)) for fleet in fleets)
+        sets = len({job.data.partition("@")[0] for job in jobs})
+        gib = largest * PER_NETWORK + sets * per_network * 28 * 28 / 2**30
+        speed, measured = _speed(self.device)
+        digits, epochs = source(find_mnist(config.data)), f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
+        elsewhere = f"; about {say_time(images / H200)} on an H200" if self.device == "cpu" else ""
+        words = {
+            "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
+            "networks": f"{networks:,}, in {len(fleets)} fleets of up to {largest}",
+            "images": f"{images:,} to train on: {per_network:,} a network, {epochs}",
+            "digits": digits,
+            "device": self.device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": f"{speed:,.0f} images/s ({measured})",
+            "time": f"about {say_time(images / speed)}, without writing the sets and judging{elsewhere}",
+        }
+        plain = {
+            "entries": len(jobs), "networks": networks, "fleets": len(fleets), "images": images, "digits": digits,
+            "memory_gib": gib, "images_per_s": speed, "speed": measured, "minutes": images / speed / 60,
+        }  # fmt: skip
+        return Estimate(words, plain)
+
     def group(self, job: Job) -> Hashable:
         """Jobs of one architecture."""
         return job.phase, job.network, classes_of(job), job.option("filters", 0)
@@ -333,3 +374,23 @@ def _digit(labels: Tensor, digits: int, place: int) -> Tensor:
     """One digit of each label, counted from the most significant."""
     power: int = 10 ** (digits - 1 - place)
     return labels // power % 10
+
+
+def _speed(device: str) -> tuple[float, str]:
+    """Images a second over all networks of a fleet, and where the number is from."""
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+        if "H200" in name:
+            return H200, "as measured on an H200, results/table1.json"
+        return images_per_second(_fleet_on_noise(device, 64, 2000), 2000), f"measured just now on {name}"
+    threads = torch.get_num_threads()
+    words = f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return images_per_second(_fleet_on_noise(device, 6, 200), 200), words
+
+
+def _fleet_on_noise(device: str, networks: int, images: int) -> Fleet:
+    drawn = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (images, 28, 28), dtype=torch.uint8, generator=drawn)
+    labels = torch.randint(100, (images,), generator=drawn)
+    members = [Member("trial", "noise", seed, 0.01, Schedule(2)) for seed in range(networks)]
+    return Fleet([build("A2", 100, m.seed) for m in members], members, {"noise": (noise, labels)}, device=device)

@@ -1,10 +1,11 @@
 """The images of Table 2 and of the chart, read from where they lie or generated, and the settings that both share."""
 
+import abc
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,13 +13,23 @@ from torch import Tensor
 from torch_dcl.data import Dataset, load
 from torch_dcl.data.sources import places
 from torch_dcl.experiments.digits import mnist_in
-from torch_dcl.experiments.natural_networks import DATA
+from torch_dcl.experiments.natural_networks import (
+    DATA,
+    TrainingRecipe,
+    build,
+    caffe_factors,
+    inputs_of,
+    network_of,
+    recipe_of,
+)
+from torch_dcl.experiments.protocol import Estimate, Recipe, images_per_second
 from torch_dcl.experiments.settings import Config, SettingError, setting, settings_of
+from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
-    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "departures", "generate_images", "is_here",
-    "missing_sets", "read_data", "read_sets", "tensors_of",
+    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "Work", "departures",
+    "generate_images", "is_here", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
 ]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
@@ -271,3 +282,112 @@ def departures(sources: Iterable[str], images: Sequence[int | None] | None, batc
     if sizes := sorted(set(batches)):
         told.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
     return told
+
+
+# Fleets, and what they take
+
+
+def make_fleet(
+    column: str, seeds: Sequence[int], data: Dataset, recipe: TrainingRecipe, config: NaturalConfig,
+    device: str = "cpu", *, stacked: bool = False,
+) -> Fleet:  # fmt: skip
+    """The networks of a column with these seeds, ready to be trained on a set.
+
+    Stacked they were measured slower: they fill a GPU side by side.
+    """
+    networks = [build(column, len(data.classes), seed, dropout=recipe.dropout) for seed in seeds]
+    members = [
+        Member(f"{column} {data.name} {seed}", data.name, seed, recipe.lr, recipe.schedule, recipe.weight_decay)
+        for seed in seeds
+    ]
+    precision: Precision | None = config.wanted_precision
+    return Fleet(
+        networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
+        momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
+        precision=precision, device=device, inputs=inputs_of(network_of(column), data, average=config.average),
+        stacked=stacked, compile=config.compile and not stacked, streams=1 if stacked else config.streams,
+        deterministic=config.deterministic,
+    )  # fmt: skip
+
+
+class Work(NamedTuple):
+    """Networks that are trained alike, for an estimate."""
+
+    network: str
+    data: str
+    networks: int
+    images: int
+    epochs: int
+
+
+C = TypeVar("C", bound=NaturalConfig)
+
+
+class NaturalRecipe(Recipe[C]):
+    """A recipe on natural images."""
+
+    @abc.abstractmethod
+    def works(self, name: str, images: int) -> list[Work]:
+        """What is trained on a set of so many images, for an estimate."""
+
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """Networks, images, memory, and time by a short trial; also which sets are there."""
+        config, device = self.config, self.device
+        sets = [config.data] if isinstance(config.data, str) else list(config.data)
+        absent = missing_sets(sets, config)
+        there = [name for name in sets if name not in absent]
+        most = (config.images or (None, None))[0]
+        works = [work for name in there or sets for work in self.works(name, min(SIZES[name][0], most or 10**9))]
+        networks, seen = sum(w.networks for w in works), sum(w.networks * w.images * w.epochs for w in works)
+        fleet, at_once = min(config.seeds, config.most), {}
+        for name in dict.fromkeys(work.network for work in works):
+            of_a_set = max(sum(w.networks for w in works if (w.network, w.data) == (name, d)) for d in there or sets)
+            at_once[name] = min(config.most // fleet * fleet, of_a_set) if device.startswith("cuda") else fleet
+        speeds = {name: _speed(name, count, config, device) for name, count in at_once.items()}
+        seconds = sum(w.networks * w.images * w.epochs / speeds[w.network] for w in works)
+        gib = max(_memory(work.network, work.data, at_once[work.network], config, device) for work in works)
+        short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
+        then = ", its cells will say so" if there else ""
+        words = {
+            "recipe": f"{self.name} on {', '.join(there or sets)}, {config.seeds} seeds{short}",
+            "networks": f"{networks:,}: {', '.join(speeds)}",
+            "images": f"{seen:,} to train on, all epochs of all networks together",
+            **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
+            **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
+            "device": device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": ", ".join(f"{name} {v:,.0f} images/s" for name, v in speeds.items()) + ", measured just now",
+            "time": f"about {say_time(seconds)}, without reading and judging; DCL taken to be as fast as plain",
+        }
+        plain = {
+            "networks": networks, "images": seen, "available": there, "absent": absent, "memory_gib": gib,
+            "images_per_s": speeds, "minutes": seconds / 60,
+        }  # fmt: skip
+        return Estimate(words, plain)
+
+
+def _speed(network: str, at_once: int, config: NaturalConfig, device: str) -> float:
+    """Images a second over so many networks, on generated images."""
+    recipe, on_gpu = recipe_of(network, "cifar10"), device.startswith("cuda")
+    batch, steps = (config.batch or recipe.batch, 50) if on_gpu else (10, 2)
+    recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))
+    data, seeds = generate_images("cifar10", batch * steps, 10), range(at_once if on_gpu else 1)
+    return images_per_second(make_fleet(network, seeds, data, recipe, config, device), batch * steps)
+
+
+def _memory(network: str, data: str, networks: int, config: NaturalConfig, device: str) -> float:
+    """GiB, about: images, weights with gradient, momentum and a copy, and what a step keeps for its backward pass."""
+    model = build(network, 100 if data == "cifar100" else 10, 0)
+    outputs: list[int] = []
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output.numel()))
+    size = 24 if network == "bignet" else 32
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, size, size))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    number = 2 if device.startswith("cuda") and config.wanted_precision in (None, "bfloat16") else 4
+    images = sum(min(size, count or size) for size, count in zip(SIZES[data], config.images or (0, 0), strict=True))
+    batch = config.batch or recipe_of(network, data).batch
+    step = min(networks, config.streams) * batch * sum(outputs) * number
+    return float(images * 3 * 32 * 32 + networks * parameters * 16 + step) / 2**30

@@ -16,16 +16,10 @@ from torch_dcl.experiments.settings import SettingError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["find_model", "names_code"]
+__all__ = ["find_model"]
 
 Size = tuple[int, ...]
 _OWN = "or is it your own? Then write module:function or file.py:function"
-
-
-def names_code(name: str) -> bool:
-    """Whether building the network runs code of somebody's own."""
-    home, colon, _ = name.rpartition(":")
-    return bool(colon) and home not in ("torchvision", "timm")
 
 
 def find_model(name: str) -> tuple["nn.Module", Size | None]:

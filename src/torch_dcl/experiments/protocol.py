@@ -8,6 +8,7 @@ import abc
 import dataclasses
 import hashlib
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "Work", "content_hash", "finite",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "content_hash", "finite",
+    "images_per_second",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
@@ -106,14 +108,19 @@ class Progress:
     """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
-class Work(NamedTuple):
-    """Networks that are trained alike, for an estimate."""
+class Estimate(NamedTuple):
+    """What a run would take: in words, by topic, and as plain data."""
 
-    network: str
-    data: str
-    networks: int
-    images: int
-    epochs: int
+    words: Mapping[str, str]
+    plain: Mapping[str, Any]
+
+
+def images_per_second(fleet: Fleet, images: int) -> float:
+    """The throughput of a fleet over all its networks, in the second epoch, the first being slower."""
+    fleet.train(1)
+    start = time.perf_counter()
+    fleet.train(1)
+    return len(fleet) * images / (time.perf_counter() - start)
 
 
 class Listener(Protocol):
@@ -144,21 +151,22 @@ class Recipe(abc.ABC, Generic[C]):
     unit: ClassVar[str] = "entries"
     """What a job is called, in the plural."""
     config_type: ClassVar[type[Config]]
+    table_type: ClassVar[type | None] = None
+    """The kind of table that it fills, if it fills one."""
 
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
 
-    def check(self) -> None:
-        """Refuse settings that no run can have, before anything is read.
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """What a run would take, without running it; its data need not be there.
 
-        Raises:
-            SettingError: With the remedy.
+        Args:
+            say_time: Seconds in words.
         """
-
-    def works(self, sets: Sequence[str]) -> list[Work]:
-        """What is trained on some sets, for an estimate."""
-        del sets
-        return []
+        del say_time
+        settings = {key: value for key, value in Recipe.asked(self).items() if value}
+        words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in settings.items()}
+        return Estimate({"recipe": self.name, **words, "device": self.device}, settings)
 
     @abc.abstractmethod
     def prepare(self, report: Callable[[str], None]) -> None:
@@ -198,6 +206,12 @@ class Recipe(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def result(self, folder: "RunFolder") -> Any:
         """The result of a run whose jobs are all done, written to its folder."""
+
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """What computes the table (by the recipe's name) and the data of figures of a run that may not have ended."""
+        del folder, outcomes
+        return {}
 
     @abc.abstractmethod
     def shown(self, result: Any, width: int) -> "list[RenderableType]":

@@ -8,26 +8,23 @@
 """
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch_dcl.experiments.old_runs import Count, count_old
-from torch_dcl.experiments.protocol import Outcome
-from torch_dcl.experiments.recipes.figures import PARTS, parts_of
-from torch_dcl.experiments.recipes.table1 import table1_of
-from torch_dcl.experiments.recipes.table2 import table2_of
+from torch_dcl.experiments.protocol import Job, Outcome
+from torch_dcl.experiments.recipes import find_recipe_type
 from torch_dcl.experiments.runner import outcomes_of
-from torch_dcl.experiments.table import NaturalTable, Table, load
+from torch_dcl.experiments.table import Table, load
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
 
-FILES = (*PARTS, "chart", "demo")
-"""What a run may hold beside a table, each as a file NAME.json."""
-CURVES_OF = "MNIST-III-10"
+FILES = ("filters", "curves", "knowledge", "tried", "chart", "demo")
+"""The data of figures that a run may hold, each as a file NAME.json."""
 DAMAGE = (RunError, ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
 """What reading a folder may raise that somebody damaged, or that is of another program."""
 
@@ -99,10 +96,19 @@ def _last_seen(folder: RunFolder) -> str | None:
     return None if last is None else f"{last['name']}, epoch {last['epoch']} of {last['epochs']}"
 
 
+class Count(NamedTuple):
+    """How far a run is."""
+
+    recipe: str
+    done: int
+    total: int
+    unit: str
+
+
 def _count(folder: RunFolder) -> Count:
     asked = folder.recipe
     if "total" not in asked:
-        return count_old(folder)
+        return _count_old(folder)
     return Count(str(asked["recipe"]), len(outcomes_of(folder)), int(asked["total"]), str(asked["unit"]))
 
 
@@ -120,38 +126,35 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     place = Path(path)
     if place.is_file():
         table = load(place)
-        count, name = len(table.cells), "table2" if isinstance(table, NaturalTable) else "table1"
+        count, name = len(table.cells), "table1" if type(table) is Table else "table2"
         return Run(place, State(str(place), name, "finished", count, count, "cells"), table=table)
     folder = RunFolder.inspect(place)
     state = state_of(place)
     if state.state == "damaged":
         raise RunError(f"{place}: {state.problem}")
+    is_old = "total" not in folder.recipe
     try:
-        outcomes = tuple(outcomes_of(folder).values()) if state.recipe != "calibration" else ()
-        table_so_far, parts = _table(folder, state), _parts(folder, state, outcomes)
+        outcomes = _old_outcomes(folder) if is_old else outcomes_of(folder)
+        so_far, parts = _results(folder, state, outcomes)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         told = f"{type(error).__name__}: {error}"
         raise RunError(f"{place}: its recipe or its outcomes are damaged ({told}); run it again") from error
-    return Run(place, state, folder.recipe, tuple(folder.read("environment")), outcomes, table_so_far, parts)
+    starts = tuple(folder.read("environment"))
+    return Run(place, state, folder.recipe, starts, tuple(outcomes.values()), so_far, parts)
 
 
-def _table(folder: RunFolder, state: State) -> Table | None:
-    """The table as it was written at the end, or of what is there."""
-    makers = {"table1": table1_of, "table2": table2_of}
-    if state.recipe not in makers:
-        return None
-    whole = folder.path / f"{state.recipe}.json"
-    return load(whole) if whole.is_file() else makers[state.recipe](folder) if state.done else None
-
-
-def _parts(folder: RunFolder, state: State, outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """The data of figures: from its files, or from what is done."""
+def _results(folder: RunFolder, state: State, outcomes: Mapping[Job, Outcome]) -> tuple[Table | None, dict[str, Any]]:
+    """The table and the data of figures: from their files, or from what is done."""
+    kind = find_recipe_type(state.recipe)
     parts = {name: data for name in FILES if (data := _read(folder.path / f"{name}.json")) is not None}
-    if state.recipe == "figures" and "choice" in folder.recipe:
-        parts = parts_of(folder) | parts
-    if "curves" not in parts and (curves := _curves(outcomes)):
-        parts["curves"] = curves
-    return parts
+    file = folder.path / f"{state.recipe}.json"
+    table = load(file) if kind.table_type is not None and file.is_file() else None
+    for name, compute in kind.so_far(folder, outcomes).items() if outcomes else ():
+        if name == state.recipe:
+            table = table or compute()
+        elif name not in parts and (data := compute()):
+            parts[name] = data
+    return table, parts
 
 
 def _read(file: Path) -> Any:
@@ -163,13 +166,61 @@ def _read(file: Path) -> Any:
         raise RunError(f"{file} is not JSON: {error}; remove it, and resume the run") from error
 
 
-def _curves(outcomes: Iterable[Outcome]) -> dict[str, Any]:
-    """Losses by epoch, of a table that was run with them."""
-    series: dict[str, dict[str, list[list[float]]]] = {}
-    for outcome in outcomes:
-        job, curves = outcome.job, outcome.extra.get("curves")
-        if curves and job.data == CURVES_OF and job.network != "oracle" and job.phase == "report":
-            runs = series.setdefault(job.network, {"train_loss": [], "test_loss": []})
-            for kind, by_epoch in curves.items():
-                runs[kind].append(by_epoch)
-    return {"set": CURVES_OF, "series": series} if series else {}
+# Runs of earlier versions: they are listed and reported, and not resumed.
+
+
+def _count_old(folder: RunFolder) -> Count:
+    """How far a run is that an earlier version began.
+
+    Raises:
+        ValueError: Its recipe is unknown.
+        LookupError: Its recipe is damaged.
+    """
+    asked = folder.recipe
+    if asked.get("table") in (1, 2):
+        entries = len(asked["columns"]) * len(asked["sets"]) if asked["table"] == 1 else len(asked["recipes"])
+        done = _old_outcomes(folder)
+        return Count(f"table{asked['table']}", len(done), entries * asked["seeds"], "entries")
+    if asked.get("chart") is not None:
+        trials = _old_outcomes(folder)
+        total = len(asked["points"]) * (len(asked["rates"]) + asked["seeds"])
+        return Count("chart", len(trials), total, "trainings")
+    name = asked["recipe"]
+    if name == "table1-search":
+        total = len(asked["models"]) * len(asked["sets"]) * len(asked["trials"])
+        return Count(name, len(folder.read("trials")), total, "entries")
+    if name == "calibration":
+        return Count(name, len(folder.read("rounds")), 1 + asked["rounds"], "rounds")
+    if name not in ("figures", "knowledge"):
+        raise ValueError(f"its recipe {name!r} is unknown; it was run with another version, or by another program")
+    wanted = asked["parts"] if name == "figures" else ["knowledge"]
+    parts = {record["part"] for record in folder.read("parts")}
+    return Count(name, sum(part in parts for part in wanted), len(wanted), "parts")
+
+
+def _old_outcome(record: Mapping[str, Any]) -> Outcome:
+    """An entry of Table 1, Table 2 or the chart as earlier versions wrote it, a line each."""
+    if "job" in record:
+        old = record["job"]
+        options = [(name, float(old[name])) for name in ("clip", "filters") if old.get(name)]
+        job = Job(old["column"], old["data"], old["seed"], old["lr"], options=tuple(options))
+    elif "unit" in record:
+        phase = "choose" if record["purpose"] == "choose" else "report"
+        share = (("share", record["share"]),)
+        job = Job(record["unit"], json.dumps(record.get("data")), record["seed"], record["lr"], phase, share)
+    else:
+        job = Job(record["column"], record["data"], record["seed"], record.get("lr", math.nan))
+    train, test = (record.get("curves") or ([], []))[:2]
+    numbers = {
+        key: math.nan if record.get(key) is None else record[key] for key in ("error", "test_loss", "train_loss")
+    }
+    return Outcome(
+        job=job, **numbers, stopped=record.get("stopped"), seconds=record.get("seconds") or 0.0,
+        compiling=record.get("compiling", 0.0),
+        extra={"curves": {"train_loss": train, "test_loss": test}} if train else {},
+    )  # fmt: skip
+
+
+def _old_outcomes(folder: RunFolder) -> dict[Job, Outcome]:
+    outcomes = map(_old_outcome, folder.read("outcomes"))
+    return {outcome.job: outcome for outcome in outcomes}

@@ -24,7 +24,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.old_runs import old_outcome
 from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError
@@ -125,10 +124,7 @@ def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
     Raises:
         RunError: A line is damaged.
     """
-    outcomes: list[Outcome] = []
-    for record in folder.read("outcomes"):
-        is_old = "outcomes" not in record
-        outcomes += [old_outcome(record)] if is_old else [Outcome.read(plain) for plain in record["outcomes"]]
+    outcomes = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
     return {outcome.job: outcome for outcome in outcomes}
 
 

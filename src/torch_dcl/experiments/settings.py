@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Config", "Setting", "SettingError", "choose_names", "setting", "settings_of", "with_settings"]
+__all__ = ["Config", "Setting", "SettingError", "choose_names", "names_code", "setting", "settings_of", "with_settings"]
 
 
 class SettingError(ValueError):
@@ -136,8 +136,8 @@ def _one(name: str, rules: Setting, kind: type, value: Any) -> Any:
     number = kind(value)
     if not rules.least <= number <= rules.most or not number > rules.above or math.isnan(number):
         low = f"above {rules.above:g}" if rules.above > -math.inf else f"at least {rules.least:g}"
-        high = f" and at most {rules.most:,g}" if rules.most < math.inf else ""
-        raise SettingError(f"{name} must be {low}{high}, not {number:g}")
+        high = f" and at most {rules.most:,.10g}" if rules.most < math.inf else ""
+        raise SettingError(f"{name} must be {low}{high}, not {number:,.10g}")
     return number
 
 
@@ -153,7 +153,15 @@ def choose_names(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
         elif low in by_low:
             chosen.add(by_low[low])
         else:
-            raise SettingError(f"there is no {rules.what} {name!r}", name, rules.choices)
+            is_short = bool(prefix) and rules.choices[0].startswith(rules.prefix)
+            near = rules.prefix + low.upper() if is_short else name
+            raise SettingError(f"there is no {rules.what} {name!r}", near, rules.choices)
     if not chosen:
         raise SettingError(f"no {rules.what} is named", "", rules.choices)
     return tuple(name for name in rules.choices if name in chosen)
+
+
+def names_code(network: str) -> bool:
+    """Whether a network's name makes its building run somebody's own code, as ``net.py:make`` does."""
+    home, colon, _ = network.rpartition(":")
+    return bool(colon) and home not in ("torchvision", "timm")

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from torch_dcl.experiments import natural_networks as natural
 from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.recipes import find_recipe_type
 from torch_dcl.experiments.stats import Difference, Losses, difference, mean, notation, std
 from torch_dcl.files import write_text
 
 __all__ = [
-    "CONTROLS", "MARK", "Cell", "NaturalTable", "Table", "TableError", "as_trial", "is_trial", "load", "mark",
+    "CONTROLS", "MARK", "Cell", "Reader", "Table", "TableError", "as_trial", "is_trial", "load", "mark",
     "parse", "save",
 ]  # fmt: skip
 
@@ -101,17 +101,40 @@ class Table:
     command: str = ""
     deviations: tuple[str, ...] = ()
 
+    against: ClassVar[str] = "the baseline"
+    """What differences are to."""
+    known_sets: ClassVar[tuple[str, ...]] = SETS
+    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS)
+
     @property
     def sets(self) -> tuple[str, ...]:
         """The sets that have a cell, in the paper's order."""
         there = {cell.set for cell in self.cells}
-        return tuple(name for name in SETS if name in there)
+        return tuple(name for name in self.known_sets if name in there)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The paper's columns, and the controls that have a cell."""
         there = {cell.column for cell in self.cells}
         return (*COLUMNS, *(name for name in CONTROLS if name in there))
+
+    @classmethod
+    def baseline_of(cls, column: str) -> str:
+        """The column that another is compared with."""
+        del column
+        return "baseline"
+
+    @classmethod
+    def paper_of(cls, column: str, name: str) -> tuple[float | None, float | None]:
+        """The paper's mean and deviation of a column on a set; None where it has none."""
+        reported = TABLE1[name].get(column)
+        return (None, None) if reported is None else (reported.mean, reported.std)
+
+    @classmethod
+    def read_more(cls, read: "Reader") -> dict[str, Any]:
+        """The fields that a kind of table has beside the common ones."""
+        del read
+        return {}
 
     def cell(self, name: str, column: str) -> Cell | None:
         """The cell of a set and a column; None where it was not run."""
@@ -142,8 +165,8 @@ class Table:
 
     def to_baseline(self, cell: Cell) -> Difference | None:
         """The cell's errors minus the baseline's on the same seeds; None for the baseline, and where that cannot be."""
-        baseline = self.cell(cell.set, "baseline")
-        if baseline is None or cell.column == "baseline":
+        baseline = self.cell(cell.set, self.baseline_of(cell.column))
+        if baseline is None or baseline is cell:
             return None
         return difference(cell.runs, baseline.runs)
 
@@ -151,48 +174,6 @@ class Table:
         """The DCL columns with the lowest error on a set, as it is printed: equal to two decimals is equal."""
         means = {c.column: round(c.mean, 2) for c in self.cells if c.set == name and c.column in DCL_COLUMNS}
         return tuple(column for column, value in means.items() if value == min(means.values()))
-
-
-@dataclass(frozen=True)
-class NaturalTable(Table):
-    """Table 2 as it was run here.
-
-    Attributes:
-        absent: Sets of which nothing was run, with the reason.
-        scale: The fraction of each recipe's epochs that was trained; below 1 the run is shortened.
-    """
-
-    absent: Mapping[str, str] = field(default_factory=dict)
-    scale: float = 1.0
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The sets that have a cell or are noted as absent, in a fixed order."""
-        there = {cell.set for cell in self.cells} | set(self.absent)
-        return tuple(name for name in natural.DATA if name in there)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that have a cell."""
-        there = {cell.column for cell in self.cells}
-        return tuple(name for name in natural.COLUMNS if name in there)
-
-    def to_baseline(self, cell: Cell) -> Difference | None:
-        """The cell's errors minus those of the plain network on the same seeds; None for that network itself."""
-        network = natural.network_of(cell.column)
-        plain = self.cell(cell.set, network)
-        if plain is None or cell.column == network:
-            return None
-        return difference(cell.runs, plain.runs)
-
-    def best(self, name: str) -> tuple[str, ...]:
-        """Of each network the columns with the lowest error on a set, as it is printed."""
-        best: list[str] = []
-        cells = [cell for cell in self.cells if cell.set == name]
-        for network in dict.fromkeys(natural.network_of(column) for column in self.columns):
-            means = {c.column: round(c.mean, 2) for c in cells if natural.network_of(c.column) == network}
-            best += [column for column, value in means.items() if value == min(means.values())]
-        return tuple(best)
 
 
 T = TypeVar("T", bound=Table)
@@ -238,38 +219,32 @@ def parse(data: object, source: str = "table") -> Table:
     Raises:
         TableError: as `load`.
     """
-    top = _Reader(source, data)
-    is_natural = "absent" in top.data
+    top = Reader(source, data)
+    kind = _kind(top.data)
     cells = top.get("cells", _is_list, "a list of cells")
-    common: dict[str, Any] = {
-        "title": top.get("title", _is_text, "text"),
-        "cells": tuple(_cell(_Reader(f"{source}: cells[{i}]", cell), is_natural) for i, cell in enumerate(cells)),
-        "protocol": {k: str(value) for k, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
-        "hardware": top.get("hardware", _is_text, "text", ""),
-        "versions": {k: str(value) for k, value in top.get("versions", _is_dict, "names and versions", {}).items()},
-        "minutes": top.get(
-            "minutes", lambda v: _is_dict(v) and all(map(_is_number, v.values())), "phases and numbers", {}
-        ),
-        "command": top.get("command", _is_text, "text", ""),
-        "deviations": tuple(
-            top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])
-        ),
-    }
+    table = kind(
+        title=top.get("title", _is_text, "text"),
+        cells=tuple(_cell(Reader(f"{source}: cells[{i}]", cell), kind) for i, cell in enumerate(cells)),
+        protocol={key: str(value) for key, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
+        hardware=top.get("hardware", _is_text, "text", ""),
+        versions={key: str(value) for key, value in top.get("versions", _is_dict, "names and versions", {}).items()},
+        minutes=top.get("minutes", lambda v: _is_dict(v) and all(map(is_number, v.values())), "phases and numbers", {}),
+        command=top.get("command", _is_text, "text", ""),
+        deviations=tuple(top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])),
+        **kind.read_more(top),
+    )
     seen: set[tuple[str, str]] = set()
-    for i, cell in enumerate(common["cells"]):
+    for i, cell in enumerate(table.cells):
         if (cell.set, cell.column) in seen:
             raise TableError(f"{source}: cells[{i}] is a second {cell.column} on {cell.set}; put all seeds into one")
         seen.add((cell.set, cell.column))
-    if not is_natural:
-        return Table(**common)
-    known = ", ".join(natural.DATA)
-    absent = top.get(
-        "absent",
-        lambda v: _is_dict(v) and all(name in natural.DATA and _is_text(why) for name, why in v.items()),
-        f"some of {known} with the reason",
-    )
-    scale = top.get("scale", lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1", 1.0)
-    return NaturalTable(**common, absent=absent, scale=scale)
+    return table
+
+
+def _kind(data: Mapping[str, Any]) -> type[Table]:
+    """The kind of table that JSON holds: of Table 2, which says what is absent, or of Table 1."""
+    name = "table2" if "absent" in data else "table1"
+    return cast("type[Table]", find_recipe_type(name).table_type)
 
 
 def as_trial(table: T, departures: list[str]) -> T:
@@ -291,7 +266,7 @@ def mark(table: Table, cell: Cell) -> str:
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 
-class _Reader:
+class Reader:
     """Takes named values out of a JSON object and says where one is wrong."""
 
     def __init__(self, place: str, data: object) -> None:
@@ -301,6 +276,7 @@ class _Reader:
         self.data: dict[str, Any] = data
 
     def get(self, key: str, right: Callable[[Any], bool], what: str, *default: object) -> Any:
+        """A value that is right, or the default; anything else is refused."""
         if key not in self.data:
             if default:
                 return default[0]
@@ -311,6 +287,7 @@ class _Reader:
         return value
 
     def name(self, key: str, known: Sequence[str]) -> str:
+        """A name out of those that are known."""
         value: str = self.get(key, _is_text, "a name")
         if value not in known:
             near = difflib.get_close_matches(value, known, 1, 0)
@@ -318,12 +295,12 @@ class _Reader:
         return value
 
     def refuse(self, why: str) -> NoReturn:
+        """Raise an error that names the place."""
         raise TableError(f"{self.place}: {why}")
 
 
-def _cell(read: _Reader, is_natural: bool) -> Cell:
-    sets, columns = (natural.DATA, natural.COLUMNS) if is_natural else (SETS, (*COLUMNS, *CONTROLS))
-    name, column = read.name("set", sets), read.name("column", columns)
+def _cell(read: Reader, kind: type[Table]) -> Cell:
+    name, column = read.name("set", kind.known_sets), read.name("column", kind.known_columns)
     read.place += f" ({name}, {column})"
     seeds = read.get("seeds", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of whole numbers")
     if len(set(seeds)) != len(seeds):
@@ -333,7 +310,7 @@ def _cell(read: _Reader, is_natural: bool) -> Cell:
     def per_seed(values: object) -> bool:
         if not isinstance(values, list):
             return values is None
-        return all(map(_is_number, values)) and len(values) == len(seeds)
+        return all(map(is_number, values)) and len(values) == len(seeds)
 
     if len(errors) != len(seeds):
         read.refuse(f"{len(errors)} errors and {len(seeds)} seeds; give one error per seed")
@@ -341,14 +318,10 @@ def _cell(read: _Reader, is_natural: bool) -> Cell:
         read.get(key, per_seed, f"one number per seed ({len(seeds)}), or leave it out", None)
         for key in ("train_loss", "test_loss")
     ]
-    paper = read.get("paper", lambda v: v is None or _is_number(v), "a number or null", None)
-    paper_std = read.get("paper_std", lambda v: v is None or _is_number(v), "a number or null", None)
-    reported: tuple[float | None, float | None] = (None, None)
-    if is_natural:
-        reported = natural.paper_error(column, name), None
-    elif column in TABLE1[name]:
-        reported = TABLE1[name][column].mean, TABLE1[name][column].std
-    if (paper is not None or is_natural) and (paper, paper_std) != reported:
+    paper = read.get("paper", lambda v: v is None or is_number(v), "a number or null", None)
+    paper_std = read.get("paper_std", lambda v: v is None or is_number(v), "a number or null", None)
+    reported = kind.paper_of(column, name)
+    if paper is not None and (paper, paper_std) != reported:
         has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
         read.refuse(f"paper is {paper} with {paper_std}, but the paper has {has}; correct it")
     return Cell(
@@ -363,7 +336,7 @@ def _cell(read: _Reader, is_natural: bool) -> Cell:
         test_loss=None if losses[1] is None else tuple(map(float, losses[1])),
         stopped=tuple(read.get("stopped", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of seeds", [])),
         fitted=read.get("fitted", lambda v: isinstance(v, bool), "true or false", False),
-        minutes=read.get("minutes", lambda v: v is None or (_is_number(v) and v >= 0), "a number from 0 or null", None),
+        minutes=read.get("minutes", lambda v: v is None or (is_number(v) and v >= 0), "a number from 0 or null", None),
     )
 
 
@@ -384,7 +357,7 @@ def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -393,4 +366,4 @@ def _is_count(value: object) -> bool:
 
 
 def _are_percents(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_number(v) and 0 <= v <= 100 for v in value)
+    return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= 100 for v in value)

@@ -1,19 +1,22 @@
-"""Tables in a terminal, and as Markdown."""
+"""Tables in a terminal, and in sentences, each of which is computed from the table."""
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch_dcl.experiments.claims import Finding
-from torch_dcl.experiments.natural_networks import paper_error
-from torch_dcl.experiments.paper_numbers import SETS, TABLE2
-from torch_dcl.experiments.table import NaturalTable, Table, mark
-from torch_dcl.experiments.verdict import findings, verdict
+from torch_dcl.experiments.claims import Finding, fewer_weights, judge, loss_gap_shrinks
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.stats import Comparison, compare, mean, signed
+from torch_dcl.experiments.table import CONTROLS, Table, mark
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-__all__ = ["LEGEND", "as_markdown", "as_markdown2", "as_rich", "as_text", "long_table"]
+__all__ = [
+    "LEGEND", "Pair", "as_rich", "as_text", "findings", "long_table", "notes", "reservations", "scores", "summary",
+    "verdict",
+]  # fmt: skip
 
 LEGEND = (
     "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
@@ -28,12 +31,12 @@ STOPPED = "† At least one run diverged."
 
 def notes(table: Table) -> list[str]:
     """What the signs mean, those that occur."""
-    found = [LEGEND]
+    signs = [LEGEND]
     if any(cell.fitted for cell in table.cells):
-        found.append(FITTED)
+        signs.append(FITTED)
     if any(cell.stopped for cell in table.cells):
-        found.append(STOPPED)
-    return found
+        signs.append(STOPPED)
+    return signs
 
 
 def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
@@ -93,11 +96,10 @@ def long_table(table: Table, width: int) -> "RichTable":
     from rich.markup import escape
     from rich.table import Table as RichTable
 
-    against = "the plain network" if isinstance(table, NaturalTable) else "the baseline"
-    absent = table.absent if isinstance(table, NaturalTable) else {}
+    absent: dict[str, str] = getattr(table, "absent", {})
     weights = width >= 92
     shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
+    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {table.against}, 95 %", "weights")
     for name in names if weights else names[:-1]:
         shown.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
     for name in table.sets:
@@ -158,92 +160,105 @@ def _blocks(table: Table, width: int) -> list[list[str]]:
     return blocks
 
 
-def as_markdown(table: Table, further: Sequence[Finding] = ()) -> str:
-    """Verdict, table, claims and what is needed to repeat it, as Markdown.
+# Sentences
+
+Pair = tuple[Finding | None, Finding]
+
+
+def findings(table: Table, further: Sequence[Finding] = ()) -> list[Pair]:
+    """Every claim with what the paper's own table says of it, and what this one says.
 
     Args:
         table: The table.
-        further: Findings from other data to show among the claims.
+        further: Findings about this table's networks from other data, such as `claims.large_banks_help_little`.
+
+    Returns:
+        Pairs; the first is None where the paper prints no numbers to judge by.
     """
-    lines = [f"# {_plain(table.title)}", "", *(f"- {_plain(sentence)}" for sentence in verdict(table, further)), ""]
-    lines.append("| set | " + " | ".join(table.columns) + " |")
-    lines.append("|---|" + "---:|" * len(table.columns))
-    for name in SETS:
-        best = table.best(name)
-        cells = []
-        for column in table.columns:
-            cell = table.cell(name, column)
-            if cell is None:
-                cells.append(ABSENT)
-                continue
-            ours = f"**{cell.ours}**" if column in best else cell.ours
-            cells.append(f"{ours}{_plain(mark(table, cell))}<br>{cell.theirs}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    for note in notes(table):
-        lines += ["", _plain(note)]
-    lines += ["", "| claim | criterion | the paper's table | here | evidence here |", "|---|---|---|---|---|"]
-    for paper, here in findings(table, further):
-        row = (here.claim, here.criterion, paper.verdict if paper else "–", here.verdict, here.evidence)
-        lines.append("| " + " | ".join(map(_plain, row)) + " |")
-    for key, value in table.protocol.items():
-        lines += ["", f"{_plain(key)}: {_plain(value)}"]
-    for deviation in table.deviations:
-        lines += ["", f"Deviation: {_plain(deviation)}"]
-    if table.hardware:
-        lines += ["", f"Hardware: {_plain(table.hardware)}."]
-    if table.versions:
-        lines += ["", "Versions: " + ", ".join(_plain(f"{k} {v}") for k, v in table.versions.items()) + "."]
-    if table.minutes:
-        lines += ["", "Minutes: " + ", ".join(_plain(f"{k} {v:g}") for k, v in table.minutes.items()) + "."]
-    if table.command:
-        lines += ["", "```", table.command, "```"]
-    return "\n".join(lines) + "\n"
+    pairs: list[Pair] = list(zip(judge(TABLE1), judge(table.errors()), strict=True))
+    alone = [fewer_weights(table.weights()), loss_gap_shrinks(table.losses("MNIST-III-10")), *further]
+    return pairs + [(None, finding) for finding in alone]
 
 
-def _plain(text: str) -> str:
-    """Text that Markdown leaves alone."""
-    for sign in "\\`*_|<>[]":
-        text = text.replace(sign, f"&#{ord(sign)};" if sign in "<>" else f"\\{sign}")
-    return " ".join(text.split())
+def summary(table: Table, further: Sequence[Finding] = ()) -> str:
+    """How many claims hold, here and in the paper's own table.
+
+    Args:
+        table: The table.
+        further: As in `findings`.
+    """
+    pairs = findings(table, further)
+    here = Counter(ours.verdict for _, ours in pairs)
+    paper = Counter(theirs.verdict for theirs, _ in pairs if theirs)
+    return (
+        f"Section 4.1 of the paper, split into {len(pairs)} claims: {_are(here['holds'], 'holds', 'hold')} here, "
+        f"{_are(here['does not hold'], 'does', 'do')} not, and {here['not decidable']} cannot be decided. "
+        f"By the paper's own table, {paper['holds']} of {paper.total()} hold."
+    )
 
 
-def as_markdown2(table: NaturalTable) -> str:
-    """The table for people: a row for each column, then the rows that the paper quotes, then how it was made."""
-    head = ["network", *table.sets, "weights"]
-    rows = [head, ["---"] * len(head)]
-    for column in table.columns:
-        weights = {cell.set: cell.weights for cell in table.cells if cell.column == column}
-        counts = ", ".join(f"{count:,}" for count in dict.fromkeys(weights.values()))
-        rows.append([column, *(_shown(table, name, column) for name in table.sets), counts])
-    for row in TABLE2:
-        if row.reference:
-            year = row.reference.split("_")[1]
-            rows.append([f"{row.name} {year}", *(f"{row.errors[name.upper()]:.2f}" for name in table.sets), ""])
-    lines = [f"# {table.title}", "", *("| " + " | ".join(row) + " |" for row in rows), ""]
-    lines += [
-        "Test error in percent: mean(standard deviation in hundredths) × seeds; beneath, the paper's number, and the "
-        "difference to the plain network on the same seeds with its 95 % interval. Rows with a year: as the paper "
-        "quotes them.",
-        "",
+def _are(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:
+    """Every DCL model against the baseline, and A2 against the controls, with the paper's counts where it has any."""
+    errors = table.errors()
+    pairs: list[tuple[Comparison, Comparison | None]] = [
+        (compare(errors, column, "baseline"), compare(TABLE1, column, "baseline")) for column in DCL_COLUMNS
     ]
-    if table.scale < 1:
-        lines += [f"**Shortened: every recipe was trained for {table.scale:g} of its epochs.**", ""]
-    lines += [f"- {name}: {text}" for name, text in table.protocol.items()]
-    lines += [f"- {text}" for text in table.deviations]
-    minutes = ", ".join(f"{name} {value:.1f} minutes" for name, value in table.minutes.items())
-    lines += [f"- {table.hardware}; {minutes}; `{table.command}`", ""]
-    return "\n".join(lines)
+    pairs += [(compare(errors, "A2", control), None) for control in CONTROLS]
+    return [(ours, theirs) for ours, theirs in pairs if ours.compared]
 
 
-def _shown(table: NaturalTable, name: str, column: str) -> str:
-    if name in table.absent:
-        theirs = paper_error(column, name)
-        return table.absent[name] + ("" if theirs is None else f"<br>paper {theirs:.2f}")
-    cell = table.cell(name, column)
-    if cell is None:
-        return "not run"
-    parts = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
-    gap = table.to_baseline(cell)
-    if gap is not None:
-        parts.append(f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]")
-    return "<br>".join(parts)
+def verdict(table: Table, further: Sequence[Finding] = ()) -> list[str]:
+    """The table in a few sentences, what was lost as plainly as what was won.
+
+    Args:
+        table: The table.
+        further: As in `findings`.
+    """
+    sentences = [summary(table, further)]
+    for ours, theirs in scores(table):
+        told = f"{ours.column} has a lower error than {ours.named} on {len(ours.better)} of {ours.compared} sets"
+        if ours.paired:
+            told += f", clearly lower on {len(ours.clear_better)} and clearly higher on {len(ours.clear_worse)}"
+        if theirs:
+            told += f"; in the paper on {len(theirs.better)} of {theirs.compared}"
+        sentences.append(f"{told}.")
+    return sentences + reservations(table)
+
+
+def reservations(table: Table) -> list[str]:
+    """What a reader has to know before believing a number."""
+    sentences = []
+    fitted = [cell for cell in table.cells if cell.fitted]
+    if fitted:
+        names = ", ".join(sorted({cell.column for cell in fitted}))
+        sentences.append(
+            f"The difficulty of {len({cell.set for cell in fitted})} sets was fitted to the paper's number in the "
+            f"column {names}, so agreement there is no evidence."
+        )
+    oracle = [cell for cell in table.cells if cell.column == "oracle" and cell.paper is not None and not cell.fitted]
+    if oracle:
+        off = mean([cell.mean - cell.paper for cell in oracle if cell.paper is not None])
+        sentences.append(
+            f"The oracle was not fitted: its error is {signed(off)} points from the paper's, on average over "
+            f"{len(oracle)} {'set' if len(oracle) == 1 else 'sets'}."
+        )
+    controls = [cell for cell in table.cells if cell.column in CONTROLS]
+    pairs = [(cell.weights, a2.weights) for cell in controls if (a2 := table.cell(cell.set, "A2")) is not None]
+    if pairs:
+        off = max(abs(weights / target - 1) for weights, target in pairs)
+        names = ", ".join(sorted({cell.column for cell in controls}))
+        close = f", to within {100 * off:.1g} %" if off else ""
+        sentences.append(f"The controls ({names}) have as many weights as A2{close}.")
+    absent = sum(table.cell(name, column) is None for name in SETS for column in table.columns)
+    if absent:
+        sentences.append(f"{absent} of {len(SETS) * len(table.columns)} cells were not run.")
+    stopped = [cell for cell in table.cells if cell.stopped]
+    if stopped:
+        runs = sum(len(cell.stopped) for cell in stopped)
+        names = ", ".join(sorted({cell.column for cell in stopped}))
+        sentences.append(f"{runs} {'run' if runs == 1 else 'runs'} diverged, in {names}.")
+    return sentences

@@ -29,13 +29,13 @@ TONES = {"holds": "holds", "does not hold": "fails", "not decidable": "open"}
 
 @functools.cache
 def _environment() -> "Environment":
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     made = Environment(
-        loader=PackageLoader("torch_dcl.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        loader=PackageLoader("torch_dcl.report"), autoescape=select_autoescape(), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters["prose"] = prose
+    made.filters |= {"prose": prose, "md": _markdown}
     made.globals |= {
         "bold": bold, "lined": _lined, "mark": mark, "repeated": _repeated, "short": _short, "tones": TONES,
     }  # fmt: skip
@@ -57,6 +57,13 @@ def document(title: str, body: Markup) -> str:
 def prose(text: str) -> str:
     """A sentence with the apostrophes of print, and no line break before a per cent sign or around ``=``."""
     return text.replace("'", "’").replace(" %", "\u00a0%").replace("n = ", "n\u00a0=\u00a0")
+
+
+def _markdown(text: str) -> str:
+    """Text that Markdown leaves alone."""
+    for sign in "\\`*_|<>[]":
+        text = text.replace(sign, f"&#{ord(sign)};" if sign in "<>" else f"\\{sign}")
+    return " ".join(text.split())
 
 
 def bold(text: str, is_bold: bool = True) -> Markup:

@@ -18,18 +18,24 @@ from torch_dcl.experiments.claims import Finding, further_findings
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes import demo
 from torch_dcl.experiments.recipes.chart import chart_said
-from torch_dcl.experiments.recipes.table2 import join_table2, said
+from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2, said
 from torch_dcl.experiments.run_reader import Run, State, read_run
 from torch_dcl.experiments.stats import mean_std_n
-from torch_dcl.experiments.table import NaturalTable, Table, TableError
-from torch_dcl.experiments.verdict import summary
+from torch_dcl.experiments.table import Table, TableError
+from torch_dcl.experiments.text import summary
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
-from torch_dcl.report.document import bold, document, figure, render, sheet
-from torch_dcl.report.drawings import drawings, lost_runs
-from torch_dcl.report.tables import chart_context, differences, table1_context, table2_context, tried_context
+from torch_dcl.report.document import Drawn, bold, document, figure, render, sheet
+from torch_dcl.report.tables import (
+    chart_context,
+    differences,
+    markdown_context,
+    table1_context,
+    table2_context,
+    tried_context,
+)
 
-__all__ = ["as_html", "check", "draw_run", "report"]
+__all__ = ["as_html", "as_markdown", "check", "draw_run", "report"]
 
 TITLES = {
     "chart": "DCL and its rivals on BigNet",
@@ -102,6 +108,16 @@ def as_html(table: Table, further: Sequence[Finding] = (), asked: Mapping[str, A
     return document(table.title, render("run.html", run=run, kind=kind, **context))
 
 
+def as_markdown(table: Table, further: Sequence[Finding] = ()) -> str:
+    """A table as Markdown: verdict, numbers, claims, and what is needed to repeat it.
+
+    Args:
+        table: Table 1 or Table 2.
+        further: Findings from other data to show among the claims.
+    """
+    return str(render("table.md", **markdown_context(table, further)))
+
+
 def draw_run(path: str | os.PathLike[str]) -> list[str]:
     """Write the pages and figures of a finished run into its folder.
 
@@ -116,7 +132,7 @@ def draw_run(path: str | os.PathLike[str]) -> list[str]:
         names.append("report.html")
         report([run], run.path / names[-1])
     for part in () if run.state.recipe in ("table1", "demo") else run.parts:
-        for name, draw in drawings(part, run.parts[part]).items():
+        for name, draw in figures.drawings(part, run.parts[part]).items():
             names.append(f"{name}.svg")
             figures.save(draw(False), run.path / names[-1])
     return names
@@ -216,11 +232,17 @@ def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
             elif part == "tried":
                 context["tried"] = tried_context(data)
             else:
-                context["drawn"] += [figure(draw, f"{name}-{word}") for word, draw in drawings(part, data).items()]
-                context["lost"] += lost_runs(data) if part == "curves" else 0
+                context["drawn"] += [
+                    figure(draw, f"{name}-{word}") for word, draw in figures.drawings(part, data).items()
+                ]
+                context["lost"] += figures.lost_runs(data) if part == "curves" else 0
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{run.path / part}.json cannot be drawn: {error}; run that part again") from error
     return context
+
+
+def _drawn(part: str, data: Mapping[str, Any], name: str) -> list[Drawn]:
+    return [figure(draw, f"{name}-{word}") for word, draw in figures.drawings(part, data).items()]
 
 
 def _demo(run: Run, name: str) -> dict[str, Any]:
@@ -240,7 +262,7 @@ def _demo(run: Run, name: str) -> dict[str, Any]:
     }
     return {
         "demo": data, "rows": rows, "words": demo.filter_in_words(data["knowledge"]), "planned": demo.PLANNED,
-        "drawn": [figure(draw, f"{name}-{word}") for word, draw in drawings("demo", data).items()],
+        "drawn": _drawn("demo", data, name),
         "picture": sheet([data["set"]]), "protocol": protocol,
     }  # fmt: skip
 

@@ -11,14 +11,15 @@ from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE
 from torch_dcl.experiments.recipes import table1, table2
 from torch_dcl.experiments.recipes.chart import against_dcl, chart_said, edges_said, lowest_first
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
-from torch_dcl.experiments.table import CONTROLS, Cell, NaturalTable, Table, is_trial
-from torch_dcl.experiments.text import notes
-from torch_dcl.experiments.verdict import findings, reservations, scores, summary
+from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
+from torch_dcl.experiments.text import findings, notes, reservations, scores, summary, verdict
 from torch_dcl.report.document import bold, figure
 from torch_dcl.report.figures import chart_figure
 from torch_dcl.report.strip import strip
 
-__all__ = ["chart_context", "column", "differences", "table1_context", "table2_context", "tried_context"]
+__all__ = [
+    "chart_context", "column", "differences", "markdown_context", "table1_context", "table2_context", "tried_context",
+]  # fmt: skip
 
 NOT_RUN = Markup('<span class="absent">{}</span>')
 SIGN = Markup("{}<i>{}</i>")
@@ -120,7 +121,7 @@ def differences(made: Table) -> list[dict[str, Any]]:
     return cells
 
 
-def table2_context(made: NaturalTable, prefix: str = "") -> dict[str, Any]:
+def table2_context(made: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
     """What ``table2.html`` shows.
 
     Args:
@@ -139,18 +140,53 @@ def table2_context(made: NaturalTable, prefix: str = "") -> dict[str, Any]:
         rows = [_natural_row(made, name, each, reason or "not run") for each in columns]
         shortened = made.scale != 1 and not reason
         by_set.append({"name": name, "title": TITLES[name], "shortened": shortened, "rows": rows})
-    quoted = [
-        [f"{row.name} {row.reference.split('_')[1]}", *(_percent(row.errors[name.upper()]) for name in DATA)]
-        for row in TABLE2
-        if row.reference
-    ]
     return {
         "made": made, "prefix": prefix, "extent": _extent(made, len(DATA)), "lead": lead, "told": told,
-        "by_set": by_set, "quoted": quoted, "titles": [TITLES[name] for name in DATA],
+        "by_set": by_set, "quoted": _quoted(DATA), "titles": [TITLES[name] for name in DATA],
     }  # fmt: skip
 
 
-def _natural_row(made: NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
+def _quoted(sets: Sequence[str]) -> list[list[str]]:
+    """The rows of Table 2 that the paper quotes."""
+    return [
+        [f"{row.name} {row.reference.split('_')[1]}", *(_percent(row.errors[name.upper()]) for name in sets)]
+        for row in TABLE2
+        if row.reference
+    ]
+
+
+def markdown_context(made: Table, further: Sequence[Finding]) -> dict[str, Any]:
+    """What ``table.md`` shows."""
+    is_natural = isinstance(made, table2.NaturalTable)
+    return {
+        "made": made, "is_natural": is_natural, "notes": notes(made), "shown": _in_markdown, "weights": _weights,
+        "sentences": table2.said(made) if isinstance(made, table2.NaturalTable) else verdict(made, further),
+        "findings": () if is_natural else findings(made, further), "quoted": _quoted(made.sets) if is_natural else (),
+    }  # fmt: skip
+
+
+def _in_markdown(made: Table, name: str, each: str) -> str:
+    """A cell: our number, and the paper's beneath; of Table 2 the difference to the plain network as well."""
+    cell, theirs = made.cell(name, each), made.paper_of(each, name)[0]
+    if isinstance(made, table2.NaturalTable):
+        if cell is None:
+            paper = "" if theirs is None else f"<br>paper {theirs:.2f}"
+            return made.absent.get(name, "not run") + (paper if name in made.absent else "")
+        gap = made.to_baseline(cell)
+        lines = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
+        return "<br>".join([*lines, *([str(gap)] if gap is not None else [])])
+    if cell is None:
+        return "not run"
+    ours = f"**{cell.ours}**" if each in made.best(name) else cell.ours
+    return f"{ours}{mark(made, cell)}<br>{cell.theirs}".replace("*†", r"\*†")
+
+
+def _weights(made: Table, each: str) -> str:
+    counts = dict.fromkeys(cell.weights for cell in made.cells if cell.column == each)
+    return ", ".join(f"{count:,}" for count in counts)
+
+
+def _natural_row(made: table2.NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
     cell, plain = made.cell(name, each), made.cell(name, network_of(each))
     paper, paper_plain = paper_error(each, name), paper_error(network_of(each), name)
     paper_gap = "" if paper is None or paper_plain is None or "+" not in each else signed(paper - paper_plain)

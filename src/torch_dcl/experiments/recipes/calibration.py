@@ -83,6 +83,10 @@ class Calibration(DigitRecipe[CalibrationConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """All rounds up to the first that is not done, whose strengths depend on the rounds before it."""
+        return self.fit(outcomes)[0]
+
+    def fit(self, outcomes: Mapping[Job, Outcome]) -> tuple[list[Job], dict[str, Fitted]]:
+        """The jobs that can be named with these outcomes, and the errors by set and strength so far."""
         config = self.config
         fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in config.sets}
         most = {name: largest_strength(LAYOUTS[name]) for name in config.sets}
@@ -105,8 +109,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
             for job in these:
                 name, _, strength = job.data.partition("@")
                 fitted[name].tried.setdefault(float(strength), []).append(outcomes[job].error)
-        self.fitted = fitted
-        return jobs
+        return jobs, fitted
 
     def planned(self) -> list[Job]:
         """The first round, and as many jobs as further rounds have; their strengths are not known before."""
@@ -120,8 +123,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
 
     def result(self, folder: "RunFolder") -> list[Fitted]:
         """The strengths, as JSON."""
-        self.jobs(outcomes_of(folder))
-        fitted = list(self.fitted.values())
+        fitted = list(self.fit(outcomes_of(folder))[1].values())
         rows: list[dict[str, Any]] = [
             {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
              "tried": {f"{strength:g}": errors for strength, errors in fit.tried.items()}}

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.natural_data import SIZES, NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Work, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Work, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
@@ -72,7 +72,7 @@ class ChartConfig(NaturalConfig):
         return points_of(self.units, self.shares)
 
 
-class Chart(Recipe[ChartConfig]):
+class Chart(NaturalRecipe[ChartConfig]):
     """Every unit at every budget: trials to choose a learning rate, then all seeds at that rate."""
 
     name = "chart"
@@ -90,16 +90,12 @@ class Chart(Recipe[ChartConfig]):
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
 
-    def works(self, sets: Sequence[str]) -> list[Work]:
+    def works(self, name: str, images: int) -> list[Work]:
         """The trials, and the seeds of every point."""
-        config, works = self.config, []
-        for name in sets:
-            images = min(SIZES[name][0], (config.images or (None,))[0] or SIZES[name][0])
-            whole, points = recipe_of("bignet", name), len(config.points)
-            tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
-            works.append(Work("bignet", name, points * len(config.rates), images - images // 10, tried))
-            works.append(Work("bignet", name, points * config.seeds, images, epochs))
-        return works
+        config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
+        tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
+        trials = Work("bignet", name, points * len(config.rates), images - images // 10, tried)
+        return [trials, Work("bignet", name, points * config.seeds, images, epochs)]
 
     def asked(self) -> dict[str, Any]:
         """Points, rates, the training recipe, and the content of the set."""

@@ -5,8 +5,9 @@ which `torch_dcl.report` draws.
 """
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +116,16 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """The data of every part, as JSON."""
-        parts = parts_of(folder)
+        parts = parts_of(folder, outcomes_of(folder))
         for part, data in parts.items():
             write_text(folder.path / f"{part}.json", json.dumps(data, indent=1) + "\n")
         return parts
+
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """The data of every part."""
+        parts = folder.recipe["parts"] if "choice" in folder.recipe else ()  # an earlier version noted no rates
+        return {part: functools.partial(_part_of, folder, outcomes, part) for part in parts}
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The claims that the figures answer."""
@@ -133,7 +140,7 @@ def trial_of(choice: Choice, column: str, name: str) -> Trial:
     return choice[near.get(column, column)][digits_of(name)]
 
 
-def parts_of(folder: "RunFolder") -> dict[str, Any]:
+def parts_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
     """The data of the parts whose jobs are all done in a run folder."""
     asked = folder.recipe
     choice = {
@@ -141,7 +148,7 @@ def parts_of(folder: "RunFolder") -> dict[str, Any]:
         for column, by in asked["choice"].items()
     }
     config = FiguresConfig(**{key: asked[key] for key in ("parts", "set", "knowledge_set", "filters", "seeds")})
-    recipe, known = Figures(config, choice=choice), outcomes_of(folder)
+    recipe = Figures(config, choice=choice)
     parts = {}
     for part in config.parts:
         jobs = recipe.jobs_of(part)
@@ -149,6 +156,10 @@ def parts_of(folder: "RunFolder") -> dict[str, Any]:
             name = config.knowledge_set if part == "knowledge" else config.set
             parts[part] = {"set": name, **finite(_DATA[part]([known[job] for job in jobs]))}
     return parts
+
+
+def _part_of(folder: "RunFolder", known: Mapping[Job, Outcome], part: str) -> Any:
+    return parts_of(folder, known).get(part)
 
 
 def _by(outcomes: Sequence[Outcome], key: str) -> dict[Any, list[Outcome]]:

@@ -17,7 +17,7 @@ from torch_dcl.convert.checkpoint import load_model
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.complementary import as_plain, complementary, dcl_layers
 from torch_dcl.experiments.network_source import find_model
-from torch_dcl.experiments.protocol import Job, Outcome, Recipe, content_hash
+from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, content_hash
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.files import sha256_file, write_text
@@ -66,7 +66,12 @@ class Knowledge(Recipe[KnowledgeConfig]):
     model: nn.Module
     data: Dataset
 
-    def check(self) -> None:
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """What is looked at; it takes one pass over the images for each filter."""
+        self._check()
+        return super().estimate(say_time)
+
+    def _check(self) -> None:
         """Network, weights and data have no default."""
         for key, example in NEEDED.items():
             if not getattr(self.config, key):
@@ -74,7 +79,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Load network and images, and check that they fit each other and the settings."""
-        self.check()
+        self._check()
         config = self.config
         network, _ = find_model(config.network)
         size: dict[str, Any] = {"size": config.size} if config.size else {}
@@ -99,9 +104,8 @@ class Knowledge(Recipe[KnowledgeConfig]):
             with torch.no_grad():
                 self.model.eval()(self._inputs(1).to(self.device))
         except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise SettingError(f"{kind} does not take images of {self.data.name} ({first}); give data of its size")\
-                from error  # fmt: skip
+            told = f"{kind} does not take images of {self.data.name} ({str(error).splitlines()[0]})"
+            raise SettingError(f"{told}; give data of its size") from error
 
     def _inputs(self, count: int | None = None) -> Tensor:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)

@@ -8,7 +8,7 @@ at the end of each training.
 import dataclasses
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
@@ -36,8 +36,7 @@ from torch_dcl.experiments.recipes.table1_search import (
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.table import Cell, Table, as_trial, save
-from torch_dcl.experiments.text import as_text, long_table
-from torch_dcl.experiments.verdict import verdict
+from torch_dcl.experiments.text import as_text, long_table, verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,6 +53,7 @@ DEVIATIONS = (
     "The ReLU behind each pooling, and the start of the DCL layers, are inferred; the paper does not say.",
 )
 SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
+CURVES_OF = "MNIST-III-10"
 FEW = 4  # sets of which every cell has a line in the terminal
 
 
@@ -74,6 +74,7 @@ class Table1(DigitRecipe[Table1Config]):
 
     name = "table1"
     config_type = Table1Config
+    table_type = Table
 
     def __init__(self, config: Table1Config, device: str = "cpu", choice: Choice | None = None) -> None:
         super().__init__(config, device)
@@ -107,9 +108,14 @@ class Table1(DigitRecipe[Table1Config]):
 
     def result(self, folder: "RunFolder") -> Table:
         """The table, as JSON."""
-        table = table1_of(folder)
+        table = table1_of(folder, outcomes_of(folder))
         save(table, folder.path / "table1.json")
         return table
+
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """The table, and losses by epoch where they were asked for."""
+        return {"table1": lambda: table1_of(folder, outcomes), "curves": lambda: _curves(outcomes)}
 
     def shown(self, result: Table, width: int) -> "list[RenderableType]":
         """The table, and what it says."""
@@ -124,14 +130,13 @@ class Table1(DigitRecipe[Table1Config]):
         return [*table, *told, f"Minutes: {spent}."]
 
 
-def table1_of(folder: "RunFolder") -> Table:
-    """The table of what a run folder holds, also before its end; what is missing is not run."""
+def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
+    """The table of a run, also before its end; what is missing is not run."""
     asked = folder.recipe
     columns, sets = list(asked["columns"]), list(asked["sets"])
     by_cell: dict[tuple[str, str], list[Outcome]] = {}
-    outcomes = outcomes_of(folder).values()
-    for outcome in sorted(outcomes, key=lambda o: (columns.index(o.job.network), sets.index(o.job.data), o.job.seed)):
-        by_cell.setdefault((outcome.job.data, outcome.job.network), []).append(outcome)
+    for job in sorted(outcomes, key=lambda job: (columns.index(job.network), sets.index(job.data), job.seed)):
+        by_cell.setdefault((job.data, job.network), []).append(outcomes[job])
     starts, schedule = folder.read("environment"), asked["schedule"]
     epochs = f"{schedule['epochs']} epoch{'s' if schedule['epochs'] > 1 else ''}"
     protocol = {
@@ -146,10 +151,22 @@ def table1_of(folder: "RunFolder") -> Table:
     machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     table = Table(
         "Table 1: multi-digit numbers", tuple(_cell(group) for group in by_cell.values()), protocol,
-        "; ".join(machines), starts[-1]["versions"] if starts else {}, _phases(folder),
+        "; ".join(machines), starts[-1]["versions"] if starts else {}, _phases(folder, outcomes),
         starts[0]["command"] if starts else "", DEVIATIONS,
     )  # fmt: skip
     return as_trial(table, _departures(asked))
+
+
+def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
+    """Losses by epoch on the set whose curves the paper shows."""
+    series: dict[str, dict[str, list[Any]]] = {}
+    for job, outcome in outcomes.items():
+        curves = outcome.extra.get("curves")
+        if curves and job.data == CURVES_OF and job.network != "oracle":
+            runs = series.setdefault(job.network, {"train_loss": [], "test_loss": []})
+            for kind, by_epoch in curves.items():
+                runs[kind].append(by_epoch)
+    return {"set": CURVES_OF, "series": series} if series else {}
 
 
 def _cell(group: Sequence[Outcome]) -> Cell:
@@ -168,9 +185,9 @@ def _cell(group: Sequence[Outcome]) -> Cell:
     )  # fmt: skip
 
 
-def _phases(folder: "RunFolder") -> dict[str, float]:
+def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, float]:
     """Minutes of the run, compiling apart from the rest; and of what was done once before it."""
-    compiling = sum(outcome.compiling for outcome in outcomes_of(folder).values()) / 60
+    compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
     earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
     if folder.recipe.get("choice") == choice_for(stored_choice(), folder.recipe["columns"]):

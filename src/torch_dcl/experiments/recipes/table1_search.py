@@ -137,10 +137,10 @@ def read_trial(text: str) -> Trial:
     """
     words = text.split()
     try:
-        trial = Trial(float(words[0]), float(words[2]) if len(words) == 3 and words[1] == "clip" else math.inf)
+        trial = Trial(float(words[0]), math.inf if len(words) == 1 else float(words[2]))
     except (ValueError, IndexError):
         trial = Trial(0.0)
-    if len(words) not in (1, 3) or not 0 < trial.lr < math.inf or not trial.clip > 0:
+    if words[1:2] not in ([], ["clip"]) or len(words) > 3 or not 0 < trial.lr < math.inf or not trial.clip > 0:
         raise SettingError(f"the trial {text!r} is not of the form '0.07' or '0.07 clip 3'")
     return trial
 

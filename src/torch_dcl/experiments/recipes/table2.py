@@ -7,31 +7,36 @@ paper's, and nothing is chosen by looking at a test set: it is looked at once, a
 import dataclasses
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch_dcl.data import Dataset
-from torch_dcl.experiments.natural_data import NOT_AVAILABLE, SIZES, NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import (
+    NOT_AVAILABLE,
+    NaturalConfig,
+    NaturalRecipe,
+    Work,
+    departures,
+    make_fleet,
+    read_sets,
+    tensors_of,
+)
 from torch_dcl.experiments.natural_networks import (
     COLUMNS,
     DATA,
     NETWORKS,
     TrainingRecipe,
-    build,
-    caffe_factors,
-    inputs_of,
     network_of,
     paper_error,
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Work, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import is_complete
-from torch_dcl.experiments.table import Cell, NaturalTable, TableError, as_trial, save
+from torch_dcl.experiments.table import Cell, Reader, Table, TableError, as_trial, is_number, save
 from torch_dcl.experiments.text import long_table
-from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.fleet import Precision
+from torch_dcl.fleet import Fleet, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +45,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["DEVIATIONS", "Table2", "Table2Config", "join_table2", "make_fleet", "said", "table2_of"]
+__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "said", "table2_of"]
 
 DEVIATIONS = (
     "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
@@ -75,11 +80,71 @@ class Table2Config(NaturalConfig):
         return self.models or tuple(column for column in COLUMNS if network_of(column) in self.networks)
 
 
-class Table2(Recipe[Table2Config]):
+@dataclasses.dataclass(frozen=True)
+class NaturalTable(Table):
+    """Table 2 as it was run here.
+
+    Attributes:
+        absent: Sets of which nothing was run, with the reason.
+        scale: The fraction of each recipe's epochs that was trained; below 1 the run is shortened.
+    """
+
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    scale: float = 1.0
+
+    against: ClassVar[str] = "the plain network"
+    known_sets: ClassVar[tuple[str, ...]] = DATA
+    known_columns: ClassVar[tuple[str, ...]] = COLUMNS
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The sets that have a cell or are noted as absent, in a fixed order."""
+        there = {cell.set for cell in self.cells} | set(self.absent)
+        return tuple(name for name in DATA if name in there)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that have a cell."""
+        there = {cell.column for cell in self.cells}
+        return tuple(name for name in COLUMNS if name in there)
+
+    @classmethod
+    def baseline_of(cls, column: str) -> str:
+        """The plain network."""
+        return network_of(column)
+
+    @classmethod
+    def paper_of(cls, column: str, name: str) -> tuple[float | None, float | None]:
+        """The paper's error, which it gives without a deviation."""
+        return paper_error(column, name), None
+
+    @classmethod
+    def read_more(cls, read: Reader) -> dict[str, Any]:
+        """What is absent, and whether it was shortened."""
+
+        def are_reasons(value: Any) -> bool:
+            return isinstance(value, dict) and all(k in DATA and isinstance(v, str) for k, v in value.items())
+
+        absent = read.get("absent", are_reasons, f"some of {', '.join(DATA)} with the reason")
+        scale = read.get("scale", lambda v: is_number(v) and 0 < v <= 1, "a number above 0 and at most 1", 1.0)
+        return {"absent": absent, "scale": scale}
+
+    def best(self, name: str) -> tuple[str, ...]:
+        """Of each network the columns with the lowest error on a set, as it is printed."""
+        best: list[str] = []
+        cells = [cell for cell in self.cells if cell.set == name]
+        for network in dict.fromkeys(map(network_of, self.columns)):
+            means = {c.column: round(c.mean, 2) for c in cells if network_of(c.column) == network}
+            best += [column for column, value in means.items() if value == min(means.values())]
+        return tuple(best)
+
+
+class Table2(NaturalRecipe[Table2Config]):
     """Every column on every set with every seed."""
 
     name = "table2"
     config_type = Table2Config
+    table_type = NaturalTable
     sets: dict[str, Dataset]
     absent: dict[str, str]
     recipes: dict[tuple[str, str], TrainingRecipe]
@@ -94,16 +159,12 @@ class Table2(Recipe[Table2Config]):
                 recipe = recipe_of(network_of(column), name).scaled(config.scale)
                 self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
 
-    def works(self, sets: Sequence[str]) -> list[Work]:
+    def works(self, name: str, images: int) -> list[Work]:
         """The seeds of every column."""
-        config, works = self.config, []
-        for name in sets:
-            images = min(SIZES[name][0], (config.images or (None,))[0] or SIZES[name][0])
-            for column in config.columns:
-                network = network_of(column)
-                epochs = recipe_of(network, name).scaled(config.scale).schedule.epochs
-                works.append(Work(network, name, config.seeds, images, epochs))
-        return works
+        config = self.config
+        networks = [network_of(column) for column in config.columns]
+        epochs = {network: recipe_of(network, name).scaled(config.scale).schedule.epochs for network in networks}
+        return [Work(network, name, config.seeds, images, epochs[network]) for network in networks]
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
@@ -147,9 +208,14 @@ class Table2(Recipe[Table2Config]):
 
     def result(self, folder: "RunFolder") -> NaturalTable:
         """The table, as JSON."""
-        table = table2_of(folder)
+        table = table2_of(folder, outcomes_of(folder))
         save(table, folder.path / "table2.json")
         return table
+
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> "dict[str, Callable[[], Any]]":
+        """The table."""
+        return {"table2": lambda: table2_of(folder, outcomes)}
 
     def shown(self, result: NaturalTable, width: int) -> "list[RenderableType]":
         """The table, what its signs mean, and what it says."""
@@ -159,36 +225,13 @@ class Table2(Recipe[Table2Config]):
         return [long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
 
 
-def make_fleet(
-    column: str, seeds: Sequence[int], data: Dataset, recipe: TrainingRecipe, config: NaturalConfig,
-    device: str = "cpu", *, stacked: bool = False,
-) -> Fleet:  # fmt: skip
-    """The networks of a column with these seeds, ready to be trained on a set.
-
-    Stacked they were measured slower: they fill a GPU side by side.
-    """
-    networks = [build(column, len(data.classes), seed, dropout=recipe.dropout) for seed in seeds]
-    members = [
-        Member(f"{column} {data.name} {seed}", data.name, seed, recipe.lr, recipe.schedule, recipe.weight_decay)
-        for seed in seeds
-    ]
-    precision: Precision | None = config.wanted_precision
-    return Fleet(
-        networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
-        momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
-        precision=precision, device=device, inputs=inputs_of(network_of(column), data, average=config.average),
-        stacked=stacked, compile=config.compile and not stacked, streams=1 if stacked else config.streams,
-        deterministic=config.deterministic,
-    )  # fmt: skip
-
-
-def table2_of(folder: "RunFolder") -> NaturalTable:
-    """The table of what a run folder holds, also before its end; what is missing is not run."""
+def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTable:
+    """The table of a run, also before its end; what is missing is not run."""
     asked = folder.recipe
     sources, columns = dict(asked["data"]), list(asked["columns"])
     absent = {name: source for name, source in sources.items() if source == NOT_AVAILABLE}
     by_cell: dict[tuple[str, str], dict[int, Outcome]] = {}
-    for job, outcome in outcomes_of(folder).items():
+    for job, outcome in outcomes.items():
         by_cell.setdefault((job.data, job.network), {})[job.seed] = outcome
     cells = [
         _cell([outcome for _, outcome in sorted(by_cell[name, column].items())])

@@ -1,16 +1,31 @@
-"""The figures that are drawn from the data of a run."""
+"""The paper's figures, drawn from measured numbers.
+
+Every function gives a matplotlib figure that is readable at the width of a column (85 mm) on paper and in a browser, on
+a light or a dark page, with a transparent background. The words for the caption travel with the figure, as its label:
+``figure.get_label()``. :func:`save` writes SVG, PDF or PNG, :func:`svg` gives the text to put into an HTML page. The
+bytes depend on nothing but the numbers and the version of matplotlib.
+
+Colours are those of Okabe and Ito, which stay apart for colour-blind readers, and no colour is the only sign of what it
+means. matplotlib is imported when a figure is drawn.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.complementary import from_plain
 from torch_dcl.experiments.stats import is_complete
-from torch_dcl.report import figures
+from torch_dcl.report.canvas import save, svg
+from torch_dcl.report.chart_figure import chart_figure
+from torch_dcl.report.line_figures import curves_figure, filters_figure
+from torch_dcl.report.panel_figures import complementary_figure, differences_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["drawings", "lost_runs"]
+__all__ = [
+    "chart_figure", "complementary_figure", "curves_figure", "differences_figure", "drawings", "filters_figure",
+    "lost_runs", "save", "svg",
+]  # fmt: skip
 
 
 def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "Figure"]]:
@@ -21,12 +36,12 @@ def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "
         data: What the file holds.
     """
     if part == "filters":
-        return {"filters": lambda dark: figures.filters_figure(data, dark=dark)}
+        return {"filters": lambda dark: filters_figure(data, dark=dark)}
     if part == "curves":
         whole = _without_lost(data)
-        return {"curves": lambda dark: figures.curves_figure(whole, dark=dark)} if whole["series"] else {}
+        return {"curves": lambda dark: curves_figure(whole, dark=dark)} if whole["series"] else {}
     if part == "chart":
-        return {"chart": lambda dark: figures.chart_figure(data, dark=dark)}
+        return {"chart": lambda dark: chart_figure(data, dark=dark)}
     if part == "knowledge":
         return {f"knowledge-{name}": _responses(stored) for name, stored in data["networks"].items()}
     if part == "demo" and "reason" not in data["knowledge"]:
@@ -36,7 +51,7 @@ def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "
 
 def _responses(stored: Mapping[str, Any]) -> Callable[[bool], "Figure"]:
     response = from_plain(stored)
-    return lambda dark: figures.complementary_figure(response, title=stored["title"], dark=dark)
+    return lambda dark: complementary_figure(response, title=stored["title"], dark=dark)
 
 
 def lost_runs(data: Mapping[str, Any]) -> int:

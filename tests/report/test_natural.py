@@ -9,15 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.experiments import read_run, report
-from torch_dcl.report.figures import chart_figure, save, svg
-from torch_dcl.report.table2_page import as_html2, chart_table
-from torch_dcl.experiments.recipes.chart import chart_said, edges_said
+from torch_dcl.experiments import NaturalTable, join_table2, read_run
+from torch_dcl.experiments import save as save_table
+from torch_dcl.experiments.natural_data import NOT_AVAILABLE
 from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
-from torch_dcl.experiments.natural.table import NOT_AVAILABLE, NaturalTable, join_table2, said, save_table2
-from torch_dcl.experiments.rival_layers import UNITS
 from torch_dcl.experiments.paper_numbers import TABLE2
+from torch_dcl.experiments.recipes.chart import chart_said, edges_said
+from torch_dcl.experiments.recipes.table2 import said
+from torch_dcl.experiments.rival_layers import UNITS
 from torch_dcl.experiments.table import Cell, TableError
+from torch_dcl.report import as_html, report
+from torch_dcl.report.document import render
+from torch_dcl.report.figures import chart_figure, save, svg
+from torch_dcl.report.tables import chart_context
 
 
 def cell(name, column, errors, **changes):
@@ -39,6 +43,12 @@ def table():
     return NaturalTable("Table 2: natural images", cells, absent={"svhn": NOT_AVAILABLE})
 
 
+def chart_table(chart):
+    """The part of a page that shows a chart."""
+    nothing = {"drawn": [], "lost": 0, "differences": None, "made": None, "tried": None, "missing": []}
+    return str(render("figures.html", chart=chart_context(chart, "run"), **nothing))
+
+
 def rows_of(page, label):
     """The cells of a table, by the head of its row."""
     (inner,) = re.findall(rf'aria-label="{label}".*?<tbody>(.*?)</tbody>', page, re.S)
@@ -48,7 +58,7 @@ def rows_of(page, label):
 
 
 def test_a_row_has_paper_ours_difference_losses_weights_and_minutes(table):
-    rows = rows_of(as_html2(table), "CIFAR-10")
+    rows = rows_of(as_html(table), "CIFAR-10")
     assert list(rows) == [c.column for c in table.cells]
     assert rows["bignet"] == ["7.88", "8.00 ± 0.10 (3)", "", "", "0.055 · 0.320", "5,742,272", "2.5"]
     theirs, ours, gap, paper_gap, losses, count, minutes = rows["bignet+dcl"]
@@ -63,13 +73,13 @@ def test_a_row_has_paper_ours_difference_losses_weights_and_minutes(table):
 
 
 def test_a_set_without_data_says_so_beside_the_paper_s_number(table):
-    rows = rows_of(as_html2(table), "SVHN")
+    rows = rows_of(as_html(table), "SVHN")
     assert {row[1] for row in rows.values()} == {NOT_AVAILABLE}
     assert rows["bignet+dcl"][0] == "2.03"
 
 
 def test_the_eight_rows_that_the_paper_quotes_are_there(table):
-    rows = rows_of(as_html2(table), "Literature")
+    rows = rows_of(as_html(table), "Literature")
     quoted = [row for row in TABLE2 if row.reference]
     assert len(rows) == len(quoted) == 8
     for row in quoted:
@@ -90,14 +100,14 @@ def test_what_was_won_and_lost_is_told_alike(table):
 
 
 def test_a_shortened_table_is_marked(table):
-    short = as_html2(dataclasses.replace(table, scale=0.1))
+    short = as_html(dataclasses.replace(table, scale=0.1))
     assert "Shortened: every recipe was trained for 0.1 of its epochs." in short
     assert short.count(">shortened</small>") == 1  # of the set that was run
-    assert "hortened" not in as_html2(table)
+    assert "hortened" not in as_html(table)
 
 
 def test_a_file_by_itself_has_a_page_and_is_told_from_table_1(table, tmp_path):
-    save_table2(table, tmp_path / "any.json")
+    save_table(table, tmp_path / "any.json")
     run = read_run(tmp_path / "any.json")
     assert (run.state.recipe, run.table) == ("table2", table)
     page = report([tmp_path / "any.json"])
@@ -145,7 +155,7 @@ def test_parts_that_overlap_or_were_shortened_differently_are_not_joined(table):
 def test_the_report_shows_parts_as_one_table_and_others_one_by_one(table, tmp_path):
     files = [tmp_path / "lenet.json", tmp_path / "wrn.json", tmp_path / "again.json"]
     for file, network in zip(files, ("lenet", "wrn", "wrn"), strict=True):
-        save_table2(part(table, network), file)
+        save_table(part(table, network), file)
     page = report(files[:2])
     assert list(rows_of(page, "CIFAR-10")) == ["lenet", "lenet+dcl", "wrn", "wrn+dcl"]
     assert "Report of" not in page
@@ -153,7 +163,7 @@ def test_the_report_shows_parts_as_one_table_and_others_one_by_one(table, tmp_pa
 
 
 def test_a_table_without_a_cell_can_be_shown():
-    page = as_html2(NaturalTable("nothing yet", (), absent={"svhn": NOT_AVAILABLE}))
+    page = as_html(NaturalTable("nothing yet", (), absent={"svhn": NOT_AVAILABLE}))
     assert list(rows_of(page, "SVHN")) == [c for c in COLUMNS if not c.endswith("3s")]
 
 

@@ -1,5 +1,6 @@
 """Recipes as TOML: printed, edited, run again."""
 
+import dataclasses
 import json
 import shlex
 import tomllib
@@ -8,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.cli.recipes import ABOUT, as_toml, read_recipe, read_settings, recipe, with_settings
-from torch_dcl.experiments.again import command_for
+from torch_dcl.cli.config import ABOUT, as_toml, read_recipe, read_settings, recipe
+from torch_dcl.cli.config import with_settings as change
 from torch_dcl.experiments.columns import MODELS
 from torch_dcl.experiments.paper_numbers import SETS
+from torch_dcl.experiments.recipes.table1 import command_for
+
+
+def with_settings(asked, settings):
+    return change(asked, settings).config
 
 
 @pytest.mark.parametrize("name", ABOUT)
@@ -53,13 +59,13 @@ def test_a_wrong_file_is_refused_with_the_place(dcl, folder, text, told):
 
 def test_settings_take_the_type_of_the_default():
     made = with_settings(recipe("table1"), {"sets": "II-02,II-01", "drops": "0.5", "factor": "0.2", "seeds": "7"})
-    assert made["sets"] == ["MNIST-II-01", "MNIST-II-02"]
-    assert (made["drops"], made["factor"], made["seeds"]) == ([0.5], 0.2, 7)
+    assert made.sets == ("MNIST-II-01", "MNIST-II-02")
+    assert (made.drops, made.factor, made.seeds) == ((0.5,), 0.2, 7)
 
 
 def test_a_text_with_quotes_survives(tmp_path):
     path = tmp_path / "recipe.toml"
-    given = with_settings(recipe("table1"), {"data": 'a "b" \\ c'})
+    given = change(recipe("table1"), {"data": 'a "b" \\ c\n\td'})
     path.write_text(as_toml(given))
     assert read_recipe(path) == given
 
@@ -96,12 +102,12 @@ def test_the_command_of_a_table_asks_for_the_settings_of_its_run(run, sets, mode
     settings = {name.removeprefix("--"): value for name, value in options if name != "--set"}
     settings |= read_settings([value for name, value in options if name == "--set"])
     made = with_settings(recipe("table1"), settings)
-    assert (made["sets"], made["models"], made["seeds"]) == (sets, models, run["seeds"])
-    assert {key: made[key] for key in run["schedule"]} == run["schedule"]
-    assert made["batch"] == run["batch"]
-    assert made["precision"] == (run["precision"] or "auto")
-    assert [made["train_images"], made["test_images"]] == (run["images"] or [0, 0])
-    assert made["data"] == ("excerpt" if "embedded" in run["digits"] else "auto")
+    assert (list(made.sets), list(made.models), made.seeds) == (sets, models, run["seeds"])
+    assert dataclasses.asdict(made.schedule) == {**run["schedule"], "drops": tuple(run["schedule"]["drops"])}
+    assert made.batch == run["batch"]
+    assert made.precision == (run["precision"] or "auto")
+    assert [made.train_images, made.test_images] == (run["images"] or [0, 0])
+    assert made.data == ("excerpt" if "embedded" in run["digits"] else "auto")
 
 
 @given(st.sampled_from(list(ABOUT)), st.data())
@@ -112,7 +118,7 @@ def test_any_filters_and_layers_survive_the_file(tmp_path_factory, name, data):
     if name == "knowledge":
         settings["layers"] = data.draw(st.lists(st.from_regex(r"[a-z][a-z0-9.]{0,8}", fullmatch=True)))
         settings["mean"] = data.draw(st.lists(st.floats(-1, 1)))
-    given = with_settings(recipe(name), settings)
+    given = change(recipe(name), settings)
     path = tmp_path_factory.mktemp("toml") / "recipe.toml"
     path.write_text(as_toml(given))
     assert read_recipe(path) == given

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.experiments.natural_networks import TITLES
 from torch_dcl.experiments.stats import interval
-from torch_dcl.report.figures.canvas import (
+from torch_dcl.report.canvas import (
     _BODY,
     _INCH,
     _PAGE,

@@ -2,14 +2,16 @@
 
 import re
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
-from torch_dcl.experiments import as_html
 from torch_dcl.experiments.claims import large_banks_help_little
 from torch_dcl.experiments.paper_numbers import COLUMNS
-from torch_dcl.experiments.style import CSS
 from torch_dcl.experiments.table import CONTROLS, Table, parse
+from torch_dcl.report import as_html
+
+CSS = resources.files("torch_dcl.report").joinpath("templates/style.css").read_text(encoding="utf-8")
 
 VOID = {"meta", "br", "link", "img"}
 

@@ -7,7 +7,7 @@ import torch
 
 from torch_dcl.data.digits import generate, segment
 from torch_dcl.data.layouts import LAYOUTS, Digit, Layout
-from torch_dcl.experiments import digitsets
+from torch_dcl.experiments import digits as digitsets
 from torch_dcl.experiments.digits import Digits, make_sets, read_mnist
 
 MNIST = read_mnist(None)

@@ -1,5 +1,6 @@
 """Run folders read back."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -8,26 +9,25 @@ import shutil
 import pytest
 
 from torch_dcl.experiments import find_runs, read_run, save
-from torch_dcl.experiments.digits import read_mnist
-from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.natural_data import MADE_UP
-from torch_dcl.experiments.run_reader import state_of
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
+from torch_dcl.experiments.run_reader import state_of
+from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import is_trial
-from torch_dcl.experiments.table1 import run_table1
-from torch_dcl.fleet import Schedule
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
-MNIST = read_mnist(None)
-TINY = Settings(Schedule(2), batch=50, curves=True)
-ASKED = {"columns": ("baseline", "A2"), "sets": ("MNIST-III-10",), "seeds": 2, "images": (50, 50)}
+TINY = Table1Config(
+    sets=("MNIST-III-10",), models=("baseline", "A2"), seeds=2, epochs=2, warmup=0, drops=(), batch=50, curves=True,
+    train_images=50, test_images=50, data="excerpt",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "run"
-    return path, run_table1(path, MNIST, TINY, report=lambda _: None, **ASKED)
+    return path, run_recipe(Table1(TINY), path).result
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_run_has_its_recipe_environment_outcomes_and_table(finished, run):
     assert (found.state.state, found.state.done, found.state.total) == ("finished", 4, 4)
     assert found.recipe["columns"] == ["baseline", "A2"]
     assert found.environment[0]["versions"]["torch"]
-    assert {(o.job.column, o.job.seed) for o in found.outcomes} == {(c, s) for c in ("baseline", "A2") for s in (0, 1)}
+    assert {(o.job.network, o.job.seed) for o in found.outcomes} == {(c, s) for c in ("baseline", "A2") for s in (0, 1)}
     assert found.table.cells == finished[1].cells
     assert found.table.hardware == finished[1].hardware
     assert is_trial(found.table)  # fifty images are not the protocol, whoever wrote the table down
@@ -50,18 +50,21 @@ def test_a_run_has_its_recipe_environment_outcomes_and_table(finished, run):
 
 
 def test_the_table_that_was_written_at_the_end_is_taken_as_it_is(finished, run):
+    changed = dataclasses.replace(finished[1], hardware="as it was written")
+    save(changed, run / "table1.json")
+    assert read_run(run).table == changed
     save(finished[1], run / "table1.json")
-    assert read_run(run).table == finished[1]
     assert read_run(run / "table1.json").table == finished[1]
     assert read_run(run / "table1.json").recipe == {}
 
 
 def test_a_run_that_has_not_ended_has_the_table_so_far(run):
     lines = (run / "outcomes.jsonl").read_text().splitlines(keepends=True)
-    (run / "outcomes.jsonl").write_text("".join(lines[:3]))
+    (run / "outcomes.jsonl").write_text("".join(lines[:1]))
+    (run / "table1.json").unlink()
     found = read_run(run)
-    assert (found.state.state, found.state.done) == ("incomplete", 3)
-    assert sum(len(cell.errors) for cell in found.table.cells) == 3
+    assert (found.state.state, found.state.done) == ("incomplete", 2)
+    assert [(cell.column, len(cell.errors)) for cell in found.table.cells] == [("baseline", 2)]
     (run / "outcomes.jsonl").unlink()
     assert read_run(run).table is None
 
@@ -167,15 +170,79 @@ def test_an_unknown_recipe_is_named(tmp_path):
 
 
 def test_minutes_of_a_cell_are_the_share_of_its_fleets(run):
-    folder = RunFolder.inspect(run)
-    records = folder.read("outcomes")
-    table = read_run(run).table
-    for cell in table.cells:
-        seconds = [r["seconds"] for r in records if r["job"]["column"] == cell.column]
+    known = outcomes_of(RunFolder.inspect(run))
+    for cell in read_run(run).table.cells:
+        seconds = [outcome.seconds for job, outcome in known.items() if job.network == cell.column]
         assert cell.minutes == pytest.approx(sum(seconds) / 60)
         assert cell.minutes > 0
-    (run / "outcomes.jsonl").unlink()
-    for record in records:
-        del record["seconds"]  # as runs before this was noted
-        folder.append("outcomes", record)
-    assert {cell.minutes for cell in read_run(run).table.cells} == {None}
+
+
+# Runs of earlier versions
+
+
+@pytest.fixture
+def old(run):
+    """The same run as format 1 had it: a line an entry, without checksums, and the recipe under other names."""
+    folder = RunFolder.inspect(run)
+    known = outcomes_of(folder)
+    recipe = {key: value for key, value in folder.recipe.items() if key not in ("recipe", "total", "unit", "curves")}
+    starts = [
+        {**start, "versions": {**start["versions"], "torch-dcl": "0.1.0"}} for start in folder.read("environment")
+    ]
+    lines = []
+    for job, outcome in known.items():
+        plain = {"column": job.network, "data": job.data, "seed": job.seed, "lr": job.lr, "clip": None,
+                 "weight_decay": 5e-4, "filters": None}  # fmt: skip
+        curves = list(outcome.extra["curves"].values())
+        lines.append({"job": plain, "error": outcome.error, "test_loss": outcome.test_loss, "stopped": None,
+                      "train_loss": outcome.train_loss, "curves": curves, "seconds": 3.0, "compiling": 0.0})  # fmt: skip
+    for name, records in (("outcomes", lines), ("environment", starts), ("minutes", [{"training": 2.0}])):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (run / "recipe.json").write_text(json.dumps({"table": 1, **recipe}))
+    (run / "table1.json").unlink()
+    return run
+
+
+def test_a_run_of_an_earlier_version_is_listed_and_reported(finished, old):
+    state = state_of(old)
+    assert (state.recipe, state.state, state.done, state.total) == ("table1", "finished", 4, 4)
+    found = read_run(old)
+    same = {"minutes": {}, "versions": {}}
+    assert dataclasses.replace(found.table, **same) == dataclasses.replace(finished[1], **same)
+    assert found.parts["curves"] == read_run(finished[0]).parts["curves"]
+    assert [cell.minutes for cell in found.table.cells] == pytest.approx([0.1, 0.1])
+
+
+def test_a_run_of_an_earlier_version_is_not_resumed_and_the_version_is_named(old):
+    with pytest.raises(RunError, match=r"was begun by torch-dcl 0\.1\.0 in another form .* cannot be resumed"):
+        run_recipe(Table1(TINY), old, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "records", "state"),
+    [
+        (
+            {"chart": "deciding", "points": [["dcl", 0.25], ["star", 0.25]], "rates": [0.1], "seeds": 2},
+            {"outcomes": [{"purpose": "choose", "unit": "dcl", "share": 0.25, "lr": 0.1, "seed": 100, "error": 1.0}]},
+            ("chart", "incomplete", 1, 6, "trainings"),
+        ),
+        (
+            {"recipe": "table1-search", "models": ["A2"], "sets": ["MNIST-II-01"], "trials": ["0.1", "0.2"]},
+            {"trials": [{}, {}]},
+            ("table1-search", "finished", 2, 2, "entries"),
+        ),
+        ({"recipe": "calibration", "rounds": 3}, {"rounds": [{}]}, ("calibration", "incomplete", 1, 4, "rounds")),
+        (
+            {"recipe": "figures", "parts": ["filters", "curves"]},
+            {"parts": [{"part": "curves"}]},
+            ("figures", "incomplete", 1, 2, "parts"),
+        ),
+        ({"recipe": "knowledge"}, {}, ("knowledge", "incomplete", 0, 1, "parts")),
+    ],
+)
+def test_old_runs_of_other_recipes_are_counted_as_they_were(tmp_path, recipe, records, state):
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    for name, lines in records.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = state_of(tmp_path)
+    assert (found.recipe, found.state, found.done, found.total, found.unit) == state

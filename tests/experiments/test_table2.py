@@ -16,6 +16,7 @@ import torch
 from tests.data.test_sources import write_cifar
 
 from torch_dcl.data import load, svhn
+from torch_dcl.experiments.natural_data import NOT_AVAILABLE, NaturalConfig, make_fleet
 from torch_dcl.experiments.natural_networks import (
     COLUMNS,
     build,
@@ -25,16 +26,16 @@ from torch_dcl.experiments.natural_networks import (
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.natural_data import NaturalConfig
-from torch_dcl.experiments.natural.table import NOT_AVAILABLE, as_markdown2, load_table2, save_table2
-from torch_dcl.experiments.protocol import SettingError
-from torch_dcl.experiments.recipes import table2
-from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.paper_numbers import TABLE2
+from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.runner import run as run_recipe
+from torch_dcl.experiments.settings import SettingError
 from torch_dcl.experiments.table import Table, TableError
+from torch_dcl.experiments.table import load as load_table
+from torch_dcl.experiments.table import save as save_table
 from torch_dcl.fleet.run_folder import RunError
 from torch_dcl.models import count_weights
+from torch_dcl.report import as_markdown
 
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
 SHORT = 0.02  # three epochs of the LeNet variant
@@ -164,12 +165,12 @@ def test_a_set_that_is_not_there_is_noted_and_nothing_else(whole):
     table, _ = whole
     assert table.absent == {"svhn": NOT_AVAILABLE} == {"svhn": "not run: data not available"}
     assert table.sets == ("cifar10", "svhn")
-    text = as_markdown2(table)
-    assert text.count(NOT_AVAILABLE) == len(table.columns)
+    text = as_markdown(table)
+    assert text.count(NOT_AVAILABLE) == 1 + len(table.columns)  # a sentence, and a cell for each column
 
 
 def test_none_of_the_sets_there_is_an_error_with_the_remedy(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"svhn was not found.*put train_32x32\.mat"):
+    with pytest.raises(SettingError, match=r"svhn was not found.*put train_32x32\.mat"):
         run(tmp_path / "run", tmp_path)
 
 
@@ -177,12 +178,12 @@ def test_a_shortened_run_is_marked(whole):
     table, _ = whole
     assert table.scale == SHORT
     assert "shortened to 0.02 of the epochs" in table.title
-    assert "**Shortened: every recipe was trained for 0.02 of its epochs.**" in as_markdown2(table)
+    assert "**Shortened: every recipe was trained for 0.02 of its epochs.**" in as_markdown(table)
     assert "3 epochs" in table.protocol["lenet on cifar10"]
 
 
 def test_the_rows_that_the_paper_quotes_are_shown(whole):
-    text = as_markdown2(whole[0])
+    text = as_markdown(whole[0])
     for row in TABLE2:
         if row.reference:
             assert f"{row.name} {row.reference.split('_')[1]} | {row.errors['CIFAR10']:.2f}" in text
@@ -191,7 +192,7 @@ def test_the_rows_that_the_paper_quotes_are_shown(whole):
 def test_a_network_ends_as_it_would_in_a_fleet_by_hand(whole, root):
     data = load("cifar10", root=root)
     recipe = dataclasses.replace(recipe_of("lenet", "cifar10").scaled(SHORT), batch=5)
-    fleet = table2.make_fleet("lenet+dcl", [1], data, recipe, NaturalConfig())
+    fleet = make_fleet("lenet+dcl", [1], data, recipe, NaturalConfig())
     fleet.train()
     found = fleet.evaluate({"cifar10": (data.test_images, data.test_labels)})
     cell = whole[0].cell("cifar10", "lenet+dcl")
@@ -199,19 +200,19 @@ def test_a_network_ends_as_it_would_in_a_fleet_by_hand(whole, root):
 
 
 def test_a_table_comes_back_from_its_file_as_it_was(whole, tmp_path):
-    save_table2(whole[0], tmp_path / "table2.json")
-    assert load_table2(tmp_path / "table2.json") == whole[0]
+    save_table(whole[0], tmp_path / "table2.json")
+    assert load_table(tmp_path / "table2.json") == whole[0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"set": "mnist"}, "set 'mnist' is unknown; known are cifar10, cifar100, svhn"),
+        ({"set": "mnist"}, "set 'mnist' is unknown; did you mean .*Known: cifar10, cifar100, svhn"),
         ({"column": "vgg"}, "column 'vgg' is unknown"),
         ({"errors": [10, 120]}, "each from 0 to 100"),
-        ({"seeds": [0, 0]}, "a seed of its own"),
+        ({"seeds": [0, 0]}, "names one twice; give each run its own"),
         ({"weights": 0}, "weights is 0"),
-        ({"paper": 1.0}, "paper is 1.0, but it has 14.18"),
+        ({"paper": 1.0}, "paper is 1.0 with None, but the paper has 14.18"),
     ],
 )
 def test_a_file_that_is_no_table_is_refused_with_the_place(whole, tmp_path, change, message):
@@ -219,7 +220,7 @@ def test_a_file_that_is_no_table_is_refused_with_the_place(whole, tmp_path, chan
     content["cells"][0].update(change)
     (tmp_path / "table2.json").write_text(json.dumps(content))
     with pytest.raises(TableError, match=rf"cells\[0\].*{message}"):
-        load_table2(tmp_path / "table2.json")
+        load_table(tmp_path / "table2.json")
 
 
 # Breaks, other data, ranks
@@ -283,7 +284,7 @@ run(Table2(config), {str(tmp_path / "run")!r})
     assert [process.wait(timeout=300) for process in ranks] == [0, 0]
     parts = [len((tmp_path / "run" / f"outcomes-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert parts == [1, 1]  # a fleet each
-    table = load_table2(tmp_path / "run" / "table2.json")
+    table = load_table(tmp_path / "run" / "table2.json")
     for mine, theirs in zip(table.cells, whole[0].cells, strict=True):
         assert (mine.set, mine.column, mine.seeds) == (theirs.set, theirs.column, theirs.seeds)
         assert mine.test_loss == pytest.approx(theirs.test_loss, rel=1e-4)

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.experiments import search as searching
 from torch_dcl.experiments.columns import MODELS
-from torch_dcl.experiments.digits import make_sets, read_mnist
-from torch_dcl.experiments.engine import Job, Outcome, Settings
-from torch_dcl.experiments.search import SEARCHED_ON, TRIALS, Trial, as_json, choose, search, stored_choice
-from torch_dcl.fleet import Schedule
+from torch_dcl.experiments.protocol import Outcome
+from torch_dcl.experiments.recipes.table1_search import (
+    SEARCHED_ON,
+    TRIALS,
+    Search,
+    SearchConfig,
+    Trial,
+    choose,
+    read_trial,
+    stored_choice,
+    trial_job,
+)
+from torch_dcl.experiments.runner import run
+from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fusion import LEAN
 from torch_dcl.models.variants import VARIANTS
 
@@ -21,7 +30,7 @@ RECORD = Path(__file__).parents[2] / "results" / "table1-search.json"
 
 
 def outcome(column, data, trial, error, stopped=None):
-    return Outcome(Job(column, data, 100, *trial), error, 0.1, 0.1, stopped)
+    return Outcome(trial_job(column, data, 100, Trial(*trial), "choose"), error, 0.1, 0.1, stopped)
 
 
 @pytest.fixture(scope="module")
@@ -78,34 +87,34 @@ def test_the_bound_on_the_gradient_is_part_of_a_trial():
 # Searching
 
 
-def test_a_search_trains_every_trial_of_every_column_once_on_training_digits(monkeypatch):
-    asked = []
-
-    def few(digits, sets, purpose, *, device):
-        asked.append((tuple(sets), purpose))
-        return make_sets(digits, sets, purpose, device=device, images=(100, 50))
-
-    monkeypatch.setattr(searching, "make_sets", few)
-    settings = Settings(Schedule(1), batch=50)
-    names, trials = ("MNIST-II-02", "MNIST-III-02"), (Trial(0.02), Trial(0.02, 1.0))
-    found = search(read_mnist(None), settings, columns=("baseline", "narrow"), sets=names, trials=iter(trials))
-    assert asked == [(names, "choose")]
-    expected = {(c, n, 100, *t) for c in ("baseline", "narrow") for n in names for t in trials}
-    assert len(found) == len(expected)
-    assert {(o.job.column, o.job.data, o.job.seed, o.job.lr, o.job.clip) for o in found} == expected
-    assert {count for by_count in choose(found).values() for count in by_count} == {2, 3}
-
-
-def test_trials_as_plain_data_are_json_without_infinity():
-    rows = as_json(
-        [outcome("A2", "MNIST-II-02", Trial(0.02), 1.5), outcome("A2", "MNIST-II-02", Trial(0.1, 3), 2.5, 1)]
+def test_a_search_trains_every_trial_of_every_column_once_on_training_digits(tmp_path):
+    names, trials = ("MNIST-II-02", "MNIST-III-02"), ("0.02", "0.02 clip 1")
+    config = SearchConfig(
+        models=("baseline", "narrow"), sets=names, trials=trials, epochs=1, warmup=0, batch=50, train_images=100,
+        test_images=50, data="excerpt",
+    )  # fmt: skip
+    recipe = Search(config)
+    choice = run(recipe, tmp_path / "run").result
+    assert recipe.purpose == "choose"
+    assert {count for by_count in choice.values() for count in by_count} == {2, 3}
+    found = json.loads((tmp_path / "run" / "search.json").read_text())
+    rows = [(row["column"], row["data"], row["seed"], row["lr"], row["clip"]) for row in found["trials"]]
+    assert sorted(rows, key=str) == sorted(
+        ((c, n, 100, *t) for c in ("baseline", "narrow") for n in names for t in ((0.02, None), (0.02, 1.0))), key=str
     )
-    again = json.loads(json.dumps(rows, allow_nan=False))
-    assert again == rows
-    assert [(row["lr"], row["clip"], row["error"], row["stopped"]) for row in rows] == [
-        (0.02, None, 1.5, None),
-        (0.1, 3, 2.5, 1),
-    ]
+    assert found["minutes"] > 0
+    assert {column: set(by) for column, by in found["choice"].items()} == {"baseline": {"2", "3"}, "narrow": {"2", "3"}}
+
+
+@pytest.mark.parametrize("trial", [*TRIALS, Trial(1e-9, 0.5)])
+def test_a_trial_survives_being_written(trial):
+    assert read_trial(str(trial)) == trial
+
+
+@pytest.mark.parametrize("text", ["fast", "", "0.1 clip", "0.1 clop 3", "0.1 clip 0", "-1", "nan", "inf", "1 2"])
+def test_a_text_that_is_no_trial_is_refused(text):
+    with pytest.raises(SettingError, match="is not of the form '0.07' or '0.07 clip 3'"):
+        read_trial(text)
 
 
 # What is stored
@@ -132,8 +141,8 @@ def test_every_column_had_the_same_trials_on_the_sets_of_the_search(record):
     for column in MODELS:
         tried = {}
         for found in recorded(record):
-            if found.job.column == column:
-                tried.setdefault(found.job.data, []).append(Trial(found.job.lr, found.job.clip))
+            if found.job.network == column:
+                tried.setdefault(found.job.data, []).append(Trial(found.job.lr, found.job.option("clip", math.inf)))
         assert set(tried) == set(SEARCHED_ON)
         assert all(sorted(trials) == sorted(TRIALS) for trials in tried.values())
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.complementary import Complementary
-from torch_dcl.report.drawings import drawings, finite, knowledge_from, knowledge_of, lost_runs
+from torch_dcl.experiments.complementary import Complementary, as_plain, from_plain
+from torch_dcl.experiments.protocol import finite
+from torch_dcl.report.figures import drawings, lost_runs
 
 numbers = st.floats(0, 1e6) | st.just(math.nan)
 
@@ -45,8 +46,8 @@ def filters(draw):
 
 @given(filters(), st.text(max_size=20))
 def test_what_a_filter_answers_to_survives_json(found, title):
-    text = json.dumps(knowledge_of(found, title), allow_nan=False)
-    again = knowledge_from(json.loads(text))
+    text = json.dumps(as_plain(found, title), allow_nan=False)
+    again = from_plain(json.loads(text))
     for field in dataclasses.fields(found):
         before, after = getattr(found, field.name), getattr(again, field.name)
         if isinstance(before, torch.Tensor):
@@ -58,8 +59,8 @@ def test_what_a_filter_answers_to_survives_json(found, title):
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match="lacks layer, filter"):
-        knowledge_from({"title": "x", "fused": []})
+    with pytest.raises(ValueError, match="lack layer, filter"):
+        from_plain({"title": "x", "fused": []})
 
 
 def test_no_number_becomes_null():

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.stats import interval
-from torch_dcl.report.figures.canvas import (
+from torch_dcl.report.canvas import (
     _BODY,
     _COLUMN,
     _DASHES,

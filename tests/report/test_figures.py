@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import torch_dcl
-from torch_dcl.experiments import figures
 from torch_dcl.experiments.complementary import Complementary
-from torch_dcl.report.figures import canvas
 from torch_dcl.experiments.stats import interval
+from torch_dcl.report import canvas, figures
 
 FILTERS = {
     "set": "MNIST-III-10",

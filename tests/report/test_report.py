@@ -5,13 +5,14 @@ import re
 
 import pytest
 
-from torch_dcl.experiments import read_run, report, save
-from torch_dcl.experiments.claims import Losses, loss_gap_shrinks, more_filters_help
-from torch_dcl.report.page import differences, further_findings
+from torch_dcl.experiments import read_run, save
+from torch_dcl.experiments.claims import further_findings, loss_gap_shrinks, more_filters_help
 from torch_dcl.experiments.paper_numbers import TABLE1
-from torch_dcl.experiments.stats import paired
+from torch_dcl.experiments.stats import Losses, paired
 from torch_dcl.experiments.table import parse
 from torch_dcl.fleet.run_folder import RunFolder
+from torch_dcl.report import report
+from torch_dcl.report.tables import differences
 
 POINTS = [{"filters": n, "errors": [100 / n, 101 / n], "weights": 1000 * n} for n in (10, 50, 100)]
 FILTERS = {"set": "MNIST-III-10", "baseline": {"errors": [1.5, 1.6]}, "points": POINTS}
@@ -63,14 +64,14 @@ def test_a_run_of_figures_has_its_figures_its_claims_and_its_machine(figures):
     assert all(f'id="run1-{name}-{kind}-' in page for name in ("filters", "curves") for kind in ("light", "dark"))
     assert "A4S 1.50 ± 0.71 (2) 123,456 46 % 12.3 %" in shown
     assert "AB2 3.00 (1) 99 75 % 50.0 %" in shown
-    assert "What filters and their branches answer to: not run." in shown
+    assert "What filters and their branches respond to: not run." in shown
     assert "The accuracy goes up with the number of filters" in shown
     assert "MNIST &lt;all&gt;" in page
     assert shown.index("Claims") < shown.index("Environment")
 
 
 def test_the_claims_are_those_of_the_numbers(figures):
-    found = further_findings(read_run(figures))
+    found = further_findings(read_run(figures).parts)
     points = [(point["filters"], point["errors"]) for point in POINTS]
     gaps = {name: Losses([s["train_loss"][0][-1]], [s["test_loss"][0][-1]]) for name, s in CURVES["series"].items()}
     assert found[0] == more_filters_help(points)
@@ -118,7 +119,7 @@ def test_recipes_without_a_report_are_named(tmp_path, name):
     recipe = {"recipe": name, "models": [], "sets": [], "trials": [], "rounds": 0}
     with RunFolder.open(tmp_path / "run", recipe):
         pass
-    known = "table1, table2, chart, figures, knowledge"
+    known = "table1, table2, chart, demo, figures, knowledge"
     with pytest.raises(ValueError, match=f"is a run of {name}; reports are of {known}"):
         report([tmp_path / "run"])
 
@@ -126,7 +127,7 @@ def test_recipes_without_a_report_are_named(tmp_path, name):
 def test_a_run_without_results_says_how_to_go_on(tmp_path):
     with RunFolder.open(tmp_path / "run", {"recipe": "figures", "parts": ["filters"]}):
         pass
-    with pytest.raises(ValueError, match=r"has no results yet; go on with dcl run .*run --resume"):
+    with pytest.raises(ValueError, match=r"has no results yet; resume it with dcl run .*run --resume"):
         report([tmp_path / "run"])
     with pytest.raises(ValueError, match="at least one run"):
         report([])

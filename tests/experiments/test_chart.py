@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from torch_dcl.data import cifar, load
-from torch_dcl.experiments.natural_data import made_up
-from torch_dcl.experiments.rival_layers import UNITS, build_unit, counted_networks, unit_weights
+from torch_dcl.experiments.natural_data import generate_images
 from torch_dcl.experiments.recipes import chart as recipe
 from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
+from torch_dcl.experiments.rival_layers import UNITS, build_unit, counted_networks, unit_weights
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
 from torch_dcl.models import count_weights
@@ -118,7 +118,7 @@ def test_a_tenth_of_each_class_is_kept_apart_and_the_test_set_is_not_touched(roo
 
 @pytest.mark.parametrize(("count", "apart"), [(2, 1), (9, 1), (20, 2)])
 def test_of_few_images_a_tenth_of_all_is_kept_apart(count, apart):
-    data = made_up("cifar10", 100, 10)
+    data = generate_images("cifar10", 100, 10)
     labels = torch.arange(count) % 10
     few = dataclasses.replace(data, train_images=data.train_images[:count], train_labels=labels)
     (train, _), (judge, of_judge) = hold_out(few)
@@ -131,7 +131,7 @@ def test_of_few_images_a_tenth_of_all_is_kept_apart(count, apart):
 
 
 def test_one_image_cannot_be_parted():
-    data = made_up("cifar10", 1, 1)
+    data = generate_images("cifar10", 1, 1)
     with pytest.raises(ValueError, match="at least 2 are needed, one to judge with"):
         hold_out(data)
 

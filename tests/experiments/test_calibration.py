@@ -11,11 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from torch_dcl.data.layouts import LAYOUTS, STRENGTHS, Digit, Layout
-from torch_dcl.experiments import calibrate as calibrating
-from torch_dcl.experiments.calibrate import Fitted, calibrate, largest_strength, next_strength
-from torch_dcl.experiments.digits import read_mnist
-from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.paper_numbers import TABLE1
+from torch_dcl.experiments.protocol import Outcome
+from torch_dcl.experiments.recipes.calibration import (
+    Calibration,
+    CalibrationConfig,
+    Fitted,
+    largest_strength,
+    next_strength,
+)
+from torch_dcl.experiments.runner import run
+from torch_dcl.fleet import Fleet
 
 RECORD = Path(__file__).parents[2] / "results" / "calibration.json"
 
@@ -141,63 +147,75 @@ def test_the_largest_strength_of_any_layout_is_allowed_and_a_hundredth_more_is_n
     check_largest(Layout("mine", (Digit(0, 0),), shift / 100, scale / 100, rotation, noise, strength))
 
 
-# The whole fit, with a made-up baseline
+# The whole fit
 
 
-def test_the_fit_finds_every_target_and_looks_at_no_other_network(monkeypatch):
+def test_the_fit_finds_every_target_and_trains_no_other_network():
     curve = {name: (0.5 * TABLE1[name]["baseline"].mean, TABLE1[name]["baseline"].mean, 1.3) for name in LAYOUTS}
-    asked = []
-
-    def run(jobs, sets, settings, report):
-        asked.extend(jobs)
-        assert sets == "written"
-        return [Outcome(job, error_at(curve[job.data.split("@")[0]], float(job.data.split("@")[1])), 0, 0, None)
-                for job in jobs]  # fmt: skip
-
-    monkeypatch.setattr(calibrating, "run_jobs", run)
-    monkeypatch.setattr(calibrating, "_write", lambda *_: "written")
-    found = calibrate(None, Settings(), lr=lambda _: 0.07, report=lambda _: None)
-    assert list(found) == list(LAYOUTS)
-    for name, fitted in found.items():
+    recipe, known = Calibration(CalibrationConfig()), {}
+    rounds = []
+    while new := [job for job in recipe.jobs(known) if job not in known]:
+        rounds.append(len(new))
+        for job in new:
+            name, _, strength = job.data.partition("@")
+            known[job] = Outcome(job, error_at(curve[name], float(strength)), 0.0, 0.0, None)
+    assert rounds == [rounds[0], 45, 45, 45]
+    assert sum(rounds) == recipe.total()
+    for name, fitted in recipe.fit(known)[1].items():
         assert fitted.target == TABLE1[name]["baseline"].mean
         assert abs(fitted.off(fitted.best)) < 0.02
         assert all(strength <= largest_strength(LAYOUTS[name]) for strength in fitted.tried)
-    assert {job.column for job in asked} == {"baseline"}
-    first = [job for job in asked if job.data.startswith("MNIST-II-01@")][:5]
+    assert {job.network for job in known} == {"baseline"}
+    first = [job for job in known if job.data.startswith("MNIST-II-01@")][:5]
     assert [(job.data, job.seed) for job in first] == [(f"MNIST-II-01@{s}", 0) for s in (0.0, 0.5, 1.0, 1.5, 2.0)]
 
 
-def test_a_fit_goes_on_from_what_was_tried(monkeypatch):
+TINY = CalibrationConfig(
+    sets=("MNIST-II-01", "MNIST-III-01"), start=(0.5, 1.0), rounds=2, seeds=2, lr=0.02, epochs=2, warmup=0, drops=(),
+    batch=25, train_images=50, test_images=50, data="excerpt",
+)  # fmt: skip
+STEPS = 2 * 2 * 2  # of a round: numbers of two digits are one fleet and those of three another
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibration") / "run"
+    return run(Calibration(TINY), path).result, json.loads((path / "calibration.json").read_text())["sets"]
+
+
+def test_strengths_are_tried_on_digits_for_choosing(whole, monkeypatch, tmp_path):
     asked = []
+    real = Calibration.sets_of
 
-    def run(jobs, *_):
-        asked.extend((job.data, job.seed) for job in jobs)
-        return [Outcome(job, 1.96, 0, 0, None) for job in jobs]
+    def noted(recipe, jobs):
+        asked.extend((recipe.purpose, job.data) for job in jobs)
+        return real(recipe, jobs)
 
-    monkeypatch.setattr(calibrating, "run_jobs", run)
-    monkeypatch.setattr(calibrating, "_write", lambda *_: None)
-    known = {"MNIST-II-01": {0.5: [1.5], 1.0: [2.5]}}
-    found = calibrate(
-        None, Settings(), lr=lambda _: 0.07, sets=["MNIST-II-01"], rounds=1, tried=known, report=lambda _: None
-    )
-    assert len(asked) == 3
-    assert {seed for _, seed in asked} == {0, 1, 2}
-    assert found["MNIST-II-01"].tried.keys() >= {0.5, 1.0}
-    assert found["MNIST-II-01"].off(found["MNIST-II-01"].best) == 0
+    monkeypatch.setattr(Calibration, "sets_of", noted)
+    run(Calibration(dataclasses.replace(TINY, rounds=0)), tmp_path / "run")
+    assert {purpose for purpose, _ in asked} == {"choose"}
+    assert {data for _, data in asked} == {f"{name}@{s}" for name in TINY.sets for s in (0.5, 1.0)}
 
 
-def test_strengths_are_tried_on_digits_for_choosing(monkeypatch):
-    asked = []
-    real = calibrating.make_sets
+@pytest.mark.parametrize("step", [3, STEPS + 1, 2 * STEPS + 7])
+@pytest.mark.parametrize("every", [0.0, 1e9])
+def test_a_calibration_that_is_killed_in_any_round_gives_the_same_fit(whole, tmp_path, killed_at, step, every):
+    with killed_at(step):
+        run(Calibration(TINY), tmp_path / "run", every=every)
+    fitted = run(Calibration(TINY), tmp_path / "run", resume=True).result
+    assert fitted == whole[0]
+    assert json.loads((tmp_path / "run" / "calibration.json").read_text())["sets"] == whole[1]
 
-    def few(digits, layouts, purpose, *, device, images):
-        asked.append((purpose, layouts[0].name, layouts[0].strength))
-        return real(digits, layouts, purpose, device=device, images=(10, 10))
 
-    monkeypatch.setattr(calibrating, "make_sets", few)
-    made = calibrating._write(read_mnist(None), {"MNIST-II-01": [0.0, 1.5]}, "cpu")
-    assert asked == [("choose", "MNIST-II-01", 0.0), ("choose", "MNIST-II-01", 1.5)]
-    assert list(made.train) == list(made.judge) == ["MNIST-II-01@0.0", "MNIST-II-01@1.5"]
+def test_a_calibration_in_slices_gives_that_of_one_run(whole, tmp_path, monkeypatch):
+    taken, real = [], Fleet._end_epoch
+    monkeypatch.setattr(Fleet, "_end_epoch", lambda fleet: (taken.append(fleet), real(fleet)))
+    calls, summary = 0, None
+    while summary is None or not summary.complete:
+        summary = run(Calibration(TINY), tmp_path / "run", resume=calls > 0, seconds=0.0)
+        calls += 1
+    assert calls == len(taken) == 3 * 2 * 2  # an epoch each
+    assert summary.result == whole[0]
 
 
 # What is on record
