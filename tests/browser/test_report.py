@@ -197,7 +197,7 @@ def test_the_page_of_a_broken_part_is_refused_with_its_name(runs, tmp_path):
     data = json.loads((place / "knowledge.json").read_text())
     del data["networks"]["A2"]["fused"]
     (place / "knowledge.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"knowledge\.json cannot be drawn.*lacks fused"):
+    with pytest.raises(ValueError, match=r"knowledge\.json cannot be drawn.*lack fused"):
         report([place])
 
 

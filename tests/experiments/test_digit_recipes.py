@@ -29,13 +29,13 @@ class Plain(DigitRecipe[DigitConfig]):
 
     name, config_type = "plain", DigitConfig
 
-    def jobs(self, outcomes):
+    def jobs(self, _outcomes):
         return []
 
-    def result(self, folder):
+    def result(self, _folder):
         return None
 
-    def shown(self, result, width):
+    def shown(self, _result, _width):
         return []
 
 
@@ -79,7 +79,8 @@ def test_a_job_has_a_network_for_each_digit_if_it_is_an_oracle():
     }
     assert sizes == {
         ("baseline", TWO): (1, 100), ("A2", TWO): (1, 100), ("oracle", TWO): (2, 10),
-        ("baseline", f"{THREE}@0.51"): (1, 1000), ("A2", f"{THREE}@0.51"): (1, 1000), ("oracle", f"{THREE}@0.51"): (3, 10),
+        ("baseline", f"{THREE}@0.51"): (1, 1000), ("A2", f"{THREE}@0.51"): (1, 1000),
+        ("oracle", f"{THREE}@0.51"): (3, 10),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The figures of section 4.1 as a run: data of the right form, measured in the right networks, the same after a break."""
+"""The figures of section 4.1 as a run: data of the right form, of the right networks, the same after a break."""
 
 import dataclasses
 import json

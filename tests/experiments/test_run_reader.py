@@ -194,8 +194,10 @@ def old(run):
         plain = {"column": job.network, "data": job.data, "seed": job.seed, "lr": job.lr, "clip": None,
                  "weight_decay": 5e-4, "filters": None}  # fmt: skip
         curves = list(outcome.extra["curves"].values())
-        lines.append({"job": plain, "error": outcome.error, "test_loss": outcome.test_loss, "stopped": None,
-                      "train_loss": outcome.train_loss, "curves": curves, "seconds": 3.0, "compiling": 0.0})  # fmt: skip
+        losses = {"test_loss": outcome.test_loss, "train_loss": outcome.train_loss}
+        lines.append(
+            {"job": plain, "error": outcome.error, "stopped": None, **losses, "curves": curves, "seconds": 3.0}
+        )
     for name, records in (("outcomes", lines), ("environment", starts), ("minutes", [{"training": 2.0}])):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (run / "recipe.json").write_text(json.dumps({"table": 1, **recipe}))

@@ -113,7 +113,7 @@ def test_a_trial_survives_being_written(trial):
 
 @pytest.mark.parametrize("text", ["fast", "", "0.1 clip", "0.1 clop 3", "0.1 clip 0", "-1", "nan", "inf", "1 2"])
 def test_a_text_that_is_no_trial_is_refused(text):
-    with pytest.raises(SettingError, match="is not of the form '0.07' or '0.07 clip 3'"):
+    with pytest.raises(SettingError, match=r"is not of the form '0\.07' or '0\.07 clip 3'"):
         read_trial(text)
 
 
