@@ -210,6 +210,11 @@ class Task:
     resume: bool = False
     seconds: float = math.inf
 
+    def files(self) -> dict[str, bytes]:
+        """What the run folder keeps beside the recipe's own: the settings to edit, and who named code to run."""
+        seal = {"code.seal": _seal(self.asked)} if _code_of(self.asked) else {}
+        return {"recipe.toml": as_toml(self.asked).encode(), **seal}
+
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
@@ -295,14 +300,6 @@ def _refuse_code(asked: Asked, file: Path, typed: Mapping[str, Any]) -> None:
         return
     key, value = next(iter(code.items()))
     raise UsageError(f"{file} names code to run, {key} = {value!r}; look at it, and add --trust if you trust it")
-
-
-def seal_code(task: Task) -> None:
-    """Note in a run folder that this user named its code, so that the same user may resume it."""
-    if _code_of(task.asked):
-        from torch_dcl.files import write_bytes
-
-        write_bytes(task.out / "code.seal", _seal(task.asked))
 
 
 def _seal(asked: Asked) -> bytes:

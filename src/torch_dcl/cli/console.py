@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
-    "for_machines", "in_options", "make_folder", "nearest", "print_json", "read_device", "say_minutes", "say_state",
-    "several", "split",
+    "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
+    "say_state", "several", "split",
 ]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -74,7 +74,15 @@ def _tolerate(stream: Any) -> None:
 def print_json(value: Any) -> None:
     """Print plain data for machines."""
     if first_rank():
-        sys.stdout.write((value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=False)) + "\n")
+        ascii_only = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
+        text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=ascii_only)
+        print_text(text + "\n")
+
+
+def print_text(text: str) -> None:
+    """Print text as it is, with a question mark for what the terminal cannot show."""
+    _tolerate(sys.stdout)
+    sys.stdout.write(text)
 
 
 def bullets(on: "Console", sentences: Iterable[str]) -> None:

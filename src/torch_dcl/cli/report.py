@@ -1,13 +1,12 @@
 """``dcl ls`` and ``dcl report``: runs and recipes by the names that people type."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dcl.cli.config import ABOUT, as_toml, find_recipe, plain_settings
-from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, print_text, say_state
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.run_reader import Run
@@ -24,7 +23,7 @@ def print_recipe(name: str, runs: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"recipe": asked.name, **plain_settings(asked.config)})
     else:
-        sys.stdout.write(as_toml(asked))
+        print_text(as_toml(asked))
 
 
 def list_all(runs: Path, *, as_json: bool) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from torch_dcl.cli.config import Task, as_toml, make_task, seal_code
-from torch_dcl.cli.console import bullets, console, first_rank, print_json, say_minutes, say_state, several
+from torch_dcl.cli.config import Task, make_task
+from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
 from torch_dcl.cli.progress import Bar, Listener
 
 if TYPE_CHECKING:
@@ -69,10 +69,8 @@ def _train(task: Task, stop: Any) -> "Summary":
         with stop:
             summary = run(
                 task.recipe, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
-                listener=Listener(bar), settings=as_toml(task.asked),
+                listener=Listener(bar), files=task.files(),
             )  # fmt: skip
-    if first_rank():
-        seal_code(task)
     if summary.result is not None:
         _print(screen, task.recipe.shown(summary.result, screen.width))
         drawn = draw_run(task.out)

@@ -58,7 +58,7 @@ class NaturalConfig(Config):
         AUTO, f'the folder with the sets; "{AUTO}" for the usual places, "{MADE_UP}" for generated images',
         smoke=MADE_UP,
     )  # fmt: skip
-    seeds: int = setting(3, "networks of each kind", smoke=2, least=1, most=10_000)
+    seeds: int = setting(3, "networks of each kind", smoke=2, least=1, most=1000)
     scale: float = setting(
         1.0, "the fraction of each recipe's epochs to train; a shortened run is marked so", smoke=0.005, above=0, most=1
     )

@@ -70,8 +70,8 @@ def find_runs(root: str | os.PathLike[str]) -> list[State]:
     place = Path(root)
     if not place.is_dir():
         return []
-    folders = {path.parent for pattern in ("*/recipe.json", "*/*/recipe.json") for path in place.glob(pattern)}
-    return [state_of(path) for path in sorted(folders)]
+    files = [path for pattern in ("*/recipe.json", "*/*/recipe.json") for path in place.glob(pattern)]
+    return [state_of(folder) for folder in sorted({path.parent for path in files if path.is_file()})]
 
 
 def state_of(path: str | os.PathLike[str]) -> State:

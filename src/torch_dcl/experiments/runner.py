@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank
-from torch_dcl.files import SealedError
+from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder
@@ -76,7 +76,7 @@ def run(
     every: float = EVERY,
     should_stop: Callable[[], bool] | None = None,
     listener: Listener | None = None,
-    settings: str = "",
+    files: Mapping[str, bytes] | None = None,
 ) -> Summary:
     """Run a recipe, or resume it.
 
@@ -91,7 +91,7 @@ def run(
         every: Seconds between two checkpoints.
         should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
         listener: Told of the progress.
-        settings: The recipe's settings as TOML, to keep in the folder.
+        files: What else to keep in a folder that is begun, by name, such as the settings as TOML.
 
     Raises:
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
@@ -102,20 +102,28 @@ def run(
     recipe.prepare(listener.report if not rank.number else Silent().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
-        if settings and not rank.number and not (folder.path / "recipe.toml").exists():
-            from torch_dcl.files import write_text
-
-            write_text(folder.path / "recipe.toml", settings)
+        _refuse_links(folder.path)
+        for name, content in (files or {}).items() if not rank.number else ():
+            if not (folder.path / name).exists():
+                write_bytes(folder.path / name, content)
         sweep = _Sweep(recipe, folder, rank, start + seconds, every, should_stop or (lambda: False), listener)
+        sweep.noted = start
         try:
             complete = sweep.train_all()
         finally:
-            folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+            sweep.note_minutes()
         failures = tuple(sweep.failures)
         if rank.number or not complete:
             return Summary(complete, None, failures)
         sweep.kept.forget_all()
         return Summary(True, recipe.result(folder), failures)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
@@ -243,6 +251,8 @@ class _Sweep:
     should_stop: Callable[[], bool]
     listener: Listener
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    noted: float = 0.0
+    """Until when the time of this call is in the folder."""
     started: bool = False
     """Whether a fleet was trained; the first one goes on by an epoch whatever the clock says."""
 
@@ -252,6 +262,12 @@ class _Sweep:
     def report(self, line: str) -> None:
         self.folder.log(line, self.rank.part)
         self.listener.report(line)
+
+    def note_minutes(self) -> None:
+        """Write down the time since the last note: a kill loses what comes after the last checkpoint alone."""
+        now = time.perf_counter()
+        self.folder.append(f"minutes{self.rank.part}", {"training": (now - self.noted) / 60})
+        self.noted = now
 
     def train_all(self) -> bool:
         """Train phase by phase; whether all jobs are done."""
@@ -336,6 +352,7 @@ class _Sweep:
         def save() -> None:
             for i, key in enumerate(keys):
                 self.kept.save(key, fleets[i], seconds_of(i), losses[i])
+            self.note_minutes()
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
             train_concurrently(fleets, self.should_stop)

@@ -36,6 +36,8 @@ class Setting(NamedTuple):
     """What may be typed before a choice, or left out of it."""
     of: type = str
     """The type of the elements of a list whose default is empty."""
+    longest: int = 100
+    """How many elements a list has at most."""
     may_be_empty: bool = False
     """Whether a list may be empty though its default is not."""
     least: float = -math.inf
@@ -106,6 +108,8 @@ def _read(field: "dataclasses.Field[Any]", value: Any) -> Any:
         parts = value.split(",") if isinstance(value, str) else list(value)
         parts = [part.strip() if isinstance(part, str) else part for part in parts]
         parts = [part for part in parts if part != ""]
+        if len(parts) > rules.longest:
+            raise SettingError(f"{name} has {len(parts):,} elements; give at most {rules.longest}")
         if rules.choices:
             return choose_names(rules, parts) if parts or default else ()
         inner = type(default[0]) if default else rules.of

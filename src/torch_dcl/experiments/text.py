@@ -3,19 +3,19 @@
 import io
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_dcl.experiments.claims import Finding, fewer_weights, judge, loss_gap_shrinks
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1
-from torch_dcl.experiments.stats import Comparison, compare, mean, signed
+from torch_dcl.experiments.stats import Comparison, compare, mean, mean_std_n, signed
 from torch_dcl.experiments.table import CONTROLS, Table, mark
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 __all__ = [
-    "LEGEND", "Pair", "as_rich", "as_text", "findings", "long_table", "notes", "reservations", "scores", "summary",
-    "verdict",
+    "LEGEND", "Line", "Pair", "as_rich", "as_text", "findings", "fitting_table", "long_table", "notes", "reservations",
+    "scores", "summary", "verdict",
 ]  # fmt: skip
 
 LEGEND = (
@@ -85,38 +85,64 @@ def _stack(table: Table, column: str) -> tuple[str, dict[str, tuple[str, str]]]:
     return f"{column:>{size + tail}}", lines
 
 
+class Line(NamedTuple):
+    """A line of a table in a terminal."""
+
+    cells: Sequence[str]
+    style: str = ""
+    is_last: bool = False
+    """Whether a rule follows."""
+
+
+def fitting_table(heads: Sequence[str], lines: Sequence[Line], width: int, optional: Sequence[str]) -> "RichTable":
+    """A table that fits: a narrow terminal goes without some of the columns, and no number is cut.
+
+    Args:
+        heads: Of the columns; those that begin with ``<`` are aligned to the left.
+        lines: A text for each column.
+        width: Characters of a line.
+        optional: Heads of the columns that can be left out, the least needed first.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    plain = [head.removeprefix("<") for head in heads]
+    sizes = [max(len(head), *(len(line.cells[i]) for line in lines)) for i, head in enumerate(plain)]
+    kept = list(range(len(heads)))
+    for head in optional:
+        if sum(sizes[i] + 3 for i in kept) - 1 > width:
+            kept.remove(plain.index(head))
+    is_tight = sum(sizes[i] + 3 for i in kept) - 1 > width
+    table = RichTable(box=None, padding=(0, 1, 0, 0)) if is_tight else RichTable(box=SIMPLE_HEAD, pad_edge=False)
+    for i in kept:
+        side = "left" if heads[i].startswith("<") else "right"
+        table.add_column(plain[i], justify=side, overflow="fold", no_wrap=not is_tight)  # type: ignore[arg-type]
+    for line in lines:
+        table.add_row(*(Text(line.cells[i]) for i in kept), style=line.style, end_section=line.is_last)
+    return table
+
+
 def long_table(table: Table, width: int) -> "RichTable":
     """A line for every cell: the paper's number, ours, and the difference to the baseline.
 
     Args:
         table: The table.
-        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
+        width: Characters of a line.
     """
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    absent: dict[str, str] = getattr(table, "absent", {})
-    weights = width >= 92
-    shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {table.against}, 95 %", "weights")
-    for name in names if weights else names[:-1]:
-        shown.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
+    gap_head = f"to {table.against}, 95 %"
+    lines = []
     for name in table.sets:
         cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
         for i, cell in enumerate(cells):
-            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
             gap = table.to_baseline(cell)
-            told = "" if gap is None else str(gap)
-            shown.add_row(
-                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
-                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
-                *([f"{cell.weights:,}"] if weights else []),
-                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
-            )  # fmt: skip
-    for name, reason in absent.items():
-        shown.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
-    return shown
+            texts = ("" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs, mean_std_n(cell.errors),
+                     mark(table, cell), "" if gap is None else str(gap), f"{cell.weights:,}")  # fmt: skip
+            lines.append(Line(texts, "bold" if cell.column in table.best(name) else "", i == len(cells) - 1))
+    absent: dict[str, str] = getattr(table, "absent", {})
+    lines += [Line((name, "", "", reason, "", "", ""), "dim") for name, reason in absent.items()]
+    heads = ("<set", "<model", "paper %", "ours % ± std (n)", "<", gap_head, "weights")
+    return fitting_table(heads, lines, width, ("weights", gap_head, "paper %"))
 
 
 def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:

@@ -39,9 +39,9 @@ class CalibrationConfig(DigitConfig):
     """The settings of the calibration."""
 
     sets: tuple[str, ...] = setting(SETS, "which of the fifteen", smoke=TWO[:1], **SETS_RULES)
-    seeds: int = setting(3, "networks of a further round for each set", smoke=1, least=1, most=10_000)
+    seeds: int = setting(3, "networks of a further round for each set", smoke=1, least=1, most=100)
     rounds: int = setting(
-        3, "further rounds, each at the strength that the points so far suggest", smoke=0, least=0, most=1000
+        3, "further rounds, each at the strength that the points so far suggest", smoke=0, least=0, most=100
     )
     start: tuple[float, ...] = setting(
         (0.0, 0.5, 1.0, 1.5, 2.0), "strengths of the first round", smoke=(1.0,), least=0, most=100

@@ -25,6 +25,7 @@ from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Difference, difference, mean, mean_std_n
 from torch_dcl.experiments.table import MARK
+from torch_dcl.experiments.text import Line, fitting_table
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member
 
@@ -349,23 +350,17 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
 
 
 def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":
-    """The points for a terminal of so many characters; one that is narrow leaves out the differences to DCL."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    is_wide = width >= 100
-    table = RichTable(box=SIMPLE_HEAD, pad_edge=False)
-    differences = ("difference to DCL (95 % CI)",) if is_wide else ()
-    for name in ("unit", "budget", "error % ± std (n)", *differences, "weights", "step ms", "rate"):
-        table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
+    """The points for a terminal of so many characters."""
+    lines = []
     for point in lowest_first(chart):
-        gap = against_dcl(chart, point)
-        told = "" if gap is None else escape(f"{gap}{gap.sign}")
-        budget = "–" if point["unit"] == "plain" else f"{point['share']:g}"
-        step = f"{point['step_ms']:.{2 if point['step_ms'] < 10 else 0}f}"
-        table.add_row(
-            point["unit"], budget, mean_std_n(point["errors"]), *([told] if is_wide else []), f"{point['weights']:,}",
-            step, f"{point['lr']:g}",
+        gap, step = against_dcl(chart, point), point["step_ms"]
+        lines.append(
+            Line((
+                point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", mean_std_n(point["errors"]),
+                "" if gap is None else f"{gap}{gap.sign}", f"{point['weights']:,}",
+                f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
+            ))
         )  # fmt: skip
-    return table
+    difference = "difference to DCL (95 % CI)"
+    heads = ("<unit", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
+    return fitting_table(heads, lines, width, (difference, "rate", "budget", "weights"))

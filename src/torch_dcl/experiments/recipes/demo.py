@@ -20,6 +20,7 @@ from torch_dcl.experiments.protocol import Job, Outcome, Trained
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
+from torch_dcl.experiments.text import Line, fitting_table
 from torch_dcl.files import write_text
 
 if TYPE_CHECKING:
@@ -108,18 +109,15 @@ class Demo(DigitRecipe[DemoConfig]):
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The table, the verdict, and the plan."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
         from rich.text import Text
 
-        del width
-        table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("network", "weights", "test error % (n)", "every seed", "time"):
-            table.add_column(name, justify="left" if name == "network" else "right", no_wrap=name != "network")
+        lines = []
         for row in result["networks"]:
-            named = Text.assemble((COLUMNS[row["column"]], "bold"), "\n", (WORDS[row["column"]], "dim"))
             each = " ".join(f"{error:.1f}" for error in row["errors"])
-            table.add_row(named, f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
+            texts = (f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
+            lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
+        heads = ("<network", "<", "weights", "test error % (n)", "every seed", "time")
+        table = fitting_table(heads, lines, width, ("", "every seed", "time"))
         *told, caveat = result["verdict"]
         plan = Text(f"\nWhich layers of {PLANNED} pay, by dcl plan {PLANNED}:", style="bold")
         return [table, *told, filter_in_words(result["knowledge"]), caveat, plan, Text(result["planned"], no_wrap=True)]

@@ -52,7 +52,7 @@ class FiguresConfig(DigitConfig):
     filters: tuple[int, ...] = setting(
         FILTERS, "how many filters a branch has, one after the other", smoke=(10, 25, 50), least=1, most=500
     )
-    seeds: int = setting(5, "networks of each kind; knowledge looks at one", smoke=2, least=1, most=10_000)
+    seeds: int = setting(5, "networks of each kind; knowledge looks at one", smoke=2, least=1, most=1000)
     # One epoch gives no curve to draw.
     epochs: int = setting(SCHEDULE.epochs, "passes over a set", smoke=2, least=1, most=1_000_000)
 

@@ -48,8 +48,9 @@ class KnowledgeConfig(Config):
     weights: str = setting("", "the file that torch_dcl.save_model wrote")
     data: str = setting("", "labelled images: mnist, cifar10, folder:PATH, prepared:PATH, ...")
     layers: tuple[str, ...] = setting((), "DCL layers by name; none for all")
-    filters: tuple[int, ...] = setting((), "filters, counted from 0; none for one a layer, chosen by a rule", of=int,
-                                       least=0)  # fmt: skip
+    filters: tuple[int, ...] = setting(
+        (), "filters, counted from 0; none for one a layer, chosen by a rule", of=int, least=0, longest=10_000
+    )
     images: int = setting(0, "the first test images alone; 0 for all", smoke=50, least=0)
     size: int = setting(0, "for folder:PATH, height and width to resize to; 0 for as they are", least=0, most=100_000)
     mean: tuple[float, ...] = setting((), "what to subtract from each channel, in units of 255; none for 0", of=float)

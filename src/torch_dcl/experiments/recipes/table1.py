@@ -65,7 +65,7 @@ class Table1Config(DigitConfig):
     models: tuple[str, ...] = setting(
         MODELS, "which columns; the last three are controls, not in the paper", **MODEL_RULES
     )
-    seeds: int = setting(5, "networks of each column on each set", smoke=2, least=1, most=10_000)
+    seeds: int = setting(5, "networks of each column on each set", smoke=2, least=1, most=1000)
     curves: bool = setting(False, "judge after every epoch, for the figure of losses")
 
 
@@ -124,7 +124,12 @@ class Table1(DigitRecipe[Table1Config]):
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
         told = [told for told in result.deviations if told not in DEVIATIONS] + verdict(result)
         if len(result.sets) <= FEW:
-            table: list[RenderableType] = [long_table(result, width), Text(SIGNS, style="dim"), Text()]
+            table: list[RenderableType] = [
+                Text(result.title, style="bold"),
+                long_table(result, width),
+                Text(SIGNS, style="dim"),
+                Text(),
+            ]
         else:
             table = [Text.from_ansi(as_text(result, width=width, styled=True))]
         return [*table, *told, f"Minutes: {spent}."]

@@ -222,7 +222,8 @@ class Table2(NaturalRecipe[Table2Config]):
         from rich.text import Text
 
         why = [told for told in result.deviations if told not in DEVIATIONS]
-        return [long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
+        title = Text(result.title, style="bold")
+        return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
 
 
 def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTable:
