@@ -306,8 +306,8 @@ def test_sets_come_in_the_table_s_order_whatever_was_typed(names, random):
         (("table2", "--networks", "wrm"), "did you mean wrn?"),
         (("table2", "--data", "cifar11"), "did you mean cifar10?"),
         (("chart", "--data", "svhn"), "there is no set 'svhn'"),
-        (("table2", "--seeds", "1000000000"), "seeds must be at least 1 and at most 10,000"),
-        (("table1", "--seeds", "1000000000"), "seeds must be at least 1 and at most 10,000, not 1,000,000,000"),
+        (("table2", "--seeds", "1000000000"), "seeds must be at least 1 and at most 1,000"),
+        (("table1", "--seeds", "1000000000"), "seeds must be at least 1 and at most 1,000, not 1,000,000,000"),
         (("table2", "--models", "bignet+dlc"), "did you mean bignet+dcl?"),
         (("table2", "--set", "scale=0"), "scale must be above 0 and at most 1, not 0"),
         (("table2", "--set", "scale=2"), "scale must be above 0 and at most 1, not 2"),
@@ -351,7 +351,7 @@ def test_the_chart_is_drawn_and_told(chart):
     assert "a trial" in shown
 
 
-@pytest.mark.parametrize(("columns", "fits"), [("80", False), ("99", False), ("100", True), ("120", True)])
+@pytest.mark.parametrize(("columns", "fits"), [("80", False), ("90", False), ("100", True), ("120", True)])
 def test_differences_to_dcl_are_printed_where_there_is_room(monkeypatch, capsys, columns, fits):
     monkeypatch.setenv("COLUMNS", columns)
     points = [

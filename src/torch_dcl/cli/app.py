@@ -145,8 +145,8 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 def _complete_run(incomplete: str) -> list[str]:
     """Run folders by their recipe.json, without loading anything."""
-    found = (str(path.parent) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/recipe.json"))
-    return sorted(name for name in found if name.startswith(incomplete))
+    folders = (str(path.parent) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/recipe.json"))
+    return sorted(name for name in folders if name.startswith(incomplete))
 
 
 def _complete_recipe_or_run(incomplete: str) -> list[str]:

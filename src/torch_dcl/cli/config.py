@@ -211,7 +211,7 @@ class Task:
     seconds: float = math.inf
 
     def files(self) -> dict[str, bytes]:
-        """What the run folder keeps beside the recipe's own: the settings to edit, and who named code to run."""
+        """Further files of the run folder: the settings to edit, and a seal of the code that they name."""
         seal = {"code.seal": _seal(self.asked)} if _code_of(self.asked) else {}
         return {"recipe.toml": as_toml(self.asked).encode(), **seal}
 

@@ -58,10 +58,10 @@ def console(*, stderr: bool = False) -> "Console":
     from rich.console import Console
 
     _tolerate(sys.stderr if stderr else sys.stdout)
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=not first_rank())
-    if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 120
-    return made
+    screen = Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=not first_rank())
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = 120
+    return screen
 
 
 def _tolerate(stream: Any) -> None:
@@ -120,8 +120,8 @@ def command(*examples: str) -> Callable[[Command], Command]:
                     raise
                 if debug:
                     traceback.print_exc()
-                told, is_usage = _explained(error)
-                fail(told or repr(error))
+                message, is_usage = _explained(error)
+                fail(message or repr(error))
                 raise typer.Exit(2 if is_usage else 1) from None
             except KeyboardInterrupt:
                 console(stderr=True).print("Interrupted.")
@@ -142,8 +142,8 @@ def _explained(error: Exception) -> tuple[str, bool]:
     """An error in words, and whether it is one of usage: of the command's own, or of a setting of a recipe."""
     if isinstance(error, UsageError) or not hasattr(error, "otherwise"):
         # The text of a KeyError is a repr.
-        told = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        return told, isinstance(error, UsageError)
+        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        return message, isinstance(error, UsageError)
     return explain_setting(error), True
 
 

@@ -208,16 +208,16 @@ def write_digits(
             parts = []
             for split, size in SIZES.items():
                 chosen = range(min(size, images)) if images else None
-                made, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
-                parts += [made[:, None].cpu(), labels.cpu()]
+                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
+                parts += [images_of[:, None].cpu(), labels.cpu()]
             digits = len(LAYOUTS[name].digits)
             classes = tuple(f"{number:0{digits}d}" for number in range(10**digits))
             train, train_labels, test, test_labels = parts
             words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
             data = Dataset(name, train, train_labels, test, test_labels, classes, words)
-            found = write_prepared(data, out / f"{name}.safetensors")
-            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": found})
-            bar.note(f"{out / name}.safetensors  sha256 {found[:16]}…")
+            digest = write_prepared(data, out / f"{name}.safetensors")
+            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
+            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
             bar.advance()
     first = f"prepared:{out / sets[0]}.safetensors"
     screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)

@@ -26,8 +26,8 @@ def examine(runs: list[Path]) -> list[Check]:
     return [*_versions(), *_devices(), *_data(), *(_run(path) for path in runs)]
 
 
-def _check(name: str, state: str, found: str, remedy: str = "") -> Check:
-    return {"name": name, "state": state, "found": found, "remedy": remedy}
+def _check(name: str, state: str, words: str, remedy: str = "") -> Check:
+    return {"name": name, "state": state, "found": words, "remedy": remedy}
 
 
 def _version(name: str) -> str | None:
@@ -47,13 +47,13 @@ def _versions() -> list[Check]:
         _check("torch", "ok", f"{torch.__version__}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"),
     ]
     for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
-        found = _version(name)
-        rows.append(_check(name, "ok" if found else "problem", found or "missing",
-                           "" if found else f"pip install {name} ({use})"))  # fmt: skip
+        version = _version(name)
+        rows.append(_check(name, "ok" if version else "problem", version or "missing",
+                           "" if version else f"pip install {name} ({use})"))  # fmt: skip
     for name, use in (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX")):
-        found = _version(name)
-        rows.append(_check(name, "ok" if found else "note", found or "not installed",
-                           "" if found else f"only for {use}: pip install {name}"))  # fmt: skip
+        version = _version(name)
+        rows.append(_check(name, "ok" if version else "note", version or "not installed",
+                           "" if version else f"only for {use}: pip install {name}"))  # fmt: skip
     return rows
 
 
@@ -103,7 +103,7 @@ def _run(path: Path) -> Check:
     state = state_of(path)
     files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("lock")]
     hashes = {file.name: sha256_file(file) for file in files}
-    told = say_state(state)
+    words = say_state(state)
     kind = {"damaged": "problem", "incomplete": "note"}.get(state.state, "ok")
     remedy = f"dcl run {path} --resume" if state.state == "incomplete" else ""
     if state.state == "damaged":
@@ -114,8 +114,8 @@ def _run(path: Path) -> Check:
         try:
             load(path / "table1.json")
         except TableError as error:
-            kind, told, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
-    return {**_check(str(path), kind, told, remedy), "sha256": hashes}
+            kind, words, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
+    return {**_check(str(path), kind, words, remedy), "sha256": hashes}
 
 
 def print_checks(runs: list[Path], *, as_json: bool) -> None:

@@ -62,10 +62,10 @@ def plan_network(
         raise UsageError(f"the size of {name}'s input is not known; give it, such as --input-size 3,224,224")
     network = prepared(network, read_device(device), dtype, memory)
     try:
-        made = plan(network, size, batch=batch, **wish)
+        planned = plan(network, size, batch=batch, **wish)
         if only:
-            made = made.only(*split(only), force=force)
-        return made.without(*split(without)) if without else made
+            planned = planned.only(*split(only), force=force)
+        return planned.without(*split(without)) if without else planned
     except (ValueError, TypeError) as error:
         if (cause := error.__cause__) is not None:
             shown = "×".join(map(str, size))

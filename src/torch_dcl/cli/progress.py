@@ -159,7 +159,7 @@ class Bar:
         if self._live is not None and self._outer is not None and self._inner is not None:
             first, second = self._outer.task_ids[0], self._inner.task_ids[0]
             self._outer.update(first, total=self.total, completed=self.done, count=int(self.done), eta=self._eta())
-            done, total, unit = self.step or (0, None, "")  # without an end it only shows that something goes on
+            done, total, unit = self.step or (0, None, "")  # without an end it only shows activity
             words = f"{done} of {total} {unit} · {self.text}" if self.step else self.text
             self._inner.update(second, total=total, completed=done, text=words)
         elif time.monotonic() - self._said >= self.every:

@@ -53,8 +53,8 @@ def list_all(runs: Path, *, as_json: bool) -> None:
         table.add_column(column, no_wrap=column in ("recipe", "begun"), overflow="fold")
     for state in states:
         begun = (state.started or "")[:16].replace("T", " ")
-        told = Text(say_state(state), style=COLOURS[state.state])
-        table.add_row(Text(state.path, style="bold"), Text(state.recipe), told, begun)
+        words = Text(say_state(state), style=COLOURS[state.state])
+        table.add_row(Text(state.path, style="bold"), Text(state.recipe), words, begun)
     screen.print(table)
 
 

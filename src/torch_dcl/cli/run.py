@@ -93,11 +93,11 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
         return RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
     if not failures:
         return (0, "Time is up.") if is_limited else (1, "Jobs of another process failed; failures-*.jsonl names them.")
-    told = []
+    sentences = []
     for jobs, error in failures:
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
-        told.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
-    return 1, "\n".join(told)
+        sentences.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
+    return 1, "\n".join(sentences)
 
 
 def _next(task: Task) -> str:
@@ -111,8 +111,8 @@ def _say_stopped(task: Task, why: str) -> None:
 
     state = state_of(task.out)
     # This process may still be the holder of the lock.
-    told = say_state(dataclasses.replace(state, state="incomplete") if state.state == "running" else state)
-    words = f"{why} {task.out} is {told}; what is done is saved.\nResume with:  {task.resume_command}"
+    stands = say_state(dataclasses.replace(state, state="incomplete") if state.state == "running" else state)
+    words = f"{why} {task.out} is {stands}; what is done is saved.\nResume with:  {task.resume_command}"
     console().print(words, markup=False, soft_wrap=True)
 
 
@@ -133,8 +133,8 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    for topic, told in {**words, "folder": str(task.out)}.items():
-        table.add_row(topic, Text(told))
+    for topic, text in {**words, "folder": str(task.out)}.items():
+        table.add_row(topic, Text(text))
     console().print(table)
     console().print("Nothing was run or written.", style="dim")
 

@@ -130,7 +130,7 @@ def best_is_near_oracle(table: ErrorTable, name: str = "MNIST-III-05", share: fl
 
     Args:
         table: Set to column to errors.
-        name: The set to look at.
+        name: The set to judge by.
         share: How much of the gap between baseline and oracle may remain.
     """
     row = {column: centre(errors) for column, errors in table.get(name, {}).items()}
@@ -220,13 +220,13 @@ def stochastic_beats_deterministic(table: ErrorTable, layer: str) -> Finding:
         table: Set to column to errors.
         layer: A for the first fully-connected layer, B for the second.
     """
-    found = compare(table, f"{layer}3S", f"{layer}3D")
+    comparison = compare(table, f"{layer}3S", f"{layer}3D")
     return Finding(
         f"The stochastic strategy is often better than the deterministic one: {layer}3S against {layer}3D.",
         "4.1.3",
         "lower mean error on more than half of the sets",
-        _decide(2 * len(found.better) > found.compared, decidable=found.compared > 0),
-        f"{found}.",
+        _decide(2 * len(comparison.better) > comparison.compared, decidable=comparison.compared > 0),
+        f"{comparison}.",
     )
 
 

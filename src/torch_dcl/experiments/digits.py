@@ -351,9 +351,9 @@ class DigitRecipe(Recipe[C]):
             self._sets, self._phase = Sets({}, {}), jobs[0].phase
         missing = [name for name in dict.fromkeys(job.data for job in jobs) if name not in self._sets.train]
         if missing:
-            made = make_sets(self.digits, missing, self.purpose, device=self.device, images=self.config.images)
-            self._sets.train.update(made.train)
-            self._sets.judge.update(made.judge)
+            written = make_sets(self.digits, missing, self.purpose, device=self.device, images=self.config.images)
+            self._sets.train.update(written.train)
+            self._sets.judge.update(written.judge)
         return self._sets
 
     def _names(self, job: Job) -> list[str]:

@@ -28,7 +28,7 @@ from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
-    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "Work", "departures",
+    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "Workload", "departures",
     "generate_images", "is_here", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
 ]  # fmt: skip
 
@@ -87,8 +87,8 @@ class NaturalConfig(Config):
         default, rules = settings_of(cls)["data"]
         is_one = isinstance(default, str)
         names, folder = read_data(value, rules.choices, one=is_one)
-        found: dict[str, Any] = {"root": folder} if folder is not None else {}
-        return found | ({"data": names[0] if is_one else names} if names else {})
+        changes: dict[str, Any] = {"root": folder} if folder is not None else {}
+        return changes | ({"data": names[0] if is_one else names} if names else {})
 
     @property
     def place(self) -> str | None:
@@ -161,7 +161,7 @@ def tensors_of(data: Dataset) -> list[Tensor]:
 
 
 def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
-    """Whether files of a named set are in the usual places, or in a folder alone, by a look at their names."""
+    """Whether files of a named set are in the usual places, or in a folder alone, judged by their names."""
     if name == "mnist":
         return any(mnist_in(place) is not None for place in places(root))
     return any((place / file).exists() for place in places(root) for file in _FILES[name])
@@ -231,13 +231,13 @@ def _remedy(error: FileNotFoundError) -> str:
 
 
 def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
-    made = dataclasses.replace(
+    first = dataclasses.replace(
         data,
         train_images=data.train_images[:train], train_labels=data.train_labels[:train],
         test_images=data.test_images[:test], test_labels=data.test_labels[:test],
     )  # fmt: skip
-    count = f"the first {len(made.train_labels):,} and {len(made.test_labels):,}"
-    return dataclasses.replace(made, source=f"{data.source}, of which {count}")
+    count = f"the first {len(first.train_labels):,} and {len(first.test_labels):,}"
+    return dataclasses.replace(first, source=f"{data.source}, of which {count}")
 
 
 def generate_images(name: str, train: int, test: int) -> Dataset:
@@ -273,15 +273,15 @@ def departures(sources: Iterable[str], images: Sequence[int | None] | None, batc
         images: As it was asked for.
         batches: Images of a step, where that is not the recipe's number.
     """
-    told = []
+    sentences = []
     if any(source.startswith(("synthetic", "made-up")) for source in sources):
-        told.append("The images are synthetic: the errors show that the path runs, and nothing else.")
+        sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")
     elif images:
         train, test = ("all" if count is None else f"the first {count:,}" for count in images)
-        told.append(f"Of each set {train} images were trained on, and {test} tested with.")
+        sentences.append(f"Of each set {train} images were trained on, and {test} tested with.")
     if sizes := sorted(set(batches)):
-        told.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
-    return told
+        sentences.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
+    return sentences
 
 
 # Fleets, and what they take
@@ -310,7 +310,7 @@ def make_fleet(
     )  # fmt: skip
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """Networks that are trained alike, for an estimate."""
 
     network: str
@@ -327,7 +327,7 @@ class NaturalRecipe(Recipe[C]):
     """A recipe on natural images."""
 
     @abc.abstractmethod
-    def works(self, name: str, images: int) -> list[Work]:
+    def workloads(self, name: str, images: int) -> list[Workload]:
         """What is trained on a set of so many images, for an estimate."""
 
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
@@ -337,15 +337,15 @@ class NaturalRecipe(Recipe[C]):
         absent = missing_sets(sets, config)
         there = [name for name in sets if name not in absent]
         most = (config.images or (None, None))[0]
-        works = [work for name in there or sets for work in self.works(name, min(SIZES[name][0], most or 10**9))]
-        networks, seen = sum(w.networks for w in works), sum(w.networks * w.images * w.epochs for w in works)
+        loads = [each for name in there or sets for each in self.workloads(name, min(SIZES[name][0], most or 10**9))]
+        networks, seen = sum(w.networks for w in loads), sum(w.networks * w.images * w.epochs for w in loads)
         fleet, at_once = min(config.seeds, config.most), {}
-        for name in dict.fromkeys(work.network for work in works):
-            of_a_set = max(sum(w.networks for w in works if (w.network, w.data) == (name, d)) for d in there or sets)
+        for name in dict.fromkeys(w.network for w in loads):
+            of_a_set = max(sum(w.networks for w in loads if (w.network, w.data) == (name, d)) for d in there or sets)
             at_once[name] = min(config.most // fleet * fleet, of_a_set) if device.startswith("cuda") else fleet
         speeds = {name: _speed(name, count, config, device) for name, count in at_once.items()}
-        seconds = sum(w.networks * w.images * w.epochs / speeds[w.network] for w in works)
-        gib = max(_memory(work.network, work.data, at_once[work.network], config, device) for work in works)
+        seconds = sum(w.networks * w.images * w.epochs / speeds[w.network] for w in loads)
+        gib = max(_memory(w.network, w.data, at_once[w.network], config, device) for w in loads)
         short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
         then = ", its cells will say so" if there else ""
         words = {

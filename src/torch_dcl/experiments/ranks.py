@@ -67,12 +67,12 @@ class Rank(NamedTuple):
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool) -> Iterator[RunFolder]:
-        """Open one run folder from all processes: the first one makes it, or goes on in it, and the others follow.
+        """Open one run folder from all processes: the first one creates or resumes it, and the others follow.
 
         Args:
             path: Where.
             recipe: What is asked for.
-            resume: Whether to go on with what is there.
+            resume: Whether to resume the run that is there.
 
         Raises:
             RunError: As `RunFolder.open`.

@@ -1,4 +1,4 @@
-"""Run folders read back: what they are of, how far they are, who is at work in them, and what came out.
+"""Run folders read back: their recipe, their progress, the process that holds them, and their results.
 
 ::
 
@@ -84,14 +84,14 @@ def state_of(path: str | os.PathLike[str]) -> State:
         started = next((str(record["time"]) for record in folder.read("environment") if record.get("time")), None)
         now = _last_seen(folder) if pid is not None else None
     except DAMAGE as error:
-        told = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
-        return State(place, "?", "damaged", 0, 0, problem=told)
+        message = f"{type(error).__name__}: {error}" if isinstance(error, KeyError | TypeError) else str(error)
+        return State(place, "?", "damaged", 0, 0, problem=message)
     state = "running" if pid is not None else "finished" if done >= total else "incomplete"
     return State(place, name, state, done, total, unit, pid, started, now=now)
 
 
 def _last_seen(folder: RunFolder) -> str | None:
-    """The fleet and the epoch that the run told of last."""
+    """The fleet and the epoch that the run reported last."""
     last = max(reversed(folder.read("metrics")), key=lambda record: str(record["time"]), default=None)
     return None if last is None else f"{last['name']}, epoch {last['epoch']} of {last['epochs']}"
 
@@ -137,8 +137,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         outcomes = _old_outcomes(folder) if is_old else outcomes_of(folder)
         so_far, parts = _results(folder, state, outcomes)
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise RunError(f"{place}: its recipe or its outcomes are damaged ({told}); run it again") from error
+        message = f"{type(error).__name__}: {error}"
+        raise RunError(f"{place}: its recipe or its outcomes are damaged ({message}); run it again") from error
     starts = tuple(folder.read("environment"))
     return Run(place, state, folder.recipe, starts, tuple(outcomes.values()), so_far, parts)
 

@@ -86,7 +86,7 @@ def run(
     Args:
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
-        resume: Whether to go on with what the folder holds.
+        resume: Whether to resume the run that the folder holds.
         seconds: Stop at the next end of an epoch when so much time has gone. Every call trains one epoch at least.
         every: Seconds between two checkpoints.
         should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
@@ -200,8 +200,8 @@ class _Checkpoints:
 
     def of(self, key: str) -> list[Path]:
         """The checkpoints of a fleet, the last one first."""
-        found = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
-        return [file for _, file in sorted(found, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
+        files = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
+        return [file for _, file in sorted(files, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
 
     def load(self, key: str, fleet: Fleet) -> tuple[float, list[list[float]]]:
         """Bring a fleet to its last checkpoint that is whole.
@@ -254,7 +254,7 @@ class _Sweep:
     noted: float = 0.0
     """Until when the time of this call is in the folder."""
     started: bool = False
-    """Whether a fleet was trained; the first one goes on by an epoch whatever the clock says."""
+    """Whether a fleet was trained; the first one is trained for an epoch whatever the clock says."""
 
     def __post_init__(self) -> None:
         self.kept = _Checkpoints(self.folder, self.report)
@@ -320,11 +320,11 @@ class _Sweep:
             raise  # the folder's, and true of every fleet
         except Exception as error:
             jobs = tuple(job for fleet in group for job in fleet)
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.failures.append(Failure(jobs, told))
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failures.append(Failure(jobs, message))
             plain = [dataclasses.asdict(job) for job in jobs]
-            self.folder.append(f"failures{self.rank.part}", {"error": told, "jobs": finite(plain)})
-            self.report(f"{self.recipe.describe(group)} failed: {told}")
+            self.folder.append(f"failures{self.rank.part}", {"error": message, "jobs": finite(plain)})
+            self.report(f"{self.recipe.describe(group)} failed: {message}")
             return True
 
     def _train(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:

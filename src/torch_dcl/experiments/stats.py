@@ -273,27 +273,27 @@ def compare(table: ErrorTable, column: str, reference: str, sets: Sequence[str] 
         table: Set to column to errors.
         column: The column to judge.
         reference: The column to judge it against.
-        sets: The sets to look at; one that lacks a column is counted as absent.
+        sets: The sets to compare on; one that lacks a column is counted as absent.
     """
-    found: dict[str, list[str]] = {
+    groups: dict[str, list[str]] = {
         key: [] for key in ("better", "equal", "worse", "beyond", "paired", "clear_better", "clear_worse", "absent")
     }
     for name in sets:
         row = table.get(name, {})
         if column not in row or reference not in row:
-            found["absent"].append(name)
+            groups["absent"].append(name)
             continue
         ours, theirs = row[column], row[reference]
         gap = centre(ours) - centre(theirs)
-        found["better" if gap < 0 else "worse" if gap > 0 else "equal"].append(name)
+        groups["better" if gap < 0 else "worse" if gap > 0 else "equal"].append(name)
         if gap < -margin(ours, theirs):
-            found["beyond"].append(name)
+            groups["beyond"].append(name)
         pair = difference(ours, theirs)
         if pair is not None:
-            found["paired"].append(name)
+            groups["paired"].append(name)
             if pair.clear:
-                found["clear_better" if pair.clear < 0 else "clear_worse"].append(name)
-    return Comparison(column, reference, **{key: tuple(names) for key, names in found.items()})
+                groups["clear_better" if pair.clear < 0 else "clear_worse"].append(name)
+    return Comparison(column, reference, **{key: tuple(names) for key, names in groups.items()})
 
 
 @dataclass(frozen=True)

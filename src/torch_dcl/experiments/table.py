@@ -261,8 +261,8 @@ def is_trial(table: Table) -> bool:
 
 def mark(table: Table, cell: Cell) -> str:
     """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
-    found = table.to_baseline(cell)
-    clear = "" if found is None else found.sign
+    gap = table.to_baseline(cell)
+    clear = "" if gap is None else gap.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 

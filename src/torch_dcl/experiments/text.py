@@ -51,12 +51,12 @@ def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    made = RichTable(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    made.add_column("MNIST-", no_wrap=True)
+    shown = RichTable(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    shown.add_column("MNIST-", no_wrap=True)
     stacks = []
     for column in columns or table.columns:
         head, lines = _stack(table, column)
-        made.add_column(head, no_wrap=True)
+        shown.add_column(head, no_wrap=True)
         stacks.append((column, lines))
     for name in SETS:
         cells = [Text(name.removeprefix("MNIST-"))]
@@ -66,8 +66,8 @@ def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
             text = Text(ours, style="dim" if table.cell(name, column) is None else "bold" if column in best else "")
             text.append(f"\n{theirs}", style="not bold dim")
             cells.append(text)
-        made.add_row(*cells)
-    return made
+        shown.add_row(*cells)
+    return shown
 
 
 def _stack(table: Table, column: str) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -246,12 +246,12 @@ def verdict(table: Table, further: Sequence[Finding] = ()) -> list[str]:
     """
     sentences = [summary(table, further)]
     for ours, theirs in scores(table):
-        told = f"{ours.column} has a lower error than {ours.named} on {len(ours.better)} of {ours.compared} sets"
+        sentence = f"{ours.column} has a lower error than {ours.named} on {len(ours.better)} of {ours.compared} sets"
         if ours.paired:
-            told += f", clearly lower on {len(ours.clear_better)} and clearly higher on {len(ours.clear_worse)}"
+            sentence += f", clearly lower on {len(ours.clear_better)} and clearly higher on {len(ours.clear_worse)}"
         if theirs:
-            told += f"; in the paper on {len(theirs.better)} of {theirs.compared}"
-        sentences.append(f"{told}.")
+            sentence += f"; in the paper on {len(theirs.better)} of {theirs.compared}"
+        sentences.append(f"{sentence}.")
     return sentences + reservations(table)
 
 

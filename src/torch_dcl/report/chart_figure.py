@@ -95,9 +95,9 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
                 _ticks(axes, points, budgets, places_of, theme)
             _marks(axes, points, places_of, theme, name)
             _names(figure, axes, points, places_of, theme)
-    told = " ".join(map(str, data.get("told", ())))
+    notes = " ".join(map(str, data.get("told", ())))
     if len(_on_scale(points)) < len(points):
-        told = f"What errs more than twice as often as the median is at the upper edge, with its error. {told}"
+        notes = f"What errs more than twice as often as the median is at the upper edge, with its error. {notes}"
     images = str(_get(data, "set", "chart_figure"))
     network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
@@ -105,7 +105,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         f"network's weights and against the measured time of a training step. Large marks are means over "
         f"{_n([point.errors for point in points])}, small dots are seeds, bars are 95 % t-intervals of the mean. "
         "On the left, layers of one budget (weights within 1 %) stand side by side on a band, the lowest error first. "
-        f"DCL 3S: three narrower branches, stochastic. {told}".strip()
+        f"DCL 3S: three narrower branches, stochastic. {notes}".strip()
     )  # fmt: skip
     return figure
 

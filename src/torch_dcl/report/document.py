@@ -31,15 +31,15 @@ TONES = {"holds": "holds", "does not hold": "fails", "not decidable": "open"}
 def _environment() -> "Environment":
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("torch_dcl.report"), autoescape=select_autoescape(), undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    made.filters |= {"prose": prose, "md": _markdown}
-    made.globals |= {
+    environment.filters |= {"prose": prose, "md": _markdown}
+    environment.globals |= {
         "bold": bold, "lined": _lined, "mark": mark, "repeated": _repeated, "short": _short, "tones": TONES,
     }  # fmt: skip
-    return made
+    return environment
 
 
 def render(template: str, **context: Any) -> Markup:
@@ -79,18 +79,18 @@ def _short(name: str) -> str:
     return name.removeprefix("MNIST-")
 
 
-def _repeated(made: Table, machine: bool) -> dict[str, str]:
+def _repeated(table: Table, machine: bool) -> dict[str, str]:
     """Hardware, versions and minutes of a table; the first two may stand elsewhere."""
-    again: dict[str, str] = {}
-    if made.hardware and machine:
-        again["Hardware"] = made.hardware
-    if made.versions and machine:
-        again["Versions"] = ", ".join(f"{name} {version}" for name, version in made.versions.items())
-    if made.minutes:
-        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in made.minutes.items())
-        together = f"; together {sum(made.minutes.values()):.4g}" if len(made.minutes) > 1 else ""
-        again["Minutes"] = phases + together
-    return again
+    facts: dict[str, str] = {}
+    if table.hardware and machine:
+        facts["Hardware"] = table.hardware
+    if table.versions and machine:
+        facts["Versions"] = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    if table.minutes:
+        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in table.minutes.items())
+        together = f"; together {sum(table.minutes.values()):.4g}" if len(table.minutes) > 1 else ""
+        facts["Minutes"] = phases + together
+    return facts
 
 
 class Drawn(NamedTuple):

@@ -186,8 +186,8 @@ def _gist(run: Run) -> str:
     if "chart" in run.parts:
         return chart_said(run.parts["chart"])
     held = [finding.verdict for finding in _further(run)]
-    told = f"{', '.join(run.parts)}"
-    return f"{told}; {held.count('holds')} of {len(held)} claims hold." if held else f"{told}."
+    names = f"{', '.join(run.parts)}"
+    return f"{names}; {held.count('holds')} of {len(held)} claims hold." if held else f"{names}."
 
 
 def _further(run: Run) -> list[Finding]:
@@ -207,7 +207,7 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> Markup:
     if "demo" in run.parts:
         return render("run.html", kind="demo", **common, **_demo(run, name))
     further = _further(run)
-    context = {**common, "further": further, "made": None, **_figures(run, name, there)}
+    context = {**common, "further": further, "table": None, **_figures(run, name, there)}
     if run.table is None:
         return render("run.html", kind="figures", **context)
     context |= table1_context(run.table, further, run.recipe or None, prefix) | {"with_figures": True}

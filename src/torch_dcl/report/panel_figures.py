@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 __all__ = ["complementary_figure", "differences_figure"]
 
 
-def complementary_figure(found: Complementary, *, title: str = "", dark: bool = False) -> "Figure":
-    """Draw what one fused filter and its branches answer to: the paper's figure of section 4.1.4.
+def complementary_figure(response: Complementary, *, title: str = "", dark: bool = False) -> "Figure":
+    """Draw what one fused filter and its branches respond to: the paper's figure of section 4.1.4.
 
     Above, the mean fused response of every class, the highest in red. Below, a row for each branch and a column for
     each digit of the number: the branch's mean response by digit. Its highest is red. Where the digit of the fused
     maximum is another one, that is green.
 
     Args:
-        found: What :func:`torch_dcl.experiments.complementary.complementary` gives.
+        response: What :func:`torch_dcl.experiments.complementary.complementary` gives.
         title: What stands above, for example "DCL-A2 on MNIST-II-05".
         dark: For a dark page.
     """
     theme = _theme(dark)
-    branches, positions = found.by_digit.shape[:2]
+    branches, positions = response.by_digit.shape[:2]
     top, row, gap, head, foot = 21.0, 14.5, 9.5, 9.5 if title else 5.0, 6.0  # mm
-    if found.digits == 1 and _long(found.names) and len(found.names) <= 12:
+    if response.digits == 1 and _long(response.names) and len(response.names) <= 12:
         gap, foot = gap + 4, foot + 5
     height = head + top + branches * (row + gap) + foot
     left, right, between = 11.0, 1.5, 6.5
@@ -65,19 +65,19 @@ def complementary_figure(found: Complementary, *, title: str = "", dark: bool = 
         if title:
             figure.text(left / width, 1 - 1.2 / height, title, weight="bold", va="top", color=theme.text)
         axes = panel_at(left, head, width - left - right, top)
-        _bars(axes, "fused", found.fused.tolist(), found.names, found.highest, None, theme)
-        _heading(axes, f"fused response z, filter {found.filter} of {found.layer}", theme)
-        if found.digits > 1 or not _long(found.names):
-            axes.set_xlabel("number" if found.digits > 1 else "class", labelpad=1, size=_SMALL, color=theme.muted)
+        _bars(axes, "fused", response.fused.tolist(), response.names, response.highest, None, theme)
+        _heading(axes, f"fused response z, filter {response.filter} of {response.layer}", theme)
+        if response.digits > 1 or not _long(response.names):
+            axes.set_xlabel("number" if response.digits > 1 else "class", labelpad=1, size=_SMALL, color=theme.muted)
         names = ["first", "second", "third", "fourth"][:positions] if positions != 2 else ["tens", "units"]
         for t in range(branches):
-            scale = float(found.by_digit[t].nan_to_num(0).max())
+            scale = float(response.by_digit[t].nan_to_num(0).max())
             for position in range(positions):
                 y = head + top + gap + 1.5 + t * (row + gap)
                 axes = panel_at(left + position * (panel + between), y, panel, row)
-                own, part = found.own[t][position], found.parts[position]
-                labels = [str(digit) for digit in range(10)] if found.digits > 1 else found.names
-                means = found.by_digit[t, position].tolist()
+                own, part = response.own[t][position], response.parts[position]
+                labels = [str(digit) for digit in range(10)] if response.digits > 1 else response.names
+                means = response.by_digit[t, position].tolist()
                 _bars(
                     axes,
                     _id("branch", t + 1, position + 1),
@@ -88,7 +88,7 @@ def complementary_figure(found: Complementary, *, title: str = "", dark: bool = 
                     theme,
                     scale,
                 )
-                by = f", {names[position]} digit" if found.digits > 1 else ""
+                by = f", {names[position]} digit" if response.digits > 1 else ""
                 first = f"branch {t + 1}, v{_raised(t + 1)}" if position == 0 else f"v{_raised(t + 1)}"
                 _heading(axes, f"{first}{by}", theme)
                 if position:
@@ -96,20 +96,21 @@ def complementary_figure(found: Complementary, *, title: str = "", dark: bool = 
         figure.text(
             1.2 / width, 0.5, "mean response", rotation=90, va="center", ha="left", color=theme.muted, size=_SMALL
         )
-    figure.set_label(_complementary_caption(found, title))
+    figure.set_label(_complementary_caption(response, title))
     return figure
 
 
-def _complementary_caption(found: Complementary, title: str) -> str:
-    what = "number" if found.digits > 1 else "class"
-    unit = "digit at each position of the number" if found.digits > 1 else "class"
-    chosen = f" The filter was chosen by a rule: {pick_rule(found.digits)}." if found.picked else ""
+def _complementary_caption(response: Complementary, title: str) -> str:
+    what = "number" if response.digits > 1 else "class"
+    unit = "digit at each position of the number" if response.digits > 1 else "class"
+    chosen = f" The filter was chosen by a rule: {pick_rule(response.digits)}." if response.picked else ""
+    place = f"{response.layer}{' in ' + title if title else ''}"
     return (
-        f"Mean responses of filter {found.filter} (from 0) of {found.layer}{' in ' + title if title else ''}, over "
-        f"{found.images:,} images. Above: the fused response z by {what}; it is highest for "
-        f"{found.names[found.highest]} (red). Below: the response of each branch by {unit}. Red marks the highest of "
-        f"each plot; green marks the {'digit' if found.digits > 1 else 'class'} that contributes to the highest fused "
-        f"response, where it is another one.{chosen}"
+        f"Mean responses of filter {response.filter} (from 0) of {place}, over {response.images:,} images. Above: the "
+        f"fused response z by {what}; it is highest for {response.names[response.highest]} (red). Below: the response "
+        f"of each branch by {unit}. Red marks the highest of each plot; green marks the "
+        f"{'digit' if response.digits > 1 else 'class'} that contributes to the highest fused response, where it is "
+        f"another one.{chosen}"
     )
 
 

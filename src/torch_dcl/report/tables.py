@@ -31,47 +31,48 @@ def column(name: str) -> Markup:
 
 
 def table1_context(
-    made: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
+    table: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
     """What ``table1.html`` shows.
 
     Args:
-        made: The table.
+        table: The table.
         further: Findings from other data to show among the claims.
         asked: What the run folder keeps, for the commands; None for the protocol.
         prefix: What ids begin with, where several tables stand on one page.
     """
-    pairs = scores(made)
+    pairs = scores(table)
     scored = {
         "DCL against the baseline": [(c.column, c, paper) for c, paper in pairs if c.reference == "baseline"],
         "A2 against a control": [(c.reference, c, paper) for c, paper in pairs if c.reference in CONTROLS],
     }
     scored = {group: rows for group, rows in scored.items() if rows}
     # What makes it a trial comes before everything else that a reader has to know.
-    told = [told for told in made.deviations if is_trial(made) and told not in table1.DEVIATIONS] + reservations(made)
+    departures = [text for text in table.deviations if is_trial(table) and text not in table1.DEVIATIONS]
     return {
-        "made": made, "prefix": prefix, "extent": _extent(made, len(SETS)), "summary": summary(made, further),
-        "scored": scored, "first_group": next(iter(scored), ""), "told": told, "notes": notes(made), "all_sets": SETS,
-        "fitted": {cell.column for cell in made.cells if cell.fitted}, "findings": findings(made, further),
-        "by_set": [_one_set(made, name, asked) for name in made.sets], "with_figures": False,
+        "table": table, "prefix": prefix, "extent": _extent(table, len(SETS)), "summary": summary(table, further),
+        "scored": scored, "first_group": next(iter(scored), ""), "notes": notes(table), "all_sets": SETS,
+        "sentences": departures + reservations(table),
+        "fitted": {cell.column for cell in table.cells if cell.fitted}, "findings": findings(table, further),
+        "by_set": [_one_set(table, name, asked) for name in table.sets], "with_figures": False,
     }  # fmt: skip
 
 
-def _extent(made: Table, sets: int) -> str:
-    counts = [len(cell.errors) for cell in made.cells]
+def _extent(table: Table, sets: int) -> str:
+    counts = [len(cell.errors) for cell in table.cells]
     if not counts:
         return "No cell was run."
     seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-    columns, there = len({cell.column for cell in made.cells}), len({cell.set for cell in made.cells})
+    columns, there = len({cell.column for cell in table.cells}), len({cell.set for cell in table.cells})
     word = "seed" if max(counts) == 1 else "seeds"
-    scale = getattr(made, "scale", 1)
+    scale = getattr(table, "scale", 1)
     short = "" if scale == 1 else f" · shortened to {scale:g} of the epochs"
     return f"{there} of {sets} sets · {columns} columns · {seeds} {word} · test error in percent{short}"
 
 
-def _one_set(made: Table, name: str, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[str, Any]:
     """The runs of a set, drawn and as a table; what was not run says so beside the paper's number."""
-    lanes = {each: made.cell(name, each) for each in made.columns}
+    lanes = {each: table.cell(name, each) for each in table.columns}
     cells = [cell for cell in lanes.values() if cell is not None]
     rows = []
     for each, cell in lanes.items():
@@ -82,11 +83,11 @@ def _one_set(made: Table, name: str, asked: Mapping[str, Any] | None) -> dict[st
             continue
         within = "–" if len(cell.errors) < 2 else "[{:.2f}, {:.2f}]".format(*interval(cell.errors))
         signs = Markup('<small class="tag">fitted</small>' if cell.fitted else "") + ("†" if cell.stopped else "")
-        rows.append([column(each) + signs, cell.theirs, _ours(cell, each in made.best(name)), within,
-                     _gap(made.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
+        rows.append([column(each) + signs, cell.theirs, _ours(cell, each in table.best(name)), within,
+                     _gap(table.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
     command = ""
     # Nobody knows the settings of a trial without its recipe.
-    if asked is not None or not is_trial(made):
+    if asked is not None or not is_trial(table):
         seeds = max(len(cell.errors) for cell in cells)
         command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
     return {"name": name, "strip": Markup(strip(name, lanes)), "rows": rows, "command": command}
@@ -107,13 +108,13 @@ def _minutes(cell: Cell) -> str:
     return f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
 
 
-def differences(made: Table) -> list[dict[str, Any]]:
+def differences(table: Table) -> list[dict[str, Any]]:
     """Every DCL cell's difference to the baseline, with the paper's beside it: what `differences_figure` draws."""
     cells = []
     for each in DCL_COLUMNS:
-        for name in made.sets:
-            cell = made.cell(name, each)
-            gap = made.to_baseline(cell) if cell is not None else None
+        for name in table.sets:
+            cell = table.cell(name, each)
+            gap = table.to_baseline(cell) if cell is not None else None
             if gap is not None:
                 paper = TABLE1[name]
                 cells.append({"set": name, "column": each, "difference": gap.mean, "low": gap.low, "high": gap.high,
@@ -121,27 +122,27 @@ def differences(made: Table) -> list[dict[str, Any]]:
     return cells
 
 
-def table2_context(made: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
+def table2_context(table: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
     """What ``table2.html`` shows.
 
     Args:
-        made: The table.
+        table: The table.
         prefix: What ids begin with, where several tables stand on one page.
     """
-    lead, *rest = table2.said(made) or ["Nothing to compare yet."]
-    told = [deviation for deviation in made.deviations if deviation not in table2.DEVIATIONS] + rest
-    if made.scale < 1:
-        told.insert(0, f"Shortened: every recipe was trained for {made.scale:g} of its epochs.")
+    lead, *rest = table2.said(table) or ["Nothing to compare yet."]
+    sentences = [deviation for deviation in table.deviations if deviation not in table2.DEVIATIONS] + rest
+    if table.scale < 1:
+        sentences.insert(0, f"Shortened: every recipe was trained for {table.scale:g} of its epochs.")
     # Before anything is run, the paper's own networks are shown.
     by_set = []
-    for name in made.sets:
-        columns = made.columns or tuple(each for each in COLUMNS if paper_error(each, name) is not None)
-        reason = made.absent.get(name)
-        rows = [_natural_row(made, name, each, reason or "not run") for each in columns]
-        shortened = made.scale != 1 and not reason
+    for name in table.sets:
+        columns = table.columns or tuple(each for each in COLUMNS if paper_error(each, name) is not None)
+        reason = table.absent.get(name)
+        rows = [_natural_row(table, name, each, reason or "not run") for each in columns]
+        shortened = table.scale != 1 and not reason
         by_set.append({"name": name, "title": TITLES[name], "shortened": shortened, "rows": rows})
     return {
-        "made": made, "prefix": prefix, "extent": _extent(made, len(DATA)), "lead": lead, "told": told,
+        "table": table, "prefix": prefix, "extent": _extent(table, len(DATA)), "lead": lead, "sentences": sentences,
         "by_set": by_set, "quoted": _quoted(DATA), "titles": [TITLES[name] for name in DATA],
     }  # fmt: skip
 
@@ -155,48 +156,48 @@ def _quoted(sets: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def markdown_context(made: Table, further: Sequence[Finding]) -> dict[str, Any]:
+def markdown_context(table: Table, further: Sequence[Finding]) -> dict[str, Any]:
     """What ``table.md`` shows."""
-    is_natural = isinstance(made, table2.NaturalTable)
+    is_natural = isinstance(table, table2.NaturalTable)
     return {
-        "made": made, "is_natural": is_natural, "notes": notes(made), "shown": _in_markdown, "weights": _weights,
-        "sentences": table2.said(made) if isinstance(made, table2.NaturalTable) else verdict(made, further),
-        "findings": () if is_natural else findings(made, further), "quoted": _quoted(made.sets) if is_natural else (),
+        "table": table, "is_natural": is_natural, "notes": notes(table), "shown": _in_markdown, "weights": _weights,
+        "sentences": table2.said(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
+        "findings": () if is_natural else findings(table, further), "quoted": _quoted(table.sets) if is_natural else (),
     }  # fmt: skip
 
 
-def _in_markdown(made: Table, name: str, each: str) -> str:
+def _in_markdown(table: Table, name: str, each: str) -> str:
     """A cell: our number, and the paper's beneath; of Table 2 the difference to the plain network as well."""
-    cell, theirs = made.cell(name, each), made.paper_of(each, name)[0]
-    if isinstance(made, table2.NaturalTable):
+    cell, theirs = table.cell(name, each), table.paper_of(each, name)[0]
+    if isinstance(table, table2.NaturalTable):
         if cell is None:
             paper = "" if theirs is None else f"<br>paper {theirs:.2f}"
-            return made.absent.get(name, "not run") + (paper if name in made.absent else "")
-        gap = made.to_baseline(cell)
+            return table.absent.get(name, "not run") + (paper if name in table.absent else "")
+        gap = table.to_baseline(cell)
         lines = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
         return "<br>".join([*lines, *([str(gap)] if gap is not None else [])])
     if cell is None:
         return "not run"
-    ours = f"**{cell.ours}**" if each in made.best(name) else cell.ours
-    return f"{ours}{mark(made, cell)}<br>{cell.theirs}".replace("*†", r"\*†")
+    ours = f"**{cell.ours}**" if each in table.best(name) else cell.ours
+    return f"{ours}{mark(table, cell)}<br>{cell.theirs}".replace("*†", r"\*†")
 
 
-def _weights(made: Table, each: str) -> str:
-    counts = dict.fromkeys(cell.weights for cell in made.cells if cell.column == each)
+def _weights(table: Table, each: str) -> str:
+    counts = dict.fromkeys(cell.weights for cell in table.cells if cell.column == each)
     return ", ".join(f"{count:,}" for count in counts)
 
 
-def _natural_row(made: table2.NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
-    cell, plain = made.cell(name, each), made.cell(name, network_of(each))
+def _natural_row(table: table2.NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
+    cell, plain = table.cell(name, each), table.cell(name, network_of(each))
     paper, paper_plain = paper_error(each, name), paper_error(network_of(each), name)
     paper_gap = "" if paper is None or paper_plain is None or "+" not in each else signed(paper - paper_plain)
     if cell is None:
         return [each, _percent(paper), NOT_RUN.format(reason), "", paper_gap, "", "", ""]
-    gap = _gap(made.to_baseline(cell))
+    gap = _gap(table.to_baseline(cell))
     if not gap and each != network_of(each) and plain is not None:
         gap = SIGN.format(signed(cell.mean - plain.mean), "")
     losses = f"{_loss(cell.train_loss)} · {_loss(cell.test_loss)}"
-    return [f"{each}{'†' if cell.stopped else ''}", cell.theirs, _ours(cell, each in made.best(name)), gap, paper_gap,
+    return [f"{each}{'†' if cell.stopped else ''}", cell.theirs, _ours(cell, each in table.best(name)), gap, paper_gap,
             losses, f"{cell.weights:,}", _minutes(cell)]  # fmt: skip
 
 

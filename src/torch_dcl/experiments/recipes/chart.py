@@ -2,7 +2,7 @@
 
 The order is the protocol. Every unit goes through the same trials, learning rates with one seed that the chart does not
 use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the lowest error
-there. Then it is trained on all training images with the chart's seeds, and the test set is looked at once.
+there. Then it is trained on all training images with the chart's seeds, and the test set is evaluated once.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Work, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Workload, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
 from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
@@ -91,12 +91,12 @@ class Chart(NaturalRecipe[ChartConfig]):
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
 
-    def works(self, name: str, images: int) -> list[Work]:
+    def workloads(self, name: str, images: int) -> list[Workload]:
         """The trials, and the seeds of every point."""
         config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
         tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
-        trials = Work("bignet", name, points * len(config.rates), images - images // 10, tried)
-        return [trials, Work("bignet", name, points * config.seeds, images, epochs)]
+        trials = Workload("bignet", name, points * len(config.rates), images - images // 10, tried)
+        return [trials, Workload("bignet", name, points * config.seeds, images, epochs)]
 
     def asked(self) -> dict[str, Any]:
         """Points, rates, the training recipe, and the content of the set."""
@@ -184,12 +184,12 @@ class Chart(NaturalRecipe[ChartConfig]):
         """What a reader has to know of a chart beside its points."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
-        told = departures([self.data.source], config.images, batches)
-        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if told else ''}"
+        sentences = departures([self.data.source], config.images, batches)
+        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         if config.scale < 1:
-            told.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
+            sentences.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
         return {
-            "title": title, "told": told, "scale": config.scale, "search_scale": config.search_scale,
+            "title": title, "told": sentences, "scale": config.scale, "search_scale": config.search_scale,
             "recipe": str(self.whole.scaled(config.scale)), "data": self.data.source,
             "environment": folder.read("environment")[-1],
         }  # fmt: skip
@@ -215,7 +215,7 @@ def _error(outcome: Outcome) -> float:
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
     """Part the training images: nine tenths of each class to train on, a tenth to judge with.
 
-    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at. Of so few
+    The hash of an image's place decides, so that it is the same for everybody. The test set is not used. Of so few
     images that no class has ten, as in a trial, it is a tenth of all.
 
     Raises:
@@ -316,24 +316,28 @@ def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
 def chart_said(chart: Mapping[str, Any]) -> str:
     """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
     first = lowest_first(chart)[0]
-    told = [f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."]
+    sentences = [
+        f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."
+    ]
     plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
     if plain is not None and (gap := against_dcl(chart, plain)) is not None:
-        told.append(f"The plain layer's error minus DCL's is {gap}.")
+        sentences.append(f"The plain layer's error minus DCL's is {gap}.")
     guessing = _GUESSING.get(chart["set"], 100.0)
     lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
     rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
     alike = [against_dcl(chart, point) for point in rivals]
     clear = [each.clear for each in alike if each is not None]
     if clear:
-        told.append(
+        sentences.append(
             f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
             f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
         )
     if lost:
         names = ", ".join(point["unit"] for point in lost)
-        told.append(f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}.")
-    return " ".join(told)
+        sentences.append(
+            f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}."
+        )
+    return " ".join(sentences)
 
 
 def edges_said(chart: Mapping[str, Any]) -> str | None:
@@ -345,8 +349,8 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
             ends.setdefault(point["lr"], []).append(point["unit"])
     if not ends:
         return None
-    told = "; ".join(f"{rate:g} for {', '.join(dict.fromkeys(units))}" for rate, units in sorted(ends.items()))
-    return f"Chosen at the end of the learning rates that were tried: {told}. Beyond it they might do better still."
+    chosen = "; ".join(f"{rate:g} for {', '.join(dict.fromkeys(units))}" for rate, units in sorted(ends.items()))
+    return f"Chosen at the end of the learning rates that were tried: {chosen}. Beyond it they might do better still."
 
 
 def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":

@@ -118,9 +118,16 @@ class Demo(DigitRecipe[DemoConfig]):
             lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
         heads = ("<network", "<", "weights", "test error % (n)", "every seed", "time")
         table = fitting_table(heads, lines, width, ("", "every seed", "time"))
-        *told, caveat = result["verdict"]
+        *sentences, caveat = result["verdict"]
         plan = Text(f"\nWhich layers of {PLANNED} pay, by dcl plan {PLANNED}:", style="bold")
-        return [table, *told, filter_in_words(result["knowledge"]), caveat, plan, Text(result["planned"], no_wrap=True)]
+        return [
+            table,
+            *sentences,
+            filter_in_words(result["knowledge"]),
+            caveat,
+            plan,
+            Text(result["planned"], no_wrap=True),
+        ]
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -132,22 +139,24 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     by_column = {row["column"]: row for row in rows}
     ours = by_column["A2"]
     fewer = 100 * (1 - ours["weights"] / by_column["baseline"]["weights"])
-    told = [f"DCL-A2 has {fewer:.0f} % fewer weights than the plain network."]
+    sentences = [f"DCL-A2 has {fewer:.0f} % fewer weights than the plain network."]
     for column in ("baseline", "low-rank"):
         errors, rival = by_column[column]["errors"], COLUMNS[column]
         if len(ours["errors"]) < 2:
             gap = signed(mean(ours["errors"]) - mean(errors))
-            told.append(f"Against the {rival} one its error differs by {gap} points; one seed cannot say more.")
+            sentences.append(f"Against the {rival} one its error differs by {gap} points; one seed cannot say more.")
             continue
         gap_of = paired(ours["errors"], errors)
         interval = (
             f"{signed(gap_of.mean)} points, 95 % interval {signed(gap_of.low)} to {signed(gap_of.high)}, n = {gap_of.n}"
         )
         if gap_of.clear:
-            told.append(f"It errs {'less' if gap_of.clear < 0 else 'more'} often than the {rival} one ({interval}).")
+            sentences.append(
+                f"It errs {'less' if gap_of.clear < 0 else 'more'} often than the {rival} one ({interval})."
+            )
         else:
-            told.append(f"Its errors cannot be told from those of the {rival} one ({interval}).")
-    return [*told, CAVEAT]
+            sentences.append(f"Its errors cannot be told from those of the {rival} one ({interval}).")
+    return [*sentences, CAVEAT]
 
 
 def filter_in_words(response: Mapping[str, Any]) -> str:

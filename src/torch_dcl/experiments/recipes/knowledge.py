@@ -40,7 +40,7 @@ NEEDED = {
 
 @dataclasses.dataclass(frozen=True)
 class KnowledgeConfig(Config):
-    """The settings of a look at a network's filters."""
+    """The settings of the responses of a network's filters."""
 
     network: str = setting(
         "", "the plain network: torchvision:NAME, timm:NAME, module:function or file.py:function", code=True
@@ -68,7 +68,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
     data: Dataset
 
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """What is looked at; it takes one pass over the images for each filter."""
+        """What is measured; it takes one pass over the images for each filter."""
         self._check()
         return super().estimate(say_time)
 
@@ -105,8 +105,8 @@ class Knowledge(Recipe[KnowledgeConfig]):
             with torch.no_grad():
                 self.model.eval()(self._inputs(1).to(self.device))
         except RuntimeError as error:
-            told = f"{kind} does not take images of {self.data.name} ({str(error).splitlines()[0]})"
-            raise SettingError(f"{told}; give data of its size") from error
+            message = f"{kind} does not take images of {self.data.name} ({str(error).splitlines()[0]})"
+            raise SettingError(f"{message}; give data of its size") from error
 
     def _inputs(self, count: int | None = None) -> Tensor:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
@@ -157,7 +157,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """Which filters were looked at."""
+        """Which filters were measured."""
         del width
         return [f"Filters: {', '.join(result['networks'])}."]
 

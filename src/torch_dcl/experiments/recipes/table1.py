@@ -122,7 +122,7 @@ class Table1(DigitRecipe[Table1Config]):
         from rich.text import Text
 
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
-        told = [told for told in result.deviations if told not in DEVIATIONS] + verdict(result)
+        sentences = [text for text in result.deviations if text not in DEVIATIONS] + verdict(result)
         if len(result.sets) <= FEW:
             table: list[RenderableType] = [
                 Text(result.title, style="bold"),
@@ -132,7 +132,7 @@ class Table1(DigitRecipe[Table1Config]):
             ]
         else:
             table = [Text.from_ansi(as_text(result, width=width, styled=True))]
-        return [*table, *told, f"Minutes: {spent}."]
+        return [*table, *sentences, f"Minutes: {spent}."]
 
 
 def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
@@ -203,17 +203,19 @@ def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, f
 
 def _departures(asked: Mapping[str, Any]) -> list[str]:
     """What a run does otherwise than the protocol, in sentences; none where it follows it."""
-    told = []
+    sentences = []
     if asked["images"]:
         train, test = asked["images"]
-        told.append(f"Only the first {train:,} images of a set to train on and {test:,} to test with.")
+        sentences.append(f"Only the first {train:,} images of a set to train on and {test:,} to test with.")
     epochs = asked["schedule"]["epochs"]
     if epochs != SCHEDULE.epochs:
         count = f"{epochs} epoch{'s' if epochs > 1 else ''}"
-        told.append(f"Trained for {count}, while the learning rates were chosen for {SCHEDULE.epochs}.")
+        sentences.append(f"Trained for {count}, while the learning rates were chosen for {SCHEDULE.epochs}.")
     if str(asked["digits"]).startswith("the embedded"):
-        told.append("Written with an excerpt of MNIST, while how difficult the sets are was fitted with all of it.")
-    return told
+        sentences.append(
+            "Written with an excerpt of MNIST, while how difficult the sets are was fitted with all of it."
+        )
+    return sentences
 
 
 def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence[str], seeds: int | None = None) -> str:

@@ -1,7 +1,7 @@
 """Table 2: LeNet, BigNet and WRN on CIFAR and SVHN, without and with DCL, beside the paper's numbers.
 
 The seeds of a column train as a fleet, on a GPU the columns of a network concurrently. The training recipes are the
-paper's, and nothing is chosen by looking at a test set: it is looked at once, at the end of each training.
+paper's, and nothing is chosen on a test set: it is evaluated once, at the end of each training.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch_dcl.experiments.natural_data import (
     NOT_AVAILABLE,
     NaturalConfig,
     NaturalRecipe,
-    Work,
+    Workload,
     departures,
     make_fleet,
     read_sets,
@@ -159,12 +159,12 @@ class Table2(NaturalRecipe[Table2Config]):
                 recipe = recipe_of(network_of(column), name).scaled(config.scale)
                 self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
 
-    def works(self, name: str, images: int) -> list[Work]:
+    def workloads(self, name: str, images: int) -> list[Workload]:
         """The seeds of every column."""
         config = self.config
         networks = [network_of(column) for column in config.columns]
         epochs = {network: recipe_of(network, name).scaled(config.scale).schedule.epochs for network in networks}
-        return [Work(network, name, config.seeds, images, epochs[network]) for network in networks]
+        return [Workload(network, name, config.seeds, images, epochs[network]) for network in networks]
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
@@ -202,7 +202,7 @@ class Table2(NaturalRecipe[Table2Config]):
         return make_fleet(column, seeds, self.sets[name], self.recipes[name, column], self.config, self.device)
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """The test set, looked at once."""
+        """The test set, evaluated once."""
         data = self.sets[jobs[0].data]
         return {data.name: (data.test_images, data.test_labels)}
 
@@ -221,7 +221,7 @@ class Table2(NaturalRecipe[Table2Config]):
         """The table, what its signs mean, and what it says."""
         from rich.text import Text
 
-        why = [told for told in result.deviations if told not in DEVIATIONS]
+        why = [text for text in result.deviations if text not in DEVIATIONS]
         title = Text(result.title, style="bold")
         return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
 
@@ -279,7 +279,7 @@ def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
 
 def said(table: NaturalTable) -> list[str]:
     """The table in sentences, what was lost as plainly as what was won."""
-    told = []
+    sentences = []
     for variant, words in (("+dcl", "With DCL (two branches)"), ("+dcl3s", "With three stochastic branches")):
         pairs = [
             (cell, plain, table.to_baseline(cell))
@@ -297,11 +297,11 @@ def said(table: NaturalTable) -> list[str]:
         theirs = [(c.paper, p.paper) for c, p, _ in pairs if c.paper is not None and p.paper is not None]
         if theirs:
             sentence += f"; in the paper in {sum(a < b for a, b in theirs)} of {len(theirs)}"
-        told.append(f"{sentence}.")
-    told += [f"{name}: {reason}." for name, reason in table.absent.items()]
+        sentences.append(f"{sentence}.")
+    sentences += [f"{name}: {reason}." for name, reason in table.absent.items()]
     if stopped := sum(len(cell.stopped) for cell in table.cells):
-        told.append(f"{stopped} {'run' if stopped == 1 else 'runs'} diverged.")
-    return told
+        sentences.append(f"{stopped} {'run' if stopped == 1 else 'runs'} diverged.")
+    return sentences
 
 
 def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
