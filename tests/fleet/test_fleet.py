@@ -83,7 +83,8 @@ def same_bits(model, other):
 def plain_training(network, member, data, batch, *, momentum=0.9, nesterov=False, factors=None, clip=None):
     """The same training as a loop of one network with torch's own optimiser.
 
-    Returns the model, the mean loss of every epoch, and the epoch of the first loss that was not finite.
+    Returns the model, the mean loss of every epoch, and the epoch of the first loss or weight that was not finite. A
+    parameter with such weights keeps its last finite ones.
     """
     model = copy.deepcopy(network).double().train()
     images, labels = data[member.data]
@@ -111,7 +112,13 @@ def plain_training(network, member, data, batch, *, momentum=0.9, nesterov=False
             (clip or clip_plainly)(list(model.parameters()), member.clip)
             for group in optimizer.param_groups:
                 group["lr"] = rates[epoch * per_epoch + step] * group["factor"]
+            before = copy.deepcopy(list(model.parameters()))
             optimizer.step()
+            finite = [bool(parameter.isfinite().all()) for parameter in model.parameters()]
+            if not all(finite):
+                for parameter, old, is_finite in zip(model.parameters(), before, finite, strict=True):
+                    parameter.data = parameter.data if is_finite else old.data
+                return model, losses, epoch
             losses[-1] += loss.item() / per_epoch
     return model, losses, None
 
@@ -346,7 +353,7 @@ def test_a_network_that_diverges_stops_and_leaves_the_others_alone(how, precisio
     for i in (0, 2):
         assert same_bits(fleet.network(i), expected.network(i))
         assert [losses[i] for losses in history.train_loss] == [losses[i] for losses in expected.history.train_loss]
-    assert not math.isfinite(history.train_loss[-1][1])
+    assert [math.isnan(losses[1]) for losses in history.train_loss] == [e >= history.stopped[1] for e in range(3)]
 
 
 def test_a_network_that_diverges_is_reported_with_its_epoch_and_left_where_it_was():
@@ -360,7 +367,8 @@ def test_a_network_that_diverges_is_reported_with_its_epoch_and_left_where_it_wa
         model, _, stopped = plain_training(network, member, data, 4)
         assert history.stopped.get(i) == stopped
         for name, value in fleet.network(i).state_dict().items():
-            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-8, atol=0, equal_nan=True)
+            assert value.isfinite().all()
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-8, atol=0)
         epochs.add(stopped)
     assert len(epochs) == 3, "the three should stop in three epochs, one of them never"
 

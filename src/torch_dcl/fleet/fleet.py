@@ -23,7 +23,7 @@ from torch_dcl.fleet.cuda_graph import cudnn_algorithms, is_deterministic, priva
 from torch_dcl.fleet.device_data import DeviceData, Labelled, check_data, check_fleet, check_labels
 from torch_dcl.fleet.member import Evaluation, History, Member
 from torch_dcl.fleet.operations import low_copy
-from torch_dcl.fleet.sgd import Learning, are_finite, may_step, sgd_
+from torch_dcl.fleet.sgd import Update, sgd_, squared_norms
 from torch_dcl.fleet.stacked_network import Stack, stacked_state
 from torch_dcl.fleet.unstacked import Unstacked
 
@@ -330,10 +330,9 @@ class Fleet:
         self.step += 1
 
     def _end_epoch(self) -> None:
-        """Write down what happened in the epoch. The last update of an epoch is checked here, the others before it."""
-        kept = [values.detach() for values in (*self._parameters.values(), *self._moments.values())]
-        self._alive &= are_finite(kept, len(self))
-        self.history.train_loss.append((self._loss / self.steps_per_epoch).tolist())
+        """Record the losses of the epoch and the networks that stopped in it."""
+        losses = torch.where(self._alive, self._loss / self.steps_per_epoch, torch.nan)
+        self.history.train_loss.append(losses.tolist())
         for i, (before, now) in enumerate(zip(self._was_alive, self._alive.tolist(), strict=True)):
             if before and not now:
                 self.history.stopped[i] = self.epoch
@@ -347,30 +346,29 @@ class Fleet:
         self.stack.advance(self._seed, self._step)
         losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
-            self._alive &= may_step(losses, gradients)
+            updates = self._updates(gradients)
+            squares = squared_norms(updates, losses.dtype) if updates else torch.zeros_like(losses)
+            self._alive &= (losses + squares) * 0 == 0  # both are finite
             rate = self._rates.index_select(0, self._step)[0] * self._alive
             self._loss += losses
-            self._update(gradients, rate)
-            for buffer, old in before:  # a network at rest keeps its statistics as well
+            scale = None
+            if self._clip is not None:
+                scale = (self._clip / squares.sqrt().clamp(min=torch.finfo(squares.dtype).tiny)).clamp(max=1)
+            if updates:
+                sgd_(updates, rate, self._decay, scale, self.momentum, self.nesterov, self._alive)
+            for buffer, old in before:  # a network that is not updated keeps its statistics as well
                 buffer.copy_(torch.where((rate != 0).view(-1, *(1,) * (old.dim() - 1)), buffer, old))
             self._step += 1
 
-    def _update(self, gradients: Sequence[Tensor | None], rate: Tensor) -> None:
-        scale = None
-        if self._clip is not None:
-            squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients if g is not None]
-            norm = torch.stack(squares).sum(0).sqrt()
-            scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
-        learning = []
+    def _updates(self, gradients: Sequence[Tensor | None]) -> list[Update]:
+        updates = []
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
             if gradient is not None:
                 fusion, branches = self._branch_parameters.get(name, (None, 1))
                 active = None if fusion is None else fusion.active
-                learning.append(
-                    Learning(parameter, self._moments[name], gradient, self._factors[name], active, branches)
-                )
-        if learning:
-            sgd_(learning, rate, self._decay, scale, self.momentum, self.nesterov)
+                moment, factors = self._moments[name], self._factors[name]
+                updates.append(Update(parameter, moment, gradient.contiguous(), factors, active, branches))
+        return updates
 
     def _capture(self) -> None:
         """Record a step as a CUDA graph, after trying it with learning rates of 0, and leave no trace of the trial."""

@@ -61,9 +61,9 @@ class History:
     """What happened, epoch by epoch."""
 
     train_loss: list[list[float]] = field(default_factory=list)
-    """By epoch, by network: the mean loss over the steps of the epoch, dropout included."""
+    """By epoch, by network: the mean loss over the steps of the epoch, dropout included; NaN once a network stopped."""
     stopped: dict[int, int] = field(default_factory=dict)
-    """Networks whose loss left the finite numbers, with the epoch (from 0) in which that happened."""
+    """Networks whose loss, gradient or update was not finite, with the epoch (from 0) in which they stopped."""
 
 
 def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> None:
