@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_fleet_is_refused(tmp_path):
         fleet([network(0)]).load(tmp_path / "fleet.safetensors")
     with pytest.raises(ValueError, match="schedule of network 0 was"):
         fleet([network(0), network(1)], [Schedule(3), Schedule(2)]).load(tmp_path / "fleet.safetensors")
-    with pytest.raises(ValueError, match=r"is of another fleet: moment.3.bias is not there"):
+    with pytest.raises(ValueError, match=r"belongs to another fleet: moment.3.bias is missing"):
         fleet([network(0, nn.Identity()), network(1, nn.Identity())]).load(tmp_path / "fleet.safetensors")
 
 

@@ -335,7 +335,7 @@ def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stac
 def test_a_checkpoint_of_a_stack_is_refused(tmp_path):
     data, members, networks = three_sets(), all_different(2), [tiny() for _ in range(2)]
     Fleet(networks, members, data, batch=4).save(tmp_path / "fleet")
-    with pytest.raises(ValueError, match="another fleet: stacked of network 0 was None, here it is False"):
+    with pytest.raises(ValueError, match="another fleet: stacked of network 0 was missing, here it is False"):
         Fleet(networks, members, data, batch=4, stacked=False).load(tmp_path / "fleet")
 
 

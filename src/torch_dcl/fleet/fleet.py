@@ -253,7 +253,7 @@ class Fleet:
     def _state(self) -> dict[str, Tensor]:
         state = {f"state.{name}": value for name, value in stacked_state(self.stack.body).items()}
         state |= {f"moment.{name}": value for name, value in self._moments.items()}
-        return {**state, "alive": self._alive}
+        return {**state, checkpoint.ALIVE: self._alive}
 
     def _describe(self) -> list[dict[str, Any]]:
         """What a checkpoint must agree with."""
