@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dcl.data.excerpt import mnist_excerpt
-from torch_dcl.data.formats import read_idx
+from torch_dcl.data.mnist import FILES, mnist_excerpt, read_mnist
 
 __all__ = ["INK", "MnistLike", "Segments", "read_digits", "segment", "source"]
 
 INK = 32  # a pixel at least this dark counts for the tight box of a digit
 
-_FILES = {"train": "train", "test": "t10k"}
 _TENSORS = ("pixels", "height", "width", "first", "count", "original")
 
 
@@ -90,7 +88,7 @@ def segment(mnist: MnistLike, split: str) -> Segments:
         TypeError: The digits are not uint8 or the labels are not integers.
         FileNotFoundError: An idx file is missing.
     """
-    if split not in _FILES:
+    if split not in FILES:
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
     if isinstance(mnist, Segments):
         if mnist.split != split:
@@ -120,7 +118,7 @@ def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, sp
     if mnist is None:
         images, labels = mnist_excerpt(split)
     elif isinstance(mnist, str | os.PathLike):
-        images, labels = _read_folder(Path(mnist), split)
+        images, labels = read_mnist(Path(mnist), split)
     elif isinstance(mnist, tuple) and len(mnist) == 2:
         images, labels = mnist
     else:
@@ -176,20 +174,3 @@ def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor
     if low < 0 or high > 9:
         raise ValueError(f"the labels of the {split} digits must be 0 to 9, they go from {low} to {high}")
     return images, labels.long()
-
-
-def _read_folder(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read images and labels of a split from a folder of idx files."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; give the folder with the idx files of MNIST")
-    images = _read_idx(folder, f"{_FILES[split]}-images-idx3-ubyte", 3)
-    labels = _read_idx(folder, f"{_FILES[split]}-labels-idx1-ubyte", 1)
-    return images, labels
-
-
-def _read_idx(folder: Path, name: str, axes: int) -> Tensor:
-    """Read one idx file, gzipped or not."""
-    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(f"{folder} has neither {name} nor {name}.gz; put the MNIST file there")
-    return torch.from_numpy(read_idx(path, axes))
