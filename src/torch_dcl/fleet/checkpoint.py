@@ -90,7 +90,8 @@ def _wrong_value(about: Mapping[str, Any], alive: Sequence[bool], epochs: int, s
     unknown = about.keys() - {"members", "epoch", "train_loss", "stopped", "extra", *_INSIDE_AN_EPOCH}
     if unknown:
         return min(unknown)
-    epoch, stopped, losses = (about.get(name) for name in ("epoch", "stopped", "train_loss"))
+    epoch: Any = about.get("epoch")
+    stopped, losses = about.get("stopped"), about.get("train_loss")
     if not _is_count(epoch, 0, epochs):
         return "epoch"
     was_alive: Any = alive

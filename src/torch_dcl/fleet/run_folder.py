@@ -113,8 +113,13 @@ class RunFolder:
         if not isinstance(recipe, dict):
             raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
         form = recipe.pop("format", 1)
+        if type(form) is not int or not 1 <= form <= FORMAT:
+            raise RunError(
+                f"{file}: its format is {_short(form)}, from 1 to {FORMAT} can be read; use the version of torch-dcl that "
+                "wrote it"
+            )
         recipe.pop("version", None)
-        return cls(Path(path), recipe, form if isinstance(form, int) else 1)
+        return cls(Path(path), recipe, form)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Add lines to a file of records in one write, and wait until they are on the disk.
@@ -292,7 +297,7 @@ def lock_holder(path: str | os.PathLike[str]) -> int | None:
             with lock.open("r", encoding="utf-8", errors="replace") as file:
                 text = file.read().strip()
                 # A process that was killed leaves its number; the lock itself is gone with it.
-                if text.isdigit() and _alive(int(text)) and _held(file.fileno()):
+                if text.isdecimal() and _alive(int(text)) and _held(file.fileno()):
                     return int(text)
         except OSError:
             continue
@@ -311,7 +316,7 @@ def _held(descriptor: int) -> bool:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True
@@ -354,7 +359,8 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
     before = RunFolder.inspect(folder)
     if before.format != FORMAT:
         starts = before.read("environment")
-        version = starts[0].get("versions", {}).get("torch-dcl", "unknown") if starts else "unknown"
+        versions = starts[0].get("versions") if starts else None
+        version = versions.get("torch-dcl", "unknown") if isinstance(versions, dict) else "unknown"
         raise RunError(
             f"{folder} was begun by torch-dcl {version} in another form (format {before.format}, here {FORMAT}), and "
             "cannot be resumed; dcl report reads it, or run it again in another folder"
