@@ -87,7 +87,7 @@ def test_a_layer_that_the_forward_pass_does_not_use_comes_back_as_it_was():
 def test_tied_weights_are_refused():
     tied = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4))
     tied[2].weight = tied[1].weight
-    with pytest.raises(TypeError, match=r"'1.weight' and '2.weight' are one parameter"):
+    with pytest.raises(TypeError, match=r"'1.weight' and '2.weight' are tied"):
         Stack([tied])
 
 
@@ -168,7 +168,7 @@ def test_a_flipped_byte_of_a_checkpoint_is_found(tmp_path):
     ("change", "message"),
     [
         ({"labels": LABELS.int()}, "must be int64"),
-        ({"labels": LABELS + 1}, "the label 5, but the networks tell 5 classes apart"),
+        ({"labels": LABELS + 1}, "the label 5, but the networks have 5 classes"),
         ({"labels": LABELS[:3]}, "40 images and 3 labels"),
         ({"images": IMAGES.float()}, "must be uint8"),
     ],

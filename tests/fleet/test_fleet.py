@@ -583,12 +583,12 @@ IMAGES, LABELS = torch.zeros(9, 6, 6, dtype=torch.uint8), torch.zeros(9, dtype=t
 @pytest.mark.parametrize(
     ("members", "data", "batch", "message"),
     [
-        ([member()], {"two": (IMAGES, LABELS)}, 3, "'mine' wants the data 'one'; given are 'two'"),
+        ([member()], {"two": (IMAGES, LABELS)}, 3, "there is no data 'one' for 'mine'; given: 'two'"),
         ([member()], {"one": (IMAGES.float(), LABELS)}, 3, r"'one' must be uint8.*got torch.float32 \[9, 6, 6\]"),
         ([member()], {"one": (IMAGES[0], LABELS)}, 3, r"must be uint8 \[N, H, W\].*\[6, 6\]"),
         ([member()], {"one": (IMAGES, LABELS[:5])}, 3, "'one' has 9 images and 5 labels"),
-        ([member()], {"one": (IMAGES, LABELS)}, 10, "batch must be from 1 to the 9 images of the data, got 10"),
-        ([member()], {"one": (IMAGES, LABELS)}, 0, "batch must be from 1 to the 9 images of the data, got 0"),
+        ([member()], {"one": (IMAGES, LABELS)}, 10, "batch must be from 1 to 9, the number of images, got 10"),
+        ([member()], {"one": (IMAGES, LABELS)}, 0, "batch must be from 1 to 9, the number of images, got 0"),
         ([member(), member()], {"one": (IMAGES, LABELS)}, 3, "a member for each network, got 1 and 2"),
         ([], {"one": (IMAGES, LABELS)}, 3, "a member for each network, got 1 and 0"),
     ],
@@ -606,12 +606,12 @@ def test_a_fleet_of_none_is_refused():
 @pytest.mark.parametrize("other", [IMAGES[:8], IMAGES[:, :5], IMAGES[:, None]])
 def test_data_of_two_sizes_are_refused(other):
     data = {"one": (IMAGES, LABELS), "two": (other, LABELS[: len(other)])}
-    with pytest.raises(ValueError, match=r"all data of a fleet must have one size.*train them in fleets apart"):
+    with pytest.raises(ValueError, match=r"all data of a fleet must have one size.*use one fleet for each size"):
         Fleet([tiny(), tiny()], [member(), member(data="two")], data, batch=3)
 
 
 def test_networks_of_two_architectures_are_refused():
-    with pytest.raises(ValueError, match="network 1 of the stack is of another architecture"):
+    with pytest.raises(ValueError, match="network 1 of the stack has another architecture"):
         Fleet([tiny(), tiny(norm=True)], [member(), member()], {"one": (IMAGES, LABELS)}, batch=3)
 
 

@@ -1,7 +1,6 @@
-"""The optimiser step on stacked parameters: many of them in one launch, one read of every value, one write.
+"""The optimiser step on stacked parameters: many parameters in one launch, one read and one write of every value.
 
-A small network has a dozen parameters of a few values beside one or two large ones; a launch for each takes longer than
-the work.
+A small network has a dozen tiny parameters and one or two large ones: a launch for each takes longer than the work.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ __all__ = ["sgd_", "squared_norms"]
 _BLOCK = 1024
 _NORM_BLOCK = 4096
 _TOGETHER = 16
-"""Parameters of a launch; what is compiled grows with them."""
+"""Parameters in one launch; the compiled code grows with their number."""
 
 
 @triton.jit
