@@ -1,4 +1,4 @@
-"""Data: embedded digits, multi-digit sets, the sources of the tables, prepared files, and batches on the device."""
+"""Data: embedded digits, multi-digit sets, dataset sources, prepared files, and batches on the device."""
 
 from torch_dcl.data import digits, layouts
 from torch_dcl.data.batches import Batches

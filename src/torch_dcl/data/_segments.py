@@ -1,4 +1,4 @@
-"""The digits that numbers are written with: read, checked, and cut out by their tight boxes."""
+"""The digits of multi-digit numbers: read, checked, and cropped to their tight boxes."""
 
 import os
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ _TENSORS = ("pixels", "height", "width", "first", "count", "original")
 
 @dataclass(frozen=True)
 class Segments:
-    """The digits of one split, each cut out by its tight box and laid into the upper left corner.
+    """The digits of one split, each cropped to its tight box, in the upper left corner.
 
     Args:
         split: The split they belong to.
@@ -28,7 +28,7 @@ class Segments:
         width: Columns of each box, int64 `[n]`.
         first: Where each class begins, int64 `[10]`.
         count: How many digits each class has, int64 `[10]`.
-        original: The place of each digit in what was given, int64 `[n]`.
+        original: The index of each digit in the given images, int64 `[n]`.
     """
 
     split: str
@@ -40,7 +40,7 @@ class Segments:
     original: Tensor
 
     def to(self, device: torch.device) -> "Segments":
-        """Give the same digits on a device."""
+        """The same digits on a device."""
         if self.pixels.device == device:
             return self
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if name in _TENSORS}
@@ -55,7 +55,7 @@ MnistLike = str | os.PathLike[str] | tuple[Tensor, Tensor] | Segments | None
 
 
 def source(mnist: MnistLike = None) -> str:
-    """Say in words which digits `generate` and `segment` use for `mnist`.
+    """Describe the digits that `generate` and `segment` use for `mnist`.
 
     Args:
         mnist: As for `generate`.
@@ -73,7 +73,7 @@ def source(mnist: MnistLike = None) -> str:
 
 
 def segment(mnist: MnistLike, split: str) -> Segments:
-    """Read the digits of a split and cut them out. Do this once and pass the result on to write many sets quickly.
+    """Read the digits of a split and crop them. Do this once and pass the result on, to generate many sets quickly.
 
     Args:
         mnist: As for `generate`.
@@ -83,8 +83,8 @@ def segment(mnist: MnistLike, split: str) -> Segments:
         The digits on the CPU, or `mnist` itself where it is `Segments`.
 
     Raises:
-        ValueError: The digits are of a wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
-            an idx file is damaged or of another kind, or `mnist` holds the digits of the other split.
+        ValueError: The digits have the wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
+            an idx file is damaged or of another format, or `mnist` has the digits of the other split.
         TypeError: The digits are not uint8 or the labels are not integers.
         FileNotFoundError: An idx file is missing.
     """
@@ -103,7 +103,7 @@ def segment(mnist: MnistLike, split: str) -> Segments:
 
 
 def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, split: str) -> tuple[Tensor, Tensor]:
-    """Read the digits of a split and check them, without cutting them out.
+    """Read and check the digits of a split, without cropping them.
 
     Args:
         mnist: As for `generate`, without `Segments`.
@@ -129,7 +129,7 @@ def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, sp
 
 
 def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segments:
-    """Move every digit's tight box into the upper left corner and drop what lies outside of it."""
+    """Move every digit's tight box into the upper left corner and clear everything outside of it."""
     side = images.shape[1]
     place = torch.arange(side)
     boxes = []
@@ -156,7 +156,7 @@ def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segment
 
 
 def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor]:
-    """Refuse digits that are not what `generate` promises to write with."""
+    """Refuse digits of the wrong type, shape or range."""
     if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
         raise TypeError(f"the {split} digits must be two tensors, not {type(images).__name__}, {type(labels).__name__}")
     images, labels = images.cpu(), labels.cpu()

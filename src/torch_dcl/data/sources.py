@@ -1,6 +1,6 @@
-"""The data sources of the tables: MNIST, CIFAR, SVHN, a folder of images, arrays, a prepared file.
+"""Dataset sources: MNIST, CIFAR, SVHN, a folder of images, arrays, a prepared file.
 
-`load` looks for the files, reads and checks them, and says what it used. It never runs code from a file.
+`load` finds the files, reads and checks them, and describes what it used. It never runs code from a file.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def load(
     extra: bool = True,
     seed: int = 0,
 ) -> Dataset:
-    """Read a dataset from where it lies.
+    """Load a dataset from its files.
 
     | name | files |
     |---|---|
@@ -50,8 +50,8 @@ def load(
     | `arrays:PATH` | `{train,test}_{images,labels}.npy`, memory-mapped |
     | `prepared:PATH` | a file of `write_prepared` |
 
-    Named sets are looked for in `root` alone when it is given, and otherwise in `$TORCH_DCL_DATA`, `./data` and the
-    user's cache. When MNIST is not found without a `root`, the embedded excerpt takes its place; `source` says so.
+    Named sets are searched in `root` alone when it is given, otherwise in `$TORCH_DCL_DATA`, `./data` and the user's
+    cache. When MNIST is not found and no `root` is given, the embedded excerpt replaces it; `source` says so.
 
     Args:
         name: One of the table above.
