@@ -44,13 +44,15 @@ class Plan:
     ) -> None:  # fmt: skip
         from torch_dcl.kernels import moments, project  # noqa: PLC0415
 
-        del of_weight  # a part of what tells plans apart, as are the types of the norms' tensors
         self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
         width = shape[channels]
         P = 1
         for size in (*shape[:channels], *shape[channels + 1 :]):
             P *= size
         self.P, self.width, self.M = P, width, width // T
+        self.rounds = of_weight is not dtype
+        """Whether weights are of another type, as they are under autocast; that of the norms' tensors is a part of what
+        tells plans apart."""
         self.last = channels == len(shape) - 1
         """Whether the channels are the last dimension, as in a linear layer, so that there is one layout."""
         self.rows = launch.room_for(shape, channels)
@@ -66,8 +68,10 @@ class Plan:
             self.statistics = moments.Statistics(P, self.M, T, N, device, norms[0], bias=norms[1], track=track)
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
 
-    def forward(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None) -> tuple[Tensor, Known]:
-        """z, and what backward wants; the device of y must be the current one."""
+    def forward(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None, *, learns: bool = True
+    ) -> tuple[Tensor, Known]:
+        """z, and what backward wants if anything learns; the device of y must be the current one."""
         rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
         z = torch.empty_strided(self.z_shape, self.z_stride, dtype=y.dtype, device=y.device)
         known: Known
@@ -76,30 +80,32 @@ class Plan:
             self.projection(rows, low, about, z)
             known = (low, about)
         else:
-            low = (weight if weight.dtype is y.dtype else weight.to(y.dtype)).contiguous()
-            known = (low, self._project(rows, low, bias, z))
+            known = self._project(rows, weight.contiguous(), bias, z, learns)
         if self.turned and not self.last:
             z = launch.turn(z, self.channels, False, z.dtype)
         return z, known
 
-    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor | None:
-        """Write z; give the responses if they are kept."""
+    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, learns: bool) -> Known:
+        """Write z; give the weights in the type of y, and the responses if they are kept."""
+        from torch_dcl.kernels import kept as responses  # noqa: PLC0415
+        from torch_dcl.kernels import project  # noqa: PLC0415
+
+        hopper = None if self.keep else launch.takes_hopper(self, y, weight)
+        low, rounded = weight, None
+        if self.rounds:
+            if hopper is not None or not self.P or (self.keep and not responses.in_one(self.P, self.T, self.dtype)):
+                weight = low = weight.to(y.dtype)
+            else:  # a kernel rounds them on its way
+                low = rounded = torch.empty_like(weight, dtype=y.dtype) if learns else None
         if self.keep:
-            from torch_dcl.kernels import kept as responses  # noqa: PLC0415
-            from torch_dcl.kernels import project  # noqa: PLC0415
-
-            into = project.as_rows(z, weight.shape[1])
-            return responses.kept_forward(
-                project.as_rows(y, self.width), weight, bias, into, self.T, self.eps, self.pairs
-            )
-        hopper = launch.takes_hopper(self, y, weight)
+            rows, into = project.as_rows(y, self.width), project.as_rows(z, weight.shape[1])
+            pre = responses.kept_forward(rows, weight, bias, into, self.T, self.eps, self.pairs, rounded)
+            return low, pre
         if hopper is not None:
-            from torch_dcl.kernels import project  # noqa: PLC0415
-
             hopper.project_forward(project.as_rows(y, self.width), weight, bias, z, self.eps)
         else:
-            self.projection(y, weight, bias, z)
-        return None
+            self.projection(y, weight, bias, z, rounded)
+        return low, None
 
     def backward(
         self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
