@@ -260,25 +260,21 @@ def test_the_deciding_chart():
         "DCL, two branches": "dcl", "DCL, three stochastic branches": "dcl3s",
         "product without the root (star)": "star", "gated (GLU)": "glu", "bilinear": "bilinear",
     }  # fmt: skip
-    rows = table_under("| layer | weights | step, ms", RESULTS)
-    ten, hundred = CHARTS.values()
-    assert [names[row[0]] for row in rows] == sorted(ten, key=lambda unit: mean_error(ten[unit]))
     corrected, failed = against_dcl(), []
-    for name, weights, step, *shown in rows:
-        unit = names[name]
-        agree(weights, ten[unit]["weights"])
-        agree(step, hundred[unit]["step_ms"])
-        for (data, points), error, difference, p in zip(
-            CHARTS.items(), shown[::3], shown[1::3], shown[2::3], strict=True
-        ):
-            if is_failed(data, points[unit]):
+    for data, head, other in (("cifar10", "| on CIFAR-10 |", "weights"), ("cifar100", "| on CIFAR-100 |", "step_ms")):
+        points = CHARTS[data]
+        rows = table_under(head, RESULTS)
+        assert [names[row[0]] for row in rows] == sorted(points, key=lambda unit: mean_error(points[unit]))
+        for name, size, error, difference, p in rows:
+            unit, point = names[name], points[names[name]]
+            agree(size, point[other])
+            if is_failed(data, point):
                 assert (error, difference, p) == ("failed", "", "")
                 failed.append((data, unit))
                 continue
-            agree(error, mean_error(points[unit]), statistics.stdev(points[unit]["errors"]))
-            if unit != "dcl":
-                agree(difference, *paired(points[unit], points["dcl"]))
-                agree(p, corrected[data, unit])
+            agree(error, mean_error(point), statistics.stdev(point["errors"]))
+            agree(difference, *(paired(point, points["dcl"]) if unit != "dcl" else ()))
+            agree(p, *([corrected[data, unit]] if unit != "dcl" else []))
     assert failed == [("cifar100", "bilinear")]
     (text,) = re.findall(r"54 trainings in (.*?), in part beside", " ".join(RESULTS))
     for name, minutes in zip(CHARTS, re.findall(r"\d+\.\d", text), strict=True):
