@@ -37,6 +37,20 @@ def test_the_start_from_trained_weights():
             if text:
                 values = [float(row[column]) for row in of]
                 agree(text, statistics.mean(values), statistics.stdev(values))
+    fits = [
+        statistics.mean(
+            float(r["relative_error_test"])
+            for r in runs
+            if (r["branches"], r["width"], r["init"]) == (branches, width, "fit+calibration")
+        )
+        for branches, width in (("1", "200"), ("2", "100"))
+    ]
+    for page in ("docs/results.md", "docs/numerics.md"):
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        (shown,) = re.findall(
+            r"relative squared error (?:on the test images )?is (0\.\d+) (?:against|where) .*?(0\.\d+)", text
+        )
+        agree(" ".join(shown), *fits)
 
 
 COLUMNS = {
@@ -99,6 +113,21 @@ def test_what_is_said_of_table_1():
     ours, here, there, theirs = map(int, claims.groups())
     (shown,) = re.findall(r"for the paper's own table and for ours: (.*?) here\.", text)
     agree(shown, there, theirs, here, ours)
+
+
+def test_what_table_1_took():
+    """The oracle is a network for each digit of a number."""
+    sets = {data for data, _ in TABLE_1}
+    networks = sum(5 * (data.count("I") - 1 if column == "oracle" else 1) for data, column in TABLE_1)
+    text, minutes = " ".join(RESULTS), results("table1.json")["minutes"]
+    (shown,) = re.findall(r"trained these (.*?) seconds of them", text)
+    agree(shown, networks, minutes["training and evaluation"] + minutes["compiling"], 60 * minutes["compiling"])
+    (shown,) = re.findall(r"Fitting the sets took (.*?)\. ", text)
+    agree(
+        shown,
+        *(minutes[f"{what}, earlier on an H200"] for what in ("calibration of the sets", "search of learning rates")),
+    )
+    assert len(sets) == 15
 
 
 def test_how_near_the_fitted_baseline_is():
