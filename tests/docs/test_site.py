@@ -5,8 +5,10 @@ import importlib
 import re
 import shlex
 import tomllib
+from typing import Annotated
 
 import pytest
+import typer
 import typer.main
 from tests.docs.pages import PAGES, ROOT, blocks_of, spans_of, text_of
 
@@ -53,19 +55,46 @@ def test_the_page_of_the_command_has_every_option(verb):
     assert set(re.findall(r"`(-[\w-]+)", rows)) == options_of(COMMAND.commands[verb]) - HELP
 
 
-def test_the_page_of_the_command_says_what_the_help_says():
+def test_the_page_of_the_command_has_a_section_for_every_verb():
     text = text_of("docs/command.md")
-    assert "### `dcl data fetch`\n\nDownload a set" in text
-    assert "```text\ndcl run [OPTIONS] NAME|FILE\n```" in text
-    assert "\ndcl run table1 --dry-run\n" in text
-    assert (
-        "| `--output`, `-o` | The page to write; x.json for parts of Table 2 as one table. Default: `report.html`. |"
-        in text
-    )
-    assert "| `--epochs` | Passes over them. Default: `6`. |" in text
-    assert "| `--data FOLDER\\|NAMES` |" in text
-    assert "[bold]" not in text
     assert command_page.MARK not in text
+    sections = re.findall(r"^(##+) `(dcl .*)`\n\n[A-Z].*\.$", text, re.M)
+    inner = [f"dcl data {verb}" for verb in COMMAND.commands["data"].commands]
+    assert sorted(name for _, name in sections) == sorted([*(f"dcl {verb}" for verb in COMMAND.commands), *inner])
+    assert all(len(marks) == len(name.split()) for marks, name in sections)
+
+
+def test_a_verb_as_markdown():
+    app = typer.Typer(rich_markup_mode="rich")
+
+    @app.callback()
+    def main() -> None:
+        """A group."""
+
+    @app.command()
+    def bake(
+        flour: Annotated[str, typer.Argument(help="Of what.", metavar="RYE|WHEAT")],
+        salt: Annotated[int, typer.Option("--salt", "-s", help="Grams.", metavar="G")] = 9,
+        oven: Annotated[str, typer.Option(help="Where.  [dim]\\[default: the hot one][/dim]", show_default=False)] = "",
+        dry: Annotated[bool, typer.Option("--dry-run", help="As --salt says.")] = False,
+    ) -> None:
+        """Bake [bold]bread[/bold].
+
+        \b
+        [bold]Examples[/bold]
+          dcl bake rye \\[soon]
+        """
+
+    assert command_page.section("dcl bake", typer.main.get_command(app).commands["bake"]) == [
+        "## `dcl bake`", "", "Bake bread.", "",
+        "```text", "dcl bake [OPTIONS] RYE|WHEAT", "```", "",
+        "```", "dcl bake rye [soon]", "```", "",
+        "| option | meaning |", "|---|---|",
+        r"| `RYE\|WHEAT` | Of what. |",
+        "| `--salt G`, `-s` | Grams. Default: `9`. |",
+        "| `--oven` | Where. Default: the hot one. |",
+        "| `--dry-run` | As `--salt` says. |", "",
+    ]  # fmt: skip
 
 
 def test_no_table_of_options_is_written_by_hand():
