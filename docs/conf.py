@@ -31,6 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autoclass_content = "class"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as one list, each with its type
 napoleon_custom_sections = ["Shape"]
 default_role = "code"  # `x` in a docstring is code
 python_use_unqualified_type_names = True

@@ -25,7 +25,7 @@ ADDED = {
     "dcl run table2 --networks bignet --data cifar10 --seeds 3 --minutes 9": (
         "--smoke --networks lenet --models lenet --seeds 1"
     ),
-    "dcl run chart --data cifar10 --smoke": "--set units=dcl,star --seeds 1",
+    "dcl run chart --data cifar10 --smoke": "--dry-run",
     "dcl run figures --set parts=filters,curves": (
         "--smoke --set parts=filters --set filters=10,25 --seeds 1 --out runs/figures"
     ),
