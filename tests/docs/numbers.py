@@ -57,3 +57,12 @@ def paired(cell, plain):
         return (mean,)
     reach = T_95[n] * statistics.stdev(apart) / n**0.5
     return mean, mean - reach, mean + reach
+
+
+def holm(compared):
+    """Correct several p, by name, as Holm does: the k-th smallest of m times m + 1 - k, never below the one before."""
+    corrected, highest = {}, 0.0
+    for rank, key in enumerate(sorted(compared, key=compared.get)):
+        highest = max(highest, min(1.0, (len(compared) - rank) * compared[key]))
+        corrected[key] = highest
+    return corrected
