@@ -42,8 +42,8 @@ from torch_dcl.data import Dataset
 from torch_dcl.experiments.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
 from torch_dcl.experiments.natural.sets import NaturalConfig
 from torch_dcl.experiments.recipes.table2 import make_fleet
+from torch_dcl.fleet import Fleet, train_concurrently
 from torch_dcl.stochastic import advance_branches_
-from torch_dcl.fleet import Fleet, train_abreast
 
 FIELDS = [
     "column", "method", "networks", "batch", "precision", "stacked", "compile", "streams",
@@ -227,7 +227,7 @@ def abreast(fleets: list[Fleet]):
     """An epoch of several fleets at the same time."""
 
     def run() -> int:
-        train_abreast(fleets)
+        train_concurrently(fleets)
         return sum(len(made) * made.steps_per_epoch * made.batch for made in fleets)
 
     return run

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from torch_dcl import convert_
 from torch_dcl.data.digits import generate
-from torch_dcl.models import lenet, variant_plan
 from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.models import lenet, variant_plan
 
 COLUMNS = [
     "method", "networks", "batch", "classes", "variant", "precision", "images_per_s", "ratio_to_plain",

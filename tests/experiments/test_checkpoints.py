@@ -11,7 +11,7 @@ from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.reading import read_run
 from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.fleet import Schedule
-from torch_dcl.fleet.runs import RunError
+from torch_dcl.fleet.run_folder import RunError
 
 MNIST = read_mnist(None)
 EXACT = Settings(Schedule(4), batch=25, precision="float64", curves=True)

@@ -14,7 +14,7 @@ from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.parts import run_parts
 from torch_dcl.experiments.reading import PARTS, state_of
 from torch_dcl.fleet import Fleet, Schedule
-from torch_dcl.fleet.runs import RunError
+from torch_dcl.fleet.run_folder import RunError
 
 MNIST = read_mnist(None)
 SETTINGS = Settings(Schedule(2), batch=25)

@@ -9,7 +9,7 @@ from torch_dcl.experiments.digitsets import read_mnist
 from torch_dcl.experiments.engine import Outcome, Settings
 from torch_dcl.experiments.reading import PARTS, read_run, state_of
 from torch_dcl.fleet import Schedule
-from torch_dcl.fleet.runs import RunError
+from torch_dcl.fleet.run_folder import RunError
 
 MNIST = read_mnist(None)
 TINY = Settings(Schedule(1), batch=50)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.ranks import Rank
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 
 def test_a_process_by_itself_is_the_first_of_one_and_waits_for_nobody(monkeypatch):
@@ -44,6 +44,6 @@ def test_the_first_one_makes_the_folder_and_the_others_follow(tmp_path, monkeypa
         assert first.path == path
     # The first waits when it is there; the other waits before it looks, and goes on in it.
     assert told == [(0, True), (1, True)]
-    assert RunFolder.look(path).recipe == {"table": 1}
+    assert RunFolder.inspect(path).recipe == {"table": 1}
     with pytest.raises(RunError, match="--resume"), Rank(0, 2).open(path, {"table": 1}, resume=False):
         pass

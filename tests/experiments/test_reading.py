@@ -17,7 +17,7 @@ from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import is_trial
 from torch_dcl.experiments.table1 import run_table1
 from torch_dcl.fleet import Schedule
-from torch_dcl.fleet.runs import RunError, RunFolder, holder
+from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 MNIST = read_mnist(None)
 TINY = Settings(Schedule(2), batch=50, curves=True)
@@ -67,13 +67,13 @@ def test_a_run_that_has_not_ended_has_the_table_so_far(run):
 
 
 def test_a_run_can_be_read_while_it_is_written(run):
-    with RunFolder.open(run, RunFolder.look(run).recipe, resume=True):
-        assert holder(run) == os.getpid()
+    with RunFolder.open(run, RunFolder.inspect(run).recipe, resume=True):
+        assert lock_holder(run) == os.getpid()
         assert (state_of(run).state, state_of(run).pid) == ("running", os.getpid())
         assert read_run(run).table is not None
-    assert holder(run) is None
+    assert lock_holder(run) is None
     (run / "lock").write_text(f"{os.getpid()}\n")  # as a kill leaves it
-    assert holder(run) is None
+    assert lock_holder(run) is None
 
 
 def test_only_a_lock_that_is_held_counts(run):
@@ -81,7 +81,7 @@ def test_only_a_lock_that_is_held_counts(run):
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("999999999\n")
         file.flush()
-        assert holder(run) is None  # there is no such process
+        assert lock_holder(run) is None  # there is no such process
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_an_unknown_recipe_is_named(tmp_path):
 
 
 def test_minutes_of_a_cell_are_the_share_of_its_fleets(run):
-    folder = RunFolder.look(run)
+    folder = RunFolder.inspect(run)
     records = folder.read("outcomes")
     table = read_run(run).table
     for cell in table.cells:

@@ -11,7 +11,7 @@ from torch_dcl.experiments.report import differences, further_findings
 from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.statistics import paired
 from torch_dcl.experiments.table import parse
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 POINTS = [{"filters": n, "errors": [100 / n, 101 / n], "weights": 1000 * n} for n in (10, 50, 100)]
 FILTERS = {"set": "MNIST-III-10", "baseline": {"errors": [1.5, 1.6]}, "points": POINTS}

@@ -14,7 +14,7 @@ from torch_dcl.experiments import runner
 from torch_dcl.experiments.protocol import Config, Job, Recipe, SettingError, content_hash, setting, with_settings
 from torch_dcl.experiments.runner import Silent, StopRequest, concurrent_groups, outcomes_of, plan_fleets, run
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 STEPS, EPOCHS = 4, 2
 
@@ -127,7 +127,7 @@ def test_a_finished_run_trains_nothing_again(whole, tmp_path, monkeypatch):
 
 def test_the_outcomes_of_a_fleet_are_one_line(tmp_path):
     run(toy(), tmp_path)
-    lines = RunFolder.look(tmp_path).read("outcomes")
+    lines = RunFolder.inspect(tmp_path).read("outcomes")
     assert [len(line["outcomes"]) for line in lines] == [2, 2, 2, 2]
 
 
@@ -177,7 +177,7 @@ def test_the_minutes_before_an_interruption_count(tmp_path, killed_at):
     with killed_at(3):
         run(toy(), tmp_path)
     run(toy(), tmp_path, resume=True)
-    assert len(RunFolder.look(tmp_path).read("minutes")) == 2
+    assert len(RunFolder.inspect(tmp_path).read("minutes")) == 2
 
 
 @pytest.fixture
@@ -260,7 +260,7 @@ def test_a_resume_on_other_data_is_refused(tmp_path, stopped):
 def test_the_loser_of_two_starts_writes_nothing(tmp_path):
     run(toy(), tmp_path, settings="first")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with RunFolder.open(tmp_path, RunFolder.look(tmp_path).recipe, resume=True):
+    with RunFolder.open(tmp_path, RunFolder.inspect(tmp_path).recipe, resume=True):
         pass
     with pytest.raises(RunError, match="holds a run already"):
         run(toy(seeds=3), tmp_path, settings="second")
@@ -286,7 +286,7 @@ def test_a_fleet_that_fails_is_named_and_the_others_are_trained(whole, tmp_path,
     ((jobs, error),) = summary.failures
     assert [(job.network, job.seed) for job in jobs] == [("wide", 0), ("wide", 1)]
     assert error == "OutOfMemoryError: no memory"
-    assert len(outcomes_of(RunFolder.look(tmp_path))) == 6
+    assert len(outcomes_of(RunFolder.inspect(tmp_path))) == 6
     assert json.loads((tmp_path / "failures.jsonl").read_text())["error"] == error
     assert run(toy(), tmp_path, resume=True).result == whole
 

@@ -13,9 +13,9 @@ from torch_dcl.experiments.columns import MODELS
 from torch_dcl.experiments.digitsets import make_sets, read_mnist
 from torch_dcl.experiments.engine import Job, Outcome, Settings
 from torch_dcl.experiments.search import SEARCHED_ON, TRIALS, Trial, as_json, choose, search, stored_choice
+from torch_dcl.fleet import Schedule
 from torch_dcl.fusion import LEAN
 from torch_dcl.models.variants import VARIANTS
-from torch_dcl.fleet import Schedule
 
 RECORD = Path(__file__).parents[2] / "results" / "table1-search.json"
 

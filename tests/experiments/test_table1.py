@@ -23,7 +23,7 @@ from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.search import Trial, stored_choice, stored_minutes
 from torch_dcl.experiments.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
 from torch_dcl.fleet import Fleet, Schedule
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 ROOT = Path(__file__).parents[2]
 NAME = "MNIST-II-01"
@@ -66,7 +66,7 @@ def untrained(monkeypatch):
 
 
 def records(folder, name="outcomes"):
-    return RunFolder.look(folder).read(name)
+    return RunFolder.inspect(folder).read(name)
 
 
 # One run
@@ -113,8 +113,8 @@ def test_it_says_how_it_was_made(whole):
 def test_compiling_has_minutes_of_its_own(done):
     lines = [{**record, "compiling": 3.0} for record in records(done)]
     (done / "minutes.jsonl").unlink()
-    RunFolder.look(done).append("minutes", {"training": 2.0})
-    made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.look(done))
+    RunFolder.inspect(done).append("minutes", {"training": 2.0})
+    made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.inspect(done))
     spent = 3.0 * len(lines) / 60
     before = {"calibration of the sets, earlier on an H200": stored_minutes()["calibration"]}
     assert made.minutes == pytest.approx({"training and evaluation": 2.0 - spent, "compiling": spent, **before})

@@ -7,7 +7,7 @@ from torch_dcl.experiments.engine import Settings
 from torch_dcl.experiments.protocol import Progress
 from torch_dcl.experiments.reading import state_of
 from torch_dcl.experiments.telling import telling
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 RECIPE = {"recipe": "figures", "parts": ["filters"]}
 AT = Progress(1, 2, "A2, 100 classes", 3, 0, 4)

@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_dcl.files import SealedError, read_sealed, write_sealed
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.abreast import train_abreast
+from torch_dcl.fleet.concurrent import train_concurrently
 
 STEPS = 4  # of an epoch
 KEY = "torch_dcl_fleet"
@@ -76,9 +76,9 @@ def test_on_a_gpu_fleets_that_train_concurrently_stop_together_and_go_on():
     whole, stopped = ([make_fleet(device="cuda"), make_fleet(stacked=False, device="cuda")] for _ in range(2))
     for fleet in whole:
         fleet.train(1)
-    train_abreast(stopped, after(2))
+    train_concurrently(stopped, after(2))
     assert [fleet.step for fleet in stopped] == [2, 2]
-    train_abreast(stopped)
+    train_concurrently(stopped)
     assert all(torch.equal(weights(a), weights(b)) for a, b in zip(whole, stopped, strict=True))
 
 
@@ -86,9 +86,9 @@ def test_fleets_that_train_concurrently_stop_together_and_go_on():
     whole, stopped = [make_fleet(), make_fleet(lr=0.01)], [make_fleet(), make_fleet(lr=0.01)]
     for fleet in whole:
         fleet.train(1)
-    train_abreast(stopped, after(2))
+    train_concurrently(stopped, after(2))
     assert [fleet.epoch for fleet in stopped] == [0, 0]
-    train_abreast(stopped)
+    train_concurrently(stopped)
     assert all(torch.equal(weights(a), weights(b)) for a, b in zip(whole, stopped, strict=True))
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from torch_dcl import DCLLinear, convert_, plan, save_model
 from torch_dcl.cli.app import app
-from torch_dcl.models import lenet
 from torch_dcl.fleet import Fleet
+from torch_dcl.models import lenet
 
 STORED = Path(__file__).with_name("recipes.json")
 SMOKE = {

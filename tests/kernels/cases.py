@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_dcl import kernels
-from torch_dcl.functional import draw_pair
 from torch_dcl.fleet import Inputs, operations
-from torch_dcl.fleet.resident import Resident
+from torch_dcl.fleet.device_data import DeviceData
 from torch_dcl.fleet.sgd import Learning, sgd_
+from torch_dcl.functional import draw_pair
 
 Errors = dict[str, float]
 Case = Callable[[str, torch.dtype], Errors]
@@ -174,7 +174,7 @@ CASES |= {f"dropout, {name}": _dropout_case(*sizes) for name, sizes in DROPOUT.i
 
 
 def _pairs(device: str, dtype: torch.dtype) -> Errors:
-    from torch_dcl.kernels.pointwise import draw_pairs_
+    from torch_dcl.fleet.kernels.pointwise import draw_pairs_
 
     errors = {}
     for T in (3, 4, 5, 8):
@@ -294,7 +294,7 @@ CASES |= {f"cross-entropy, {name}": _entropy_case(*sizes) for name, sizes in ENT
 
 def _gather_case(shape: tuple[int, ...]) -> Case:
     def run(device: str, dtype: torch.dtype) -> Errors:
-        from torch_dcl.kernels.pointwise import gather_images
+        from torch_dcl.fleet.kernels.pointwise import gather_images
 
         images = torch.randint(0, 256, (2, 9, *shape), dtype=torch.uint8)
         which, index = torch.tensor([1, 0, 1]), torch.randint(0, 9, (3, 4))
@@ -338,20 +338,20 @@ def _inputs_case(size: tuple[int, ...], train: bool, inputs: Inputs) -> Case:
     def run(device: str, dtype: torch.dtype) -> Errors:
         images = torch.randint(0, 256, (2, 9, *size), dtype=torch.uint8)
         data = {name: (images[d], torch.randint(0, 10, (9,))) for name, d in {"a": 0, "b": 1, "c": 1}.items()}
-        resident = Resident(data, ["b", "a", "c", "b"], torch.device(device), inputs, train=train)
-        resident.begin([5, 2**40, 5, 7], 3)
+        on_device = DeviceData(data, ["b", "a", "c", "b"], torch.device(device), inputs, train=train)
+        on_device.begin_epoch([5, 2**40, 5, 7], 3)
         # Evaluation shows the same images to all networks.
         index = (torch.randint(0, 9, (4, 6)) if train else torch.tensor([2, 3, 0]).expand(4, -1)).to(device)
-        found, labels = resident.gather(index, dtype)
-        cutter, given = resident._cutter, resident.images[resident.image_of[:, None], index]
-        plain = cutter.training(given, index, dtype) if train else cutter.evaluation(given, dtype)
+        found, labels = on_device.gather(index, dtype)
+        augmenter, given = on_device._augmenter, on_device.images[on_device.image_of[:, None], index]
+        plain = augmenter.augment(given, index, dtype) if train else augmenter.crop_centre(given, dtype)
         close = torch.isclose(found.float(), plain.float(), rtol=1e-6, atol=1e-6)
         return {
-            "kernels that are not used": float(not cutter.fits(resident.images, dtype)),
+            "kernels that are not used": float(not augmenter.kernel_accepts(on_device.images, dtype)),
             "another form": float((found.shape, found.stride()) != (plain.shape, plain.stride())),
             "another type": float((found.dtype, labels.dtype) != (dtype, torch.int64)),
             "pixels": (~close).sum().item(),
-            "labels": (labels != resident.labels[resident.label_of, index]).sum().item(),
+            "labels": (labels != on_device.labels[on_device.label_of, index]).sum().item(),
         }
 
     return run
@@ -366,11 +366,11 @@ def _inputs_left_to_torch(device: str, dtype: torch.dtype) -> Errors:
     errors = {}
     for name, how, kind in (("function", lambda x: x.flip(2) / 7, dtype), ("wide", COLOUR, torch.float64)):
         inputs = Inputs(how, crop=5, flip=True)
-        residents = [Resident(data, ["one"], torch.device(place), inputs, train=True) for place in ("cpu", device)]
-        for resident in residents:
-            resident.begin([3], 0)
-        plain, found = (r.gather(torch.arange(9, device=r.images.device)[None], kind)[0] for r in residents)
-        errors[f"{name}, taken"] = float(residents[1]._cutter.fits(residents[1].images, kind))
+        both = [DeviceData(data, ["one"], torch.device(place), inputs, train=True) for place in ("cpu", device)]
+        for on_device in both:
+            on_device.begin_epoch([3], 0)
+        plain, found = (r.gather(torch.arange(9, device=r.images.device)[None], kind)[0] for r in both)
+        errors[f"{name}, taken"] = float(both[1]._augmenter.kernel_accepts(both[1].images, kind))
         errors[name] = relative(found, plain)
     return errors
 

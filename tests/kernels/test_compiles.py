@@ -158,7 +158,7 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
 @pytest.mark.parametrize("pool", [1, 2])
 def test_the_convolution(compiled, channels, filters, side, kernel, pool):
-    from torch_dcl.kernels import conv
+    from torch_dcl.fleet.kernels import conv
 
     x = torch.randn(2, 3, side, side, channels).bfloat16()
     packed = conv.pack_weight(torch.randn(2, filters, channels, kernel, kernel).bfloat16())
@@ -173,7 +173,7 @@ def test_the_convolution(compiled, channels, filters, side, kernel, pool):
 @pytest.mark.parametrize("channels", [1, 3, 96, 100, 256])
 @pytest.mark.parametrize(("size", "beta"), [(5, 0.75), (7, 0.5)])
 def test_the_response_norm(compiled, dtype, channels, size, beta):
-    from torch_dcl.kernels import response_norm
+    from torch_dcl.models import _response_norm_kernels as response_norm
 
     x = torch.randn(2, channels, 4, 4).to(dtype).to(memory_format=torch.channels_last)
     response_norm.norm_forward(x, size, 1e-4, beta, 1.0)
@@ -184,7 +184,7 @@ def test_the_response_norm(compiled, dtype, channels, size, beta):
 @pytest.mark.parametrize("channels", [96, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled, made, dtype, channels):
-    from torch_dcl.kernels import response_norm
+    from torch_dcl.models import _response_norm_kernels as response_norm
 
     x = torch.randn(2, channels, 4, 4).to(dtype).to(memory_format=torch.channels_last)
     response_norm.norm_forward(x, 5, 1e-4, 0.75, 1.0)
@@ -223,13 +223,14 @@ def test_places_beyond_the_range_of_32_bits(compiled, made, positions, bits):
 
 @pytest.mark.parametrize("E", [1, 3])
 def test_what_stands_between_products(compiled, E):
-    from torch_dcl.kernels import pointwise
+    from torch_dcl.fleet.kernels import pointwise
+    from torch_dcl.kernels.pointwise import fuse_backward, fuse_forward
 
     active, seed, step = torch.zeros(E, 2, dtype=torch.int64), torch.zeros(E, dtype=torch.int64), torch.zeros(1).long()
     pre, bias = torch.randn(E, 3, 4, 9).bfloat16(), torch.randn(E, 3, 9).bfloat16()
     for pair in (None, active):
-        z = pointwise.fuse_forward(pre, bias, 0.01, pair)
-        pointwise.fuse_backward(z, pre, bias, 0.01, pair)
+        z = fuse_forward(pre, bias, 0.01, pair)
+        fuse_backward(z, pre, bias, 0.01, pair)
     pointwise.dropout(z, seed, 4_000_000_000, step, 0.5)
     pointwise.dropout(z, seed, 1, step, 0.5)
     pointwise.draw_pairs_(active, seed, 1, step, 3)
@@ -268,7 +269,7 @@ def test_norms(compiled, T, M, N, bias, affine, fixed):
 @pytest.mark.parametrize("clipped", [True, False])
 @pytest.mark.parametrize("E", [1, 3])
 def test_the_optimiser(compiled, E, clipped):
-    from torch_dcl.kernels import sgd
+    from torch_dcl.fleet.kernels import sgd
 
     active, rates = torch.zeros(E, 2, dtype=torch.int64), torch.ones(E)
     parameters = [torch.randn(E, 6, 5), torch.randn(E, 1), *torch.randn(20, E, 3)]
@@ -285,7 +286,7 @@ def test_the_optimiser(compiled, E, clipped):
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize(("E", "size", "crop"), [(3, (3, 32, 32), (24, 24)), (1, (1, 9, 7), (9, 7))], ids=str)
 def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):
-    from torch_dcl.kernels import inputs
+    from torch_dcl.fleet.kernels import augmentation
 
     images, labels = torch.zeros(2, 5, *size, dtype=torch.uint8), torch.zeros(2, 5, dtype=torch.int64)
     which, index = torch.zeros(E, dtype=torch.int64), torch.zeros(E, 4, dtype=torch.int64)
@@ -293,10 +294,10 @@ def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):
     mirrored = torch.zeros(E, 5, dtype=torch.bool) if drawn else None
     scale, shift = torch.ones(2, size[0])
     for mean in (None, torch.zeros(size)):
-        found, theirs = inputs.cut_images(
+        found, theirs = augmentation.gather_inputs(
             images, which, labels, which, index, first, mirrored, scale, shift, mean, crop, dtype
         )
         assert (found.shape, found.dtype) == ((E, 4, size[0], *crop), dtype)
         assert (theirs.shape, theirs.dtype) == ((E, 4), torch.int64)
-    assert compiled == ["_cut", "_cut"]
+    assert compiled == ["_gather_inputs", "_gather_inputs"]
     assert "fma.rn.f32" in made[0].asm["ptx"]

@@ -5,14 +5,15 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.kernels import autocast_cases, cases, layer_cases, norm_cases
+from tests.kernels import autocast_cases, cases, layer_cases
+from tests.models import response_norm_cases
 from torch import nn
 
 from torch_dcl import DCLLinear
 from torch_dcl.data import digits
 from torch_dcl.experiments import columns
-from torch_dcl.kernels import dispatch
 from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.kernels import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,20 +73,20 @@ def test_the_kernels_of_hopper_gpus_are_as_close_as_plain_torch(name):
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 4e-3)], ids=str
 )
-@pytest.mark.parametrize("name", norm_cases.CASES)
+@pytest.mark.parametrize("name", response_norm_cases.CASES)
 def test_the_response_norm_agrees_with_torch_in_float64(name, dtype, limit):
-    errors = norm_cases.errors_of(norm_cases.CASES[name], "cuda", dtype)
+    errors = response_norm_cases.errors_of(response_norm_cases.CASES[name], "cuda", dtype)
     assert {what: error for what, error in errors.items() if not error <= limit} == {}
 
 
-@pytest.mark.parametrize("name", norm_cases.OTHERS)
+@pytest.mark.parametrize("name", response_norm_cases.OTHERS)
 def test_where_the_response_norm_runs_and_what_it_leaves_to_torch(name):
-    assert {what: error for what, error in norm_cases.OTHERS[name]("cuda").items() if not error <= 1e-5} == {}
+    assert {what: error for what, error in response_norm_cases.OTHERS[name]("cuda").items() if not error <= 1e-5} == {}
 
 
 def test_the_response_norm_of_more_values_than_32_bits_can_count():
     x = torch.full((2**23 + 1, 256, 1), 2.0, dtype=torch.bfloat16, device="cuda")
-    z = norm_cases.norms.response_norm(x, 5, 1.0, 0.75, 1.0)
+    z = response_norm_cases.response_norm(x, 5, 1.0, 0.75, 1.0)
     expected = nn.functional.local_response_norm(x[-1:].float(), 5, 1.0, 0.75, 1.0).bfloat16()
     assert z[-1:].equal(expected)
     assert z[:1].equal(expected)
@@ -93,14 +94,14 @@ def test_the_response_norm_of_more_values_than_32_bits_can_count():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(compiled):
-    errors = norm_cases.alexnet_errors("cuda", compiled=compiled)
+    errors = response_norm_cases.alexnet_errors("cuda", compiled=compiled)
     assert {what: error for what, error in errors.items() if not error <= 1e-4} == {}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_cuda_graph_of_alexnets_stem_replays_what_it_computed(compiled):
     torch.manual_seed(0)
-    model = norm_cases.alexnet(10).to("cuda", memory_format=torch.channels_last)
+    model = response_norm_cases.alexnet(10).to("cuda", memory_format=torch.channels_last)
     stem = nn.Sequential(model.conv1, model.relu1, model.norm1, model.pool1)
     run = torch.compile(stem) if compiled else stem
     x = (60 * torch.randn(4, 3, 227, 227, device="cuda")).to(memory_format=torch.channels_last)
@@ -124,7 +125,7 @@ def test_a_cuda_graph_of_alexnets_stem_replays_what_it_computed(compiled):
     assert found[0].dtype == torch.bfloat16
     for again, expected in zip(found, step(), strict=True):
         torch.testing.assert_close(again, expected, rtol=1e-3, atol=0)
-    plain = norm_cases.plain_twin(model)
+    plain = response_norm_cases.plain_twin(model)
     exact = nn.Sequential(plain.conv1, plain.relu1, plain.norm1, plain.pool1).double()(x.double())
     assert cases.relative(found[0], exact) < 1e-2
 

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from torch_dcl.fleet.stacked_network import Stack
 from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm, conv_of_cells
-from torch_dcl.fleet.stack import Stack
 
 # Kernel, stride, and what the image has more.
 sides = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(0, 20))

@@ -79,9 +79,9 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
 def _write_recipe(task: Task) -> None:
     """Write the recipe under the folder's lock, so that the loser of two starts writes nothing."""
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.fleet.runs import hold  # noqa: PLC0415
+    from torch_dcl.fleet.run_folder import lock_folder  # noqa: PLC0415
 
-    with hold(task.out):
+    with lock_folder(task.out):
         if not (task.out / "recipe.json").exists():
             write_text(task.out / "recipe.toml", as_toml(task.recipe))
 

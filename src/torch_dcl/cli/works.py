@@ -69,7 +69,7 @@ def _table1(task: Training, stop: "StopRequest") -> bool:
     from torch_dcl.experiments.table1 import run_table1  # noqa: PLC0415
     from torch_dcl.experiments.trial import departures  # noqa: PLC0415
     from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.fleet.runs import RunFolder  # noqa: PLC0415
+    from torch_dcl.fleet.run_folder import RunFolder  # noqa: PLC0415
 
     recipe, screen = task.recipe, console()
     with _listening(task, stop) as (settings, told):
@@ -82,7 +82,7 @@ def _table1(task: Training, stop: "StopRequest") -> bool:
     why = departures(task.digits.source, settings.schedule, task.images)
     table = as_trial(table, why)
     save(table, task.out / "table1.json")
-    write_text(task.out / "table1.html", as_html(table, recipe=RunFolder.look(task.out).recipe))
+    write_text(task.out / "table1.html", as_html(table, recipe=RunFolder.inspect(task.out).recipe))
     if len(table.sets) <= FEW:
         screen.print(long_table(table, screen.width))
         screen.print(SIGNS, style="dim")

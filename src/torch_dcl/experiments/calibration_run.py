@@ -17,7 +17,7 @@ from torch_dcl.experiments.engine import Job, Report, Settings, TimeUpError
 from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.telling import clocked, minutes_of, telling
 from torch_dcl.files import write_text
-from torch_dcl.fleet.runs import RunFolder, environment
+from torch_dcl.fleet.run_folder import RunFolder, environment
 
 __all__ = ["jobs_of_calibration", "run_calibration"]
 

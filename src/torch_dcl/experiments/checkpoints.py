@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.protocol import finite
 from torch_dcl.fleet import Fleet
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.engine import Job

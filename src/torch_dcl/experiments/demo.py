@@ -21,7 +21,7 @@ from torch_dcl.experiments.digitsets import Digits, Sets, make_sets, read_mnist
 from torch_dcl.experiments.document import box, document, figure, listed, prose, sheet, table
 from torch_dcl.experiments.statistics import mean, paired, signed, std
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.runs import environment
+from torch_dcl.fleet.run_folder import environment
 
 __all__ = [
     "CAVEAT", "COLUMNS", "PLANNED", "RATES", "SET", "WORDS", "Entry", "choose_rates", "demo_page", "plan_of_a_network",

@@ -293,7 +293,7 @@ def _outcomes(
             sum(losses[row] for row in rows),
             sum(last[row] for row in rows),
             min(stopped, default=None),
-            compiling=fleet.preparing * len(rows) / len(fleet),
+            compiling=fleet.setup_seconds * len(rows) / len(fleet),
         )
         if settings.curves:
             curves = (_summed(fleet.history.train_loss, rows), _summed(judged, rows))

@@ -13,8 +13,8 @@ from torch_dcl.data.dataset import Dataset
 from torch_dcl.experiments.complementary import complementary
 from torch_dcl.experiments.drawings import knowledge_of
 from torch_dcl.experiments.parts import keep_part
+from torch_dcl.fleet.run_folder import RunFolder
 from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
-from torch_dcl.fleet.runs import RunFolder
 
 __all__ = ["as_taken", "digits_of", "look_at"]
 

@@ -28,7 +28,7 @@ from torch_dcl.experiments.protocol import finite
 from torch_dcl.experiments.search import Choice, stored_choice
 from torch_dcl.experiments.telling import telling
 from torch_dcl.files import write_text
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 __all__ = ["jobs_of_parts", "keep_part", "run_parts"]
 

@@ -18,7 +18,7 @@ from torch_dcl.fleet import Evaluation, Fleet
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "Config", "Job", "Listener", "Outcome", "Progress", "Recipe", "SettingError", "content_hash", "finite", "setting",

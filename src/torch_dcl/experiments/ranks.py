@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Rank"]
 

@@ -21,7 +21,7 @@ from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, as_trial, load
 from torch_dcl.experiments.trial import departures
 from torch_dcl.fleet import Schedule
-from torch_dcl.fleet.runs import RunError, RunFolder, holder
+from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 __all__ = ["PARTS", "Run", "State", "find_runs", "read_run", "state_of"]
 
@@ -78,9 +78,9 @@ def find_runs(root: str | os.PathLike[str]) -> list[State]:
 
 def state_of(path: str | os.PathLike[str]) -> State:
     """How one run stands. A run that cannot be read is damaged, and its problem says why."""
-    pid = holder(path)
+    pid = lock_holder(path)
     try:
-        folder = RunFolder.look(path)
+        folder = RunFolder.inspect(path)
         name, done, total, unit = _count(folder)
         started = next((record.get("time") for record in folder.read("environment")), None)
         now = _last_seen(folder) if pid is not None else None
@@ -141,7 +141,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         table = load_table2(place) if _is_table2(place) else load(place)
         count, name = len(table.cells), "table2" if isinstance(table, NaturalTable) else "table1"
         return Run(place, State(str(place), name, "finished", count, count, "cells"), table=table)
-    folder = RunFolder.look(place)
+    folder = RunFolder.inspect(place)
     state = state_of(place)
     if state.state == "damaged":
         raise RunError(f"{place}: {state.problem}")

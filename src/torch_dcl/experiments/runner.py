@@ -30,8 +30,8 @@ from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Rec
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError
 from torch_dcl.fleet import Fleet
-from torch_dcl.fleet.abreast import train_abreast
-from torch_dcl.fleet.runs import RunError, RunFolder
+from torch_dcl.fleet.concurrent import train_concurrently
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 __all__ = ["Failure", "Silent", "StopRequest", "Summary", "concurrent_groups", "outcomes_of", "plan_fleets", "run"]
 
@@ -339,7 +339,7 @@ class _Sweep:
                 self.kept.save(key, fleets[i], seconds_of(i))
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
-            train_abreast(fleets, self.should_stop)
+            train_concurrently(fleets, self.should_stop)
             if self.should_stop():
                 save()
                 return False

@@ -15,7 +15,7 @@ from torch_dcl.experiments.engine import Job, Outcome, Report, Settings, TimeUpE
 from torch_dcl.experiments.search import Choice, Trial, as_json, choose
 from torch_dcl.experiments.telling import clocked, minutes_of, telling
 from torch_dcl.files import write_text
-from torch_dcl.fleet.runs import RunFolder, environment
+from torch_dcl.fleet.run_folder import RunFolder, environment
 
 __all__ = ["jobs_of_search", "run_search"]
 

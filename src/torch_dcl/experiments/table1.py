@@ -24,7 +24,7 @@ from torch_dcl.experiments.reported import TABLE1
 from torch_dcl.experiments.search import Choice, stored_choice, stored_minutes
 from torch_dcl.experiments.table import Cell, Table
 from torch_dcl.experiments.telling import clocked, minutes_of, telling
-from torch_dcl.fleet.runs import RunFolder, environment
+from torch_dcl.fleet.run_folder import RunFolder, environment
 
 __all__ = ["Estimate", "estimate", "jobs_of", "outcome_of", "run_table1", "table_of"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch_dcl.experiments.engine import Report, Settings
 from torch_dcl.experiments.protocol import Progress
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["clocked", "minutes_of", "telling"]
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from torch_dcl.data.draws import draw
 from torch_dcl.fleet import checkpoint, operations
-from torch_dcl.fleet.beside import SideBySide
-from torch_dcl.fleet.capture import convolutions, same_bits, scratch_of_its_own
-from torch_dcl.fleet.inputs import Inputs
+from torch_dcl.fleet.augmentation import Inputs
+from torch_dcl.fleet.cuda_graph import cudnn_algorithms, is_deterministic, private_workspaces
+from torch_dcl.fleet.device_data import DeviceData, Labelled, check_data, check_fleet, check_labels
 from torch_dcl.fleet.member import Evaluation, History, Member
 from torch_dcl.fleet.operations import low_copy
-from torch_dcl.fleet.resident import Labelled, Resident, check_data, check_fleet, check_labels
 from torch_dcl.fleet.sgd import Learning, are_finite, may_step, sgd_
-from torch_dcl.fleet.stack import Stack, stacked_state
+from torch_dcl.fleet.stacked_network import Stack, stacked_state
+from torch_dcl.fleet.unstacked import Unstacked
 
 __all__ = ["Evaluation", "Fleet", "Member", "Precision"]
 
@@ -41,7 +41,7 @@ class Fleet:
         fleet.train()
         fleet.evaluate({"MNIST-II-01": (test_images, test_labels)}).errors
 
-    ``preparing`` is the seconds that compiling and capturing took on a GPU, 0 before and elsewhere.
+    ``setup_seconds`` is the seconds that compiling and capturing took on a GPU, 0 before and elsewhere.
 
     Args:
         networks: One for each member, with their start weights. They are copied.
@@ -94,7 +94,7 @@ class Fleet:
         if stacked and (compile or streams != 1):
             raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
-        self.deterministic = same_bits(deterministic)
+        self.deterministic = is_deterministic(deterministic)
         self.device = torch.device(device)
         if precision is None:
             precision = "bfloat16" if self.device.type == "cuda" else "float32"
@@ -104,24 +104,24 @@ class Fleet:
         made = (
             Stack(networks)
             if stacked
-            else SideBySide(networks, compile=compile, streams=streams, deterministic=self.deterministic)
+            else Unstacked(networks, compile=compile, streams=streams, deterministic=self.deterministic)
         )
-        self.stack: Stack | SideBySide = made.to(self.device, wide).train()
-        self.stack.compute_in(self.compute)
+        self.stack: Stack | Unstacked = made.to(self.device, wide).train()
+        self.stack.set_compute_dtype(self.compute)
         self.inputs, self.stacked = inputs, stacked
-        self.data = Resident(data, [member.data for member in members], self.device, inputs, train=True)
+        self.data = DeviceData(data, [member.data for member in members], self.device, inputs, train=True)
         self.steps_per_epoch = self.data.count // batch
         self.epochs = max(member.schedule.epochs for member in members)
         self.history = History()
         self.epoch = self.step = 0
-        with self._there():
+        with self._on_device():
             self.classes = self._count_classes()
         check_labels({member.data: data[member.data] for member in members}, self.classes)
         self._parameters = {name: p for name, p in self.stack.named_stacked() if p.requires_grad}
         self._moments = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
         self._factors = {name: (1.0, 1.0) if factors is None else factors(name) for name in self._parameters}
-        self._held = self.stack.held()
-        self._rates = self._table().to(self.device, wide)
+        self._branch_parameters = self.stack.branch_parameters()
+        self._rates = self._rate_table().to(self.device, wide)
         self._decay = torch.tensor([member.weight_decay for member in members], device=self.device, dtype=wide)
         clips = [member.clip for member in members]
         self._clip = None if all(map(math.isinf, clips)) else torch.tensor(clips, device=self.device, dtype=wide)
@@ -131,9 +131,9 @@ class Fleet:
         self._loss = torch.zeros(len(members), device=self.device, dtype=wide)
         self._order = torch.zeros(len(members), self.data.count, dtype=torch.int64, device=self.device)
         self._was_alive = [True] * len(members)
-        self._prepared: int | None = None
+        self._begun_epoch: int | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.preparing = 0.0
+        self.setup_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.members)
@@ -158,7 +158,7 @@ class Fleet:
         """
         last = self.epochs if epochs is None else min(self.epochs, self.epoch + epochs)
         while self.epoch < last:
-            with self._there():
+            with self._on_device():
                 self._begin_epoch()
                 while self.step < self.steps_per_epoch:
                     if should_stop is not None and should_stop():
@@ -169,7 +169,7 @@ class Fleet:
                 on_epoch(self)
         return self.history
 
-    def _there(self) -> contextlib.AbstractContextManager[object]:
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
         """Graphs and kernels are for the current GPU, so it must be the fleet's."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
@@ -187,21 +187,21 @@ class Fleet:
         """
         check_data(data, [(member.name, member.data) for member in self.members])
         check_labels({member.data: data[member.data] for member in self.members}, self.classes)
-        resident = Resident(data, [member.data for member in self.members], self.device, self.inputs)
-        predictions = torch.empty(len(self), resident.count, dtype=torch.int64, device=self.device)
+        on_device = DeviceData(data, [member.data for member in self.members], self.device, self.inputs)
+        predictions = torch.empty(len(self), on_device.count, dtype=torch.int64, device=self.device)
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         wrong = torch.zeros_like(losses)
         self.stack.eval()
-        with self._there():
-            for start in range(0, resident.count, batch):
-                index = torch.arange(start, min(start + batch, resident.count), device=self.device)
-                images, labels = resident.gather(index.expand(len(self), -1), self.compute)
-                logits = self._judged(images)
+        with self._on_device():
+            for start in range(0, on_device.count, batch):
+                index = torch.arange(start, min(start + batch, on_device.count), device=self.device)
+                images, labels = on_device.gather(index.expand(len(self), -1), self.compute)
+                logits = self._predict_logits(images)
                 predictions[:, start : start + batch] = chosen = logits.argmax(-1)
                 losses += operations.cross_entropy(logits, labels).double().sum(1)
                 wrong += (chosen != labels).sum(1)
         self.stack.train()
-        return Evaluation(predictions, 100 * wrong / resident.count, losses / resident.count)
+        return Evaluation(predictions, 100 * wrong / on_device.count, losses / on_device.count)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> str:
         """Write everything that training resumes from to one checked file, between two epochs or inside of one.
@@ -217,7 +217,7 @@ class Fleet:
             "epoch": self.epoch,
             "train_loss": self.history.train_loss,
             "stopped": {str(row): epoch for row, epoch in self.history.stopped.items()},
-            "members": self._described(),
+            "members": self._describe(),
             "extra": dict(extra or {}),
         }
         if self.step:
@@ -239,12 +239,12 @@ class Fleet:
             SealedError: The file is damaged, or is no checkpoint of a fleet.
             ValueError: It is of another fleet; the message names the first difference.
         """
-        about = checkpoint.read(path, self._state(), self._described(), self.epochs, self.steps_per_epoch)
+        about = checkpoint.read(path, self._state(), self._describe(), self.epochs, self.steps_per_epoch)
         for parameter in self._parameters.values():
             copy = low_copy(parameter)
             if copy is not None:
                 copy.copy_(parameter)
-        self.epoch, self.step, self._prepared = about["epoch"], about["step"], None
+        self.epoch, self.step, self._begun_epoch = about["epoch"], about["step"], None
         self._loss.copy_(torch.tensor(about["loss"]))
         self._was_alive = about["was_alive"]
         self.history = History(about["train_loss"], {int(row): epoch for row, epoch in about["stopped"].items()})
@@ -255,14 +255,14 @@ class Fleet:
         state |= {f"moment.{name}": value for name, value in self._moments.items()}
         return {**state, "alive": self._alive}
 
-    def _described(self) -> list[dict[str, Any]]:
+    def _describe(self) -> list[dict[str, Any]]:
         """What a checkpoint must agree with."""
         common: dict[str, Any] = {
             "batch": self.batch, "momentum": self.momentum, "nesterov": self.nesterov, "precision": self.precision,
             "images": self.data.count,
         }  # fmt: skip
         if self.inputs is not None:
-            common["inputs"] = self.inputs.described()
+            common["inputs"] = self.inputs.describe()
         if not self.stacked:
             common["stacked"] = False
         return [{**asdict(member), **common} for member in self.members]
@@ -273,11 +273,11 @@ class Fleet:
             network = self.stack.network(0).eval()
             like = next(iter(network.parameters()))
             image = torch.zeros(1, *self.data.size, dtype=like.dtype)
-            if isinstance(self.stack, SideBySide):
-                self.stack.refuse_other_randomness(self.data.size)
+            if isinstance(self.stack, Unstacked):
+                self.stack.check_randomness(self.data.size)
             return int(network(image).shape[-1])
 
-    def _judged(self, images: Tensor) -> Tensor:
+    def _predict_logits(self, images: Tensor) -> Tensor:
         """Logits; with mirror images, the logarithm of the mean probability."""
         logits: Tensor = self.stack(images)
         if self.inputs is None or not self.inputs.average:
@@ -286,7 +286,7 @@ class Fleet:
         views = torch.stack([logits, self.stack(images.flip(-1))]).to(wide).log_softmax(-1)
         return views.logsumexp(0) - math.log(2)
 
-    def _table(self) -> Tensor:
+    def _rate_table(self) -> Tensor:
         """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
         table = torch.zeros(self.epochs * self.steps_per_epoch + 1, len(self.members), dtype=torch.float64)
         for column, member in enumerate(self.members):
@@ -295,10 +295,10 @@ class Fleet:
         return table
 
     def _begin_epoch(self) -> None:
-        """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_abreast`."""
-        if self._prepared == self.epoch:
+        """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_concurrently`."""
+        if self._begun_epoch == self.epoch:
             return
-        self._prepared = self.epoch
+        self._begun_epoch = self.epoch
         if not self._parameters:
             raise ValueError(
                 "every parameter of the networks is frozen, so nothing would be trained; call requires_grad_() on what "
@@ -308,14 +308,14 @@ class Fleet:
             start = time.perf_counter()
             self._capture()
             torch.cuda.synchronize()
-            self.preparing = time.perf_counter() - start
+            self.setup_seconds = time.perf_counter() - start
         orders: dict[int, Tensor] = {}
         places = torch.arange(self.data.count, device=self.device)
         for row, member in enumerate(self.members):
             if member.seed not in orders:
                 orders[member.seed] = draw(member.seed, "order", self.epoch, places).argsort(stable=True)
             self._order[row] = orders[member.seed]
-        self.data.begin([member.seed for member in self.members], self.epoch)
+        self.data.begin_epoch([member.seed for member in self.members], self.epoch)
         self._step.fill_(self.epoch * self.steps_per_epoch + self.step)
         if not self.step:
             self._loss.zero_()
@@ -343,7 +343,7 @@ class Fleet:
         """One step, on the device from beginning to end."""
         place = self._step % self.steps_per_epoch * self.batch + torch.arange(self.batch, device=self.device)
         images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
-        before = [(buffer, buffer.clone()) for buffer in self.stack.statistics()]
+        before = [(buffer, buffer.clone()) for buffer in self.stack.step_buffers()]
         self.stack.advance(self._seed, self._step)
         losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
@@ -364,7 +364,7 @@ class Fleet:
         learning = []
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
             if gradient is not None:
-                fusion, branches = self._held.get(name, (None, 1))
+                fusion, branches = self._branch_parameters.get(name, (None, 1))
                 active = None if fusion is None else fusion.active
                 learning.append(
                     Learning(parameter, self._moments[name], gradient, self._factors[name], active, branches)
@@ -386,14 +386,14 @@ class Fleet:
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), convolutions(deterministic=self.deterministic):
+        with torch.cuda.stream(stream), cudnn_algorithms(deterministic=self.deterministic):
             for _ in range(2):
                 self._step.fill_(len(self._rates) - 1)
                 self._one_step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         self._step.fill_(len(self._rates) - 1)
-        with scratch_of_its_own(), torch.cuda.graph(graph), convolutions(deterministic=self.deterministic):
+        with private_workspaces(), torch.cuda.graph(graph), cudnn_algorithms(deterministic=self.deterministic):
             self._one_step()
         restore()
         self._graph = graph

@@ -108,7 +108,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pool: int, relu: bool) -> Tensor:
-        from torch_dcl.kernels.conv import conv_forward, pack_weight
+        from torch_dcl.fleet.kernels.conv import conv_forward, pack_weight
 
         packed = pack_weight(weight)
         y, which = conv_forward(x, packed, bias, weight.shape[1], pool=pool, relu=relu)
@@ -118,7 +118,7 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.conv import conv_backward_input, conv_backward_weight
+        from torch_dcl.fleet.kernels.conv import conv_backward_input, conv_backward_weight
 
         grad = grads[0].contiguous()
         x, packed, which = ctx.saved_tensors
@@ -200,7 +200,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
-        from torch_dcl.kernels.pointwise import dropout as drop
+        from torch_dcl.fleet.kernels.pointwise import dropout as drop
 
         ctx.save_for_backward(seed, step)
         ctx.layer, ctx.p = layer, p
@@ -208,7 +208,7 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.pointwise import dropout as drop
+        from torch_dcl.fleet.kernels.pointwise import dropout as drop
 
         seed, step = ctx.saved_tensors  # torch notices it when the step has moved on
         return drop(grads[0].contiguous(), seed, ctx.layer, step, ctx.p), None, None, None, None
@@ -217,7 +217,7 @@ class _Dropout(torch.autograd.Function):
 def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
     """Draw each network's two active branches of a step into ``[E, 2]``."""
     if kernels.reachable(active):
-        from torch_dcl.kernels.pointwise import draw_pairs_ as draw
+        from torch_dcl.fleet.kernels.pointwise import draw_pairs_ as draw
 
         draw(active, seed, layer, step, branches)
         return
@@ -244,7 +244,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        from torch_dcl.kernels.pointwise import entropy_forward
+        from torch_dcl.fleet.kernels.pointwise import entropy_forward
 
         logits = logits.contiguous()
         losses, lse = entropy_forward(logits, labels)
@@ -253,7 +253,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from torch_dcl.kernels.pointwise import entropy_backward
+        from torch_dcl.fleet.kernels.pointwise import entropy_backward
 
         return entropy_backward(grads[0].contiguous(), *ctx.saved_tensors), None
 
@@ -261,7 +261,7 @@ class _CrossEntropy(torch.autograd.Function):
 def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Images ``[D, N, C, H, W]`` uint8 of datasets ``[E]`` at places ``[E, B]``, from 0 to 1: ``[E, B, C, H, W]``."""
     if kernels.reachable(images) and dtype in (torch.bfloat16, torch.float32):
-        from torch_dcl.kernels.pointwise import gather_images as gather
+        from torch_dcl.fleet.kernels.pointwise import gather_images as gather
 
         return gather(images, image_of, index.contiguous(), dtype)
     return images[image_of[:, None], index].to(dtype) / 255

@@ -66,7 +66,7 @@ def sgd_(
         nesterov: Whether momentum looks ahead.
     """
     if kernels.usable(parameters[0].parameter):
-        from torch_dcl.kernels import sgd
+        from torch_dcl.fleet.kernels import sgd
 
         sgd.sgd_(
             [one.parameter.detach() for one in parameters], [one.moment for one in parameters],

@@ -2,10 +2,9 @@
 
 `dispatch` says which path a DCL layer takes, `unit` computes it as one node of autograd, and `ops` is the same as
 operations of torch, for compilers. `plans` decides once for each size which kernels run; `fused`, `project`, `moments`,
-`kept`, `layout` and `hopper` have them, and `launcher` starts them. `conv`, `pointwise`, `inputs` and `sgd` are for
-stacked networks, whose operations in `torch_dcl.fleet` ask `usable` or `reachable` first. `norms` says which path
-AlexNet's local response normalisation takes; `response_norm` has its kernels. Triton is imported with the first kernel,
-never with the package.
+`kept`, `layout` and `hopper` have them, and `launcher` starts them. `pointwise` fuses responses of several networks;
+other kernels for stacked networks are in `torch_dcl.fleet.kernels`, whose callers ask `usable` or `reachable` first.
+Triton is imported with the first kernel, never with the package.
 """
 
 import contextlib

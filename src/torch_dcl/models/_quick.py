@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.kernels import dispatch, norms
+from torch_dcl.kernels import dispatch
+from torch_dcl.models._response_norm import response_norm
 
 __all__ = ["QuickConv2d", "QuickResponseNorm"]
 
@@ -28,7 +29,7 @@ class QuickResponseNorm(nn.LocalResponseNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the base class."""
-        return norms.response_norm(x, self.size, self.alpha, self.beta, self.k)
+        return response_norm(x, self.size, self.alpha, self.beta, self.k)
 
 
 class QuickConv2d(nn.Conv2d):

@@ -12,8 +12,8 @@ from torch_dcl.experiments.natural.units import UNITS, build_unit, counted_netwo
 from torch_dcl.experiments.recipes import chart as recipe
 from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
 from torch_dcl.experiments.runner import run as run_recipe
-from torch_dcl.models import count_weights
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
+from torch_dcl.models import count_weights
 
 BUDGET = 5_086_912
 

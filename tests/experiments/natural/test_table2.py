@@ -33,8 +33,8 @@ from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.reported import TABLE2
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import Table, TableError
+from torch_dcl.fleet.run_folder import RunError
 from torch_dcl.models import count_weights
-from torch_dcl.fleet.runs import RunError
 
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
 SHORT = 0.02  # three epochs of the LeNet variant

@@ -19,8 +19,8 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.batches import mean_image
 from torch_dcl.data.svhn import preprocess
 from torch_dcl.experiments.reported import TABLE2
-from torch_dcl.models import bignet, count_weights, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.fleet import Inputs, Schedule
+from torch_dcl.models import bignet, count_weights, lenet_cifar, variant_plan, wide_resnet
 
 __all__ = [
     "COLUMNS", "DATA", "NETWORKS", "TITLES", "Recipe", "build", "caffe_factors", "inputs_of", "network_of",

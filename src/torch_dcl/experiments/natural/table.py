@@ -20,7 +20,7 @@ from torch_dcl.experiments.statistics import Difference
 from torch_dcl.experiments.table import Cell, Table, TableError, as_trial
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Schedule
-from torch_dcl.fleet.runs import RunFolder
+from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "NOT_AVAILABLE", "NaturalTable", "as_markdown2", "join_table2", "load_table2", "said", "save_table2", "table2_of",

@@ -32,7 +32,7 @@ from torch_dcl.fleet import Fleet, Member
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Chart", "ChartConfig", "hold_out", "points_of", "step_times"]
 

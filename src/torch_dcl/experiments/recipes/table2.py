@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.runs import RunFolder
+    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Table2", "Table2Config", "make_fleet"]
 

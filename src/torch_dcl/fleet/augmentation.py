@@ -16,7 +16,7 @@ from torch_dcl import kernels
 from torch_dcl.data.batches import _affine
 from torch_dcl.data.draws import below, draw
 
-__all__ = ["Cutter", "Inputs"]
+__all__ = ["Augmenter", "Inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Inputs:
             raise ValueError(f"pad must be from 0 to {side - 1} for images of {height} x {width}, got {self.pad}")
         return (channels, height, width) if self.crop is None else (channels, self.crop, self.crop)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """As plain data, for a checkpoint to agree with."""
         how: object = self.normalise
         if isinstance(how, Tensor):
@@ -82,7 +82,7 @@ class Inputs:
         return {"normalise": how, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
 
 
-class Cutter:
+class Augmenter:
     """`Inputs` at work on a device, for E networks.
 
     Args:
@@ -99,7 +99,7 @@ class Cutter:
     ) -> None:
         self.size = inputs.size(shape)
         self.pad, self.flip = inputs.pad, inputs.flip
-        self.whole = tuple(shape) == self.size
+        self.keeps_size = tuple(shape) == self.size
         self._function: Callable[[Tensor], Tensor] | None = None
         self._mean: Tensor | None = None
         scale, shift = torch.full(shape[:1], 1 / 255), torch.zeros(shape[:1])
@@ -112,15 +112,15 @@ class Cutter:
             scale, shift = _affine(how, shape[0])
         self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
         self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
-        self.draws = train and (self.flip or self.pad > 0 or not self.whole)
-        if self.draws:
+        self.is_random = train and (self.flip or self.pad > 0 or not self.keeps_size)
+        if self.is_random:
             self._index = torch.arange(count, device=device)
             self._first = torch.zeros(2, networks, count, dtype=torch.int16, device=device)
             self._mirrored = torch.zeros(networks, count, dtype=torch.bool, device=device)
 
-    def begin(self, seeds: Sequence[int], epoch: int, lengths: Sequence[int]) -> None:
+    def begin_epoch(self, seeds: Sequence[int], epoch: int, lengths: Sequence[int]) -> None:
         """Draw the crops and mirrorings of an epoch; images have these heights and widths."""
-        if not self.draws:
+        if not self.is_random:
             return
         drawn: dict[int, int] = {}
         for row, seed in enumerate(seeds):
@@ -136,7 +136,7 @@ class Cutter:
             if self.flip:
                 self._mirrored[row] = draw(seed, "flip", epoch, self._index) < 0
 
-    def fits(self, images: Tensor, dtype: torch.dtype) -> bool:
+    def kernel_accepts(self, images: Tensor, dtype: torch.dtype) -> bool:
         """Whether a kernel can make inputs of this type where the images lie."""
         known = dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self._function is None and kernels.reachable(images)
@@ -145,46 +145,46 @@ class Cutter:
         self, images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the places ``[E, B]`` by a kernel, from all images and labels and whose is which."""
-        from torch_dcl.kernels.inputs import cut_images
+        from torch_dcl.fleet.kernels.augmentation import gather_inputs
 
-        first, mirrored = (self._first, self._mirrored) if self.draws else (None, None)
-        return cut_images(
+        first, mirrored = (self._first, self._mirrored) if self.is_random else (None, None)
+        return gather_inputs(
             images, image_of, labels, label_of, index.contiguous(), first, mirrored, self._scale, self._shift,
             self._mean, self.size[1:], dtype,
         )  # fmt: skip
 
-    def training(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    def augment(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 ``[E, B, C, H, W]``, which are the images ``[E, B]`` of the set, as inputs ``[E, B, C, h, w]``."""
-        flat = self._whole_images(images)
-        if self.draws:
-            flat = self._cut(flat, index)
-        return self._finished(flat, dtype).view(*images.shape[:2], *self.size)
+        flat = self._normalise_whole(images)
+        if self.is_random:
+            flat = self._crop(flat, index)
+        return self._scale_and_cast(flat, dtype).view(*images.shape[:2], *self.size)
 
-    def evaluation(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def crop_centre(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """The same from the middle of each image."""
-        flat = self._whole_images(images)
+        flat = self._normalise_whole(images)
         top, left = ((have - want) // 2 for have, want in zip(flat.shape[2:], self.size[1:], strict=True))
         flat = flat[:, :, top : top + self.size[1], left : left + self.size[2]]
-        return self._finished(flat, dtype).view(*images.shape[:2], *self.size)
+        return self._scale_and_cast(flat, dtype).view(*images.shape[:2], *self.size)
 
-    def _whole_images(self, images: Tensor) -> Tensor:
+    def _normalise_whole(self, images: Tensor) -> Tensor:
         flat = images.flatten(0, 1)
         if self._mean is not None:
             return flat.float() - self._mean
         return flat if self._function is None else self._function(flat)
 
-    def _finished(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+    def _scale_and_cast(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Scale, then shift, in float32 whatever the type asked for."""
         if self._function is None and self._mean is None:
             images = torch.addcmul(self._shift, images.float(), self._scale)
         return images.to(dtype).contiguous()
 
-    def _cut(self, images: Tensor, index: Tensor) -> Tensor:
+    def _crop(self, images: Tensor, index: Tensor) -> Tensor:
         count, channels, height, width = images.shape
         row = torch.arange(len(index), device=index.device)[:, None]
         first = self._first[:, row, index].long().view(2, count, 1)
         rows, columns = (
-            _reflected(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
+            _reflect(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
             for side, length in enumerate((height, width))
         )
         if self.flip:
@@ -195,7 +195,7 @@ class Cutter:
         return flat.gather(2, places.expand(count, channels, -1)).view(count, *self.size)
 
 
-def _reflected(at: Tensor, length: int) -> Tensor:
+def _reflect(at: Tensor, length: int) -> Tensor:
     """Places along a side; beyond its ends they turn back."""
     return (length - 1) - ((length - 1) - at.abs()).abs()
 

@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcl import DCLLinear, convert_
 from torch_dcl.files import read_sealed
+from torch_dcl.fleet import Fleet, Inputs, Member, Schedule, Unstacked
+from torch_dcl.fleet.cuda_graph import cudnn_algorithms
+from torch_dcl.fleet.operations import low_copy
 from torch_dcl.models import bignet, lenet_cifar, variant_plan, wide_resnet
 from torch_dcl.models.bilinear import BilinearFusion
-from torch_dcl.fleet import Fleet, Inputs, Member, Schedule, SideBySide
-from torch_dcl.fleet.capture import convolutions
-from torch_dcl.fleet.operations import low_copy
 
 CLASSES = 4
 STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
@@ -82,15 +82,15 @@ def test_they_train_as_a_stack_of_them_does(kind):
     data, members, networks = three_sets(size), all_different(3), [build() for _ in range(3)]
     options = {"batch": 4, "precision": "float64", **options}
     stack = Fleet(networks, members, data, **options)
-    beside = Fleet(networks, members, data, stacked=False, **options)
+    unstacked = Fleet(networks, members, data, stacked=False, **options)
     stack.train()
-    beside.train()
+    unstacked.train()
     for i in range(3):
-        assert worst_difference(beside.network(i), stack.network(i)) < 1e-11
-        assert worst_difference(beside.network(i), networks[i].double()) > 1e-3  # something was learnt
-    for mine, theirs in zip(beside.history.train_loss, stack.history.train_loss, strict=True):
+        assert worst_difference(unstacked.network(i), stack.network(i)) < 1e-11
+        assert worst_difference(unstacked.network(i), networks[i].double()) > 1e-3  # something was learnt
+    for mine, theirs in zip(unstacked.history.train_loss, stack.history.train_loss, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-10)
-    one, other = (fleet.evaluate(data) for fleet in (beside, stack))
+    one, other = (fleet.evaluate(data) for fleet in (unstacked, stack))
     assert torch.equal(one.predictions, other.predictions)
     torch.testing.assert_close(one.losses, other.losses, rtol=1e-10, atol=0)
 
@@ -266,11 +266,11 @@ def test_convolutions_see_their_weights_and_inputs_channels_last():
 
 def test_networks_come_back_as_they_went_in():
     networks = [tiny().double() for _ in range(3)]
-    beside = SideBySide(networks)
+    unstacked = Unstacked(networks)
     for i, network in enumerate(networks):
-        assert same_bits(beside.network(i), network)
-        assert beside.network(i).state_dict().keys() == network.state_dict().keys()
-        assert all(value.is_contiguous() for value in beside.network(i).state_dict().values())
+        assert same_bits(unstacked.network(i), network)
+        assert unstacked.network(i).state_dict().keys() == network.state_dict().keys()
+        assert all(value.is_contiguous() for value in unstacked.network(i).state_dict().values())
 
 
 def test_a_checkpoint_holds_parameters_and_buffers_so_that_older_ones_still_fit(tmp_path):
@@ -364,7 +364,7 @@ def test_compiled_networks_train_to_the_same_weights(kind, monkeypatch):
 def test_cudnn_may_choose_unless_the_same_bits_are_asked_for(asked, by_torch, monkeypatch):
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "deterministic", by_torch)
-    with convolutions(deterministic=asked):
+    with cudnn_algorithms(deterministic=asked):
         assert cudnn.deterministic == (asked or by_torch)
         assert cudnn.benchmark == (not (asked or by_torch))
     assert (cudnn.benchmark, cudnn.deterministic) == (False, by_torch)
@@ -412,7 +412,7 @@ def test_compile_and_streams_are_for_networks_as_they_are(options):
     with pytest.raises(ValueError, match="pass stacked=False"):
         Fleet([tiny()], all_different(1), three_sets(), batch=4, **options)
     with pytest.raises(ValueError, match="streams must be at least 1, got 0"):
-        SideBySide([tiny()], streams=0)
+        Unstacked([tiny()], streams=0)
 
 
 @pytest.mark.parametrize("options", [{"width": (3, 2, 3)}, {"width": 3, "norm_layer": nn.BatchNorm1d}])
@@ -452,7 +452,7 @@ def test_a_step_never_waits_for_the_device_so_that_a_graph_can_hold_it(kind, sta
         [build() for _ in range(2)], all_different(2), three_sets(size), batch=4, inputs=inputs, stacked=stacked,
         **options,
     )  # fmt: skip
-    fleet.data.begin([1, 2], 0)
+    fleet.data.begin_epoch([1, 2], 0)
     with Watch() as watch:
         fleet._one_step()
     assert {"convolution", "gather"} & watch.ran == {"convolution", "gather"}

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torch_dcl.fusion import ConceptFusion
-from torch_dcl.layers import _DCL
 from torch_dcl.fleet import operations
 from torch_dcl.fleet.operations import keep_low_copy, leaf
-from torch_dcl.fleet.stack import _check_alike, common_state, stacked_state
+from torch_dcl.fleet.stacked_network import _check_alike, common_state, stacked_state
+from torch_dcl.fusion import ConceptFusion
+from torch_dcl.layers import _DCL
 
-__all__ = ["SideBySide"]
+__all__ = ["Unstacked"]
 
 _ARCHITECTURES = 64
 """How many architectures of one class are compiled in a process; torch stops at 8 by itself."""
@@ -33,7 +33,7 @@ says that this is faster: how a product is rounded would depend on what else the
 LeNet variant's columns were 1 to 5 % faster without on an H200, BigNet's within 1 %, both against eager runs."""
 
 
-class SideBySide(nn.Module):
+class Unstacked(nn.Module):
     """E plain networks, with the interface of a `Stack`.
 
     ``body`` holds the state of all under the names of a plain network, with the networks as a first dimension. Weights
@@ -86,7 +86,7 @@ class SideBySide(nn.Module):
         object.__setattr__(self, "_run", [])
         self.train(networks[0].training)
 
-    def train(self, mode: bool = True) -> "SideBySide":
+    def train(self, mode: bool = True) -> "Unstacked":
         """Set the mode of all networks."""
         super().train(mode)
         for network in self.__dict__.get("_networks", ()):
@@ -131,7 +131,7 @@ class SideBySide(nn.Module):
             fusion.key[:, 2].copy_(step.expand_as(seed))
             operations.draw_pairs_(fusion.active, seed, layer, step, fusion.branches)
 
-    def compute_in(self, dtype: torch.dtype) -> None:
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """Make the networks that run, from the state where it lies now, with products in a type."""
         for module in self.body.modules():
             for parameter in module.parameters(recurse=False):
@@ -144,11 +144,11 @@ class SideBySide(nn.Module):
             torch.compile(network, options=options) if self.compiles else network for network in self._networks
         ]
 
-    def statistics(self) -> list[Tensor]:
+    def step_buffers(self) -> list[Tensor]:
         """Everything that a step may write to beside the parameters, ``[E, ...]`` each."""
         return self._flat
 
-    def held(self) -> dict[str, tuple[Any, int]]:
+    def branch_parameters(self) -> dict[str, tuple[Any, int]]:
         """Parameters of which only the active branches move in a step, with the layer that knows which."""
         found = {}
         for name, fusion in _stochastic(self.body):
@@ -185,7 +185,7 @@ class SideBySide(nn.Module):
         """Parameters by the names that they have in a plain network."""
         return self.body.named_parameters()
 
-    def refuse_other_randomness(self, size: Sequence[int]) -> None:
+    def check_randomness(self, size: Sequence[int]) -> None:
         """Run two images ``[C, H, W]`` through a copy, and refuse a network that draws random numbers of torch's own.
 
         Raises:

@@ -9,7 +9,7 @@ from torch import nn
 from torch_dcl.data.batches import Batches, mean_image
 from torch_dcl.data.svhn import preprocess
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
-from torch_dcl.fleet.resident import Resident
+from torch_dcl.fleet.device_data import DeviceData
 
 SIZE = (3, 9, 11)
 STATISTICS = ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
@@ -36,14 +36,14 @@ def test_training_images_are_those_of_batches_for_the_seed_and_the_epoch(data):
     names = [data.draw(st.sampled_from(["one", "two"])) for _ in seeds]
     epoch, number = data.draw(st.integers(0, 300)), data.draw(st.integers(0, 2))
     inputs = Inputs(normalise, crop=crop, pad=pad, flip=flip)
-    resident = Resident(sets, names, torch.device("cpu"), inputs, train=True)
-    resident.begin(seeds, epoch)
+    on_device = DeviceData(sets, names, torch.device("cpu"), inputs, train=True)
+    on_device.begin_epoch(seeds, epoch)
     expected = [
         Batches(*sets[name], 10, seed, flip=flip, pad=pad, crop=crop, normalise=as_batches(normalise))
         for name, seed in zip(names, seeds, strict=True)
     ]
     index = torch.stack([batches.order(epoch)[number * 10 : number * 10 + 10] for batches in expected])
-    images, labels = resident.gather(index, torch.float32)
+    images, labels = on_device.gather(index, torch.float32)
     for i, batches in enumerate(expected):
         wanted, theirs = list(batches.epoch(epoch))[number]
         assert torch.equal(images[i], wanted)
@@ -55,10 +55,10 @@ def test_training_images_are_those_of_batches_for_the_seed_and_the_epoch(data):
 def test_evaluation_images_come_from_the_middle_and_unmirrored(normalise, crop):
     images, labels = some_data()
     how = mean_image(images) if normalise == "mean" else normalise
-    resident = Resident(
+    on_device = DeviceData(
         {"one": (images, labels)}, ["one"], torch.device("cpu"), Inputs(how, crop=crop, pad=3, flip=True)
     )
-    found, theirs = resident.gather(torch.arange(30)[None], torch.float32)
+    found, theirs = on_device.gather(torch.arange(30)[None], torch.float32)
     wanted, labels = next(iter(Batches(images, labels, 30, train=False, crop=crop, normalise=as_batches(how))))
     assert torch.equal(found[0], wanted)
     assert torch.equal(theirs[0], labels)
@@ -70,14 +70,14 @@ def test_a_fleet_trains_on_the_batches_of_each_epoch(stacked, monkeypatch):
     inputs = Inputs(STATISTICS, crop=7, pad=2, flip=True)
     seeds = [3, 2**40]
     shown = []
-    gather = Resident.gather
+    gather = DeviceData.gather
 
-    def watched(resident, index, dtype):
-        given = gather(resident, index, dtype)
+    def watched(on_device, index, dtype):
+        given = gather(on_device, index, dtype)
         shown.append(given)
         return given
 
-    monkeypatch.setattr(Resident, "gather", watched)
+    monkeypatch.setattr(DeviceData, "gather", watched)
     members = [Member(str(seed), "one", seed, 0.01, Schedule(2)) for seed in seeds]
     networks = [nn.Sequential(nn.Flatten(), nn.Linear(3 * 49, 4)) for _ in seeds]
     Fleet(networks, members, data, batch=8, inputs=inputs, stacked=stacked).train()
@@ -127,7 +127,7 @@ def fleet_of_one(inputs):
 )
 def test_inputs_that_do_not_fit_the_images_are_refused(inputs, message):
     with pytest.raises(ValueError, match=message):
-        Resident({"one": some_data()}, ["one"], torch.device("cpu"), inputs)
+        DeviceData({"one": some_data()}, ["one"], torch.device("cpu"), inputs)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [({"crop": 0}, "crop must be at"), ({"pad": -1}, "not be negative")])

@@ -34,7 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "hold", "holder"]
+__all__ = ["RunError", "RunFolder", "environment", "lock_folder", "lock_holder"]
 
 FORMAT = 2
 _CHECK = "check"
@@ -94,7 +94,7 @@ class RunFolder:
             yield made
 
     @classmethod
-    def look(cls, path: str | os.PathLike[str]) -> "RunFolder":
+    def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
         """Look into a folder without holding it, also while another process writes to it.
 
         Args:
@@ -269,7 +269,7 @@ def _commit() -> str | None:
 
 
 @contextlib.contextmanager
-def hold(path: str | os.PathLike[str]) -> Iterator[None]:
+def lock_folder(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make a folder, and hold its lock without beginning a run.
 
     Raises:
@@ -281,7 +281,7 @@ def hold(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-def holder(path: str | os.PathLike[str]) -> int | None:
+def lock_holder(path: str | os.PathLike[str]) -> int | None:
     """The process that holds a folder; None where nobody does, whatever an old lock says.
 
     Args:
@@ -351,7 +351,7 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
         return
     if not resume:
         raise RunError(f"{folder} holds a run already; resume it with --resume, or choose another folder")
-    before = RunFolder.look(folder)
+    before = RunFolder.inspect(folder)
     if before.format != FORMAT:
         starts = before.read("environment")
         version = starts[0].get("versions", {}).get("torch-dcl", "unknown") if starts else "unknown"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.fleet.test_beside import SMALL, learnt_otherwise, three_sets
+from tests.fleet.test_unstacked import SMALL, learnt_otherwise, three_sets
 
 from torch_dcl import kernels
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule

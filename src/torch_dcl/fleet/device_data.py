@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.fleet import operations
-from torch_dcl.fleet.inputs import Cutter, Inputs
+from torch_dcl.fleet.augmentation import Augmenter, Inputs
 from torch_dcl.fleet.member import Member, check_networks
 
-__all__ = ["Labelled", "Resident", "check_data", "check_fleet", "check_labels"]
+__all__ = ["DeviceData", "Labelled", "check_data", "check_fleet", "check_labels"]
 
 Labelled = tuple[Tensor, Tensor]
 
 
-class Resident:
+class DeviceData:
     """Data of all members on the device; images that several names share lie there once.
 
     Args:
@@ -39,42 +39,42 @@ class Resident:
         labels: dict[str, int] = {}
         for name in dict.fromkeys(names):
             given = data[name][0]
-            if _same(given) not in images:
-                images[_same(given)] = len(kept)
+            if _identity(given) not in images:
+                images[_identity(given)] = len(kept)
                 kept.append(given.to(device).contiguous())
             labels[name] = len(labels)
         self.images = kept[0][None] if len(kept) == 1 else torch.stack(kept)
         if self.images.dim() == 4:
             self.images = self.images[:, :, None]
         self.labels = torch.stack([data[name][1].to(device) for name in labels])
-        self.image_of = torch.tensor([images[_same(data[name][0])] for name in names], device=device)
+        self.image_of = torch.tensor([images[_identity(data[name][0])] for name in names], device=device)
         self.label_of = torch.tensor([labels[name] for name in names], device=device)[:, None]
         self.count = self.images.shape[1]
         self.size = tuple(self.images.shape[2:])
-        self.train, self._cutter = train, None
+        self.train, self._augmenter = train, None
         if inputs is not None:
-            self._cutter = Cutter(inputs, len(names), self.count, self.size, device, train=train)
-            self.size = self._cutter.size
+            self._augmenter = Augmenter(inputs, len(names), self.count, self.size, device, train=train)
+            self.size = self._augmenter.size
 
-    def begin(self, seeds: Sequence[int], epoch: int) -> None:
+    def begin_epoch(self, seeds: Sequence[int], epoch: int) -> None:
         """Draw what is drawn once an epoch, for the seed of each network."""
-        if self._cutter is not None:
-            self._cutter.begin(seeds, epoch, self.images.shape[3:])
+        if self._augmenter is not None:
+            self._augmenter.begin_epoch(seeds, epoch, self.images.shape[3:])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
         """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``."""
-        if self._cutter is not None and self._cutter.fits(self.images, dtype):
-            return self._cutter.gather(self.images, self.image_of, self.labels, self.label_of, index, dtype)
+        if self._augmenter is not None and self._augmenter.kernel_accepts(self.images, dtype):
+            return self._augmenter.gather(self.images, self.image_of, self.labels, self.label_of, index, dtype)
         labels = self.labels[self.label_of, index]
-        if self._cutter is None:
+        if self._augmenter is None:
             return operations.gather_images(self.images, self.image_of, index, dtype), labels
         images = self.images[self.image_of[:, None], index]
         if self.train:
-            return self._cutter.training(images, index, dtype), labels
-        return self._cutter.evaluation(images, dtype), labels
+            return self._augmenter.augment(images, index, dtype), labels
+        return self._augmenter.crop_centre(images, dtype), labels
 
 
-def _same(images: Tensor) -> tuple[object, ...]:
+def _identity(images: Tensor) -> tuple[object, ...]:
     """What two views of the same values agree in."""
     return images.device, images.data_ptr(), images.shape, images.stride()
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dcl
-from torch_dcl.fleet import runs
-from torch_dcl.fleet.runs import RunError, RunFolder, environment
+from torch_dcl.fleet import run_folder
+from torch_dcl.fleet.run_folder import RunError, RunFolder, environment
 
 RECIPE = {"seeds": 5, "sets": ["MNIST-II-01"], "images": None}
 plain = st.recursive(
@@ -138,7 +138,7 @@ def test_every_flipped_bit_of_a_record_is_found(tmp_path):
 def test_a_folder_without_checksums_is_read(tmp_path):
     (tmp_path / "recipe.json").write_text('{"seeds": 2}')
     (tmp_path / "outcomes.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    folder = RunFolder.look(tmp_path)
+    folder = RunFolder.inspect(tmp_path)
     assert (folder.format, folder.recipe) == (1, {"seeds": 2})
     assert folder.read("outcomes") == [{"a": 1}, {"a": 2}]
 
@@ -185,7 +185,7 @@ def test_the_recipe_is_kept_as_json(tmp_path):
     with RunFolder.open(tmp_path / "deep" / "run", RECIPE):
         stored = json.loads((tmp_path / "deep" / "run" / "recipe.json").read_text())
     assert stored == {**RECIPE, "format": 2, "version": torch_dcl.__version__}
-    assert RunFolder.look(tmp_path / "deep" / "run").recipe == RECIPE
+    assert RunFolder.inspect(tmp_path / "deep" / "run").recipe == RECIPE
 
 
 def test_a_run_that_exists_is_refused_without_resume_and_gone_on_with_by_it(tmp_path):
@@ -209,7 +209,7 @@ def test_another_recipe_is_refused_with_the_settings_that_differ(tmp_path):
         pass
     lines = str(caught.value).splitlines()
     assert lines[1:-1] == ["  schedule.epochs: 24 then, 3 now", "  seeds: 5 then, 6 now"]
-    assert RunFolder.look(tmp_path).recipe == before
+    assert RunFolder.inspect(tmp_path).recipe == before
 
 
 def test_tuples_and_lists_are_the_same_recipe(tmp_path):
@@ -309,14 +309,14 @@ def test_without_git_there_is_no_commit(monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError("git")
 
-    monkeypatch.setattr(runs.subprocess, "run", missing)
+    monkeypatch.setattr(run_folder.subprocess, "run", missing)
     assert environment()["commit"] is None
 
 
 def test_a_changed_working_tree_is_said_beside_its_commit(monkeypatch):
     answers = iter(["4f00\n", " M src/x.py\n", "4f00\n", ""])
     fake = type("Answer", (), {"stdout": property(lambda _: next(answers))})
-    monkeypatch.setattr(runs.subprocess, "run", lambda *_, **__: fake())
+    monkeypatch.setattr(run_folder.subprocess, "run", lambda *_, **__: fake())
     assert environment()["commit"] == "4f00, changed"
     assert environment()["commit"] == "4f00"
 

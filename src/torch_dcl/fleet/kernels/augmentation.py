@@ -1,6 +1,6 @@
 """Images of stacked networks as their inputs: looked up, cut, mirrored and normalised in one go, with the labels.
 
-What is computed is what `torch_dcl.fleet.inputs.Cutter` does in plain torch.
+What is computed is what `torch_dcl.fleet.augmentation.Augmenter` does in plain torch.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from torch import Tensor
 from torch_dcl.kernels.arithmetic import OPTIONS
 from torch_dcl.kernels.sizes import cdiv
 
-__all__ = ["cut_images"]
+__all__ = ["gather_inputs"]
 
 _BLOCK = 1024
 
 
 @triton.jit
-def _reflected(at, LENGTH: tl.constexpr):
+def _reflect(at, LENGTH: tl.constexpr):
     """Places along a side; beyond its ends they turn back."""
     return (LENGTH - 1) - tl.abs((LENGTH - 1) - tl.abs(at))
 
 
 @triton.jit
-def _cut(
+def _gather_inputs(
     images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, count, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +47,7 @@ def _cut(
         top = (H - ROWS) // 2
         left = (W - COLUMNS) // 2
     start = (tl.load(image_of + e) * count + place) * (C * H * W)
-    at = (c * H + _reflected(top + row, H)) * W + _reflected(left + column, W)
+    at = (c * H + _reflect(top + row, H)) * W + _reflect(left + column, W)
     x = tl.load(images + start + at, mask=inside, other=0).to(tl.float32)
     if mean is not None:
         y = x - tl.load(mean + at, mask=inside, other=0.0)
@@ -58,7 +58,7 @@ def _cut(
         tl.store(out_labels + to, tl.load(labels + tl.load(label_of + e) * count + place))
 
 
-def cut_images(
+def gather_inputs(
     images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, first: Tensor | None,
     mirrored: Tensor | None, scale: Tensor, shift: Tensor, mean: Tensor | None, size: Sequence[int], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -83,7 +83,7 @@ def cut_images(
     N, C, H, W = images.shape[1:]
     out = torch.empty(E, B, C, *size, dtype=dtype, device=images.device)
     out_labels = torch.empty(E, B, dtype=labels.dtype, device=images.device)
-    _cut[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
+    _gather_inputs[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
         images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, N, B,
         C=C, H=H, W=W, ROWS=size[0], COLUMNS=size[1], DRAWN=first is not None, BLOCK=_BLOCK, **OPTIONS,
     )  # fmt: skip

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels import norm_cases
+from tests.models import response_norm_cases
 from torch.nn import functional as F
 
-from torch_dcl.kernels import dispatch, norms
+from torch_dcl.kernels import dispatch
+from torch_dcl.models._response_norm import response_norm
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -22,7 +23,7 @@ needs_triton = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def errors():
     done = subprocess.run(
-        [sys.executable, Path(norm_cases.__file__)], capture_output=True, text=True, check=False,
+        [sys.executable, Path(response_norm_cases.__file__)], capture_output=True, text=True, check=False,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -35,13 +36,13 @@ def too_large(found, limit):
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-6), ("float16", 1e-3)])
-@pytest.mark.parametrize("name", norm_cases.CASES)
+@pytest.mark.parametrize("name", response_norm_cases.CASES)
 def test_an_interpreted_kernel_agrees_with_torch_in_float64(errors, name, dtype, limit):
     assert too_large(errors[f"{dtype}, {name}"], limit) == {}
 
 
 @needs_triton
-@pytest.mark.parametrize("name", norm_cases.OTHERS)
+@pytest.mark.parametrize("name", response_norm_cases.OTHERS)
 def test_where_it_runs_and_what_it_leaves_to_torch(errors, name):
     assert too_large(errors[name], 1e-6) == {}
 
@@ -54,7 +55,7 @@ def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(errors):
 def test_on_the_cpu_torch_runs_and_says_so():
     x = torch.randn(2, 8, 3, 3).to(memory_format=torch.channels_last)
     with dispatch.watch() as ran:
-        z = norms.response_norm(x, 5, 1e-4, 0.75, 1.0)
+        z = response_norm(x, 5, 1e-4, 0.75, 1.0)
     assert ran == {"response_norm: reference": 1}
     assert z.equal(F.local_response_norm(x, 5))
 

@@ -5,13 +5,13 @@ import importlib.util
 import pytest
 import torch
 import torch._inductor.utils
-from tests.fleet.test_beside import SMALL, learnt_otherwise, three_sets
 from tests.fleet.test_fleet import same_bits
+from tests.fleet.test_unstacked import SMALL, learnt_otherwise, three_sets
 from torch import nn
 
 from torch_dcl.data.svhn import preprocess
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
-from torch_dcl.fleet.abreast import train_abreast
+from torch_dcl.fleet.concurrent import train_concurrently
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,10 +88,10 @@ def test_several_at_a_time_end_with_the_same_bits_as_one_after_another(kind, str
 
 def test_fleets_of_several_architectures_abreast_end_with_the_same_bits_as_alone():
     kinds = {"tiny": 4, "overlapping pools": 2, "wide residual": 3}  # epochs
-    abreast, alone = ([some(kind, epochs=epochs)[0] for kind, epochs in kinds.items()] for _ in range(2))
-    while any(fleet.epoch < fleet.epochs for fleet in abreast):
-        train_abreast(abreast)
-    for one, other in zip(abreast, alone, strict=True):
+    concurrent, alone = ([some(kind, epochs=epochs)[0] for kind, epochs in kinds.items()] for _ in range(2))
+    while any(fleet.epoch < fleet.epochs for fleet in concurrent):
+        train_concurrently(concurrent)
+    for one, other in zip(concurrent, alone, strict=True):
         other.train()
         assert one.history == other.history
         assert all(same_bits(one.network(i), other.network(i)) for i in range(3))
@@ -111,10 +111,10 @@ def test_fleets_abreast_keep_the_partial_sums_of_their_products_apart(precision)
                 precision=precision, stacked=False, deterministic=True,
             )  # fmt: skip
 
-    abreast, alone = list(fleets()), list(fleets())
+    concurrent, alone = list(fleets()), list(fleets())
     for _ in range(8):
-        train_abreast(abreast)
-    for one, other in zip(abreast, alone, strict=True):
+        train_concurrently(concurrent)
+    for one, other in zip(concurrent, alone, strict=True):
         assert one.history == other.train()
         assert same_bits(one.network(0), other.network(0))
 

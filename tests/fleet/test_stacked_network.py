@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, seed_branches_
 from torch_dcl.experiments import columns
+from torch_dcl.fleet import Stack, StackedLayer, Unstacked, register_stacked, stacked_layers
 from torch_dcl.models.controls import SummedLinear
-from torch_dcl.fleet import SideBySide, Stack, StackedLayer, register_stacked, stacked
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own word on an even kernel
 
@@ -276,7 +276,7 @@ class Branching(nn.Module):
 
 
 def merged(stack):
-    return [(m.pool, m.relu) for m in stack.modules() if isinstance(m, stacked.StackedConv2d)]
+    return [(m.pool, m.relu) for m in stack.modules() if isinstance(m, stacked_layers.StackedConv2d)]
 
 
 def test_what_is_used_twice_is_not_merged_away():
@@ -348,7 +348,7 @@ def test_names_in_a_stack_are_those_of_the_plain_network():
     assert all(parameters[name].shape == (3, *plain[name].shape) for name in parameters)
 
 
-@pytest.mark.parametrize("kind", [Stack, SideBySide])
+@pytest.mark.parametrize("kind", [Stack, Unstacked])
 def test_epsilon_comes_back_as_it_went_in(kind):
     networks = [nn.Sequential(DCLLinear(5, 8, eps=0.3), nn.Linear(8, 2)) for _ in range(2)]
     stack = kind(networks)
@@ -410,7 +410,7 @@ class Outer(nn.Module):
 
 @pytest.fixture
 def registry(monkeypatch):
-    monkeypatch.setattr(stacked, "_BUILDERS", dict(stacked._BUILDERS))
+    monkeypatch.setattr(stacked_layers, "_BUILDERS", dict(stacked_layers._BUILDERS))
 
 
 def test_torch_layers_that_cannot_be_stacked_are_named_with_the_remedy():
@@ -571,7 +571,7 @@ def test_dropout_wants_to_know_the_step():
 def test_stochastic_layers_that_a_stack_cannot_hold_still_are_named(options):
     model = nn.Sequential(nn.Linear(4, 4), DCLLinear(4, 6, branches=3, strategy="stochastic", **options))
     with pytest.raises(TypeError, match=r"layer '1'.*branches of one width and no norm_layer"):
-        Stack([model]).held()
+        Stack([model]).branch_parameters()
 
 
 # Low precision
@@ -581,11 +581,11 @@ def test_copies_in_low_precision_follow_the_weights_they_are_of():
     layers = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), DCLConv2d(4, 6, 3, width=3), nn.Flatten())
     networks = [model.float() for model in made(sequential(*layers, nn.Linear(150, 5)))]
     stack = Stack(networks).eval()
-    stack.compute_in(torch.bfloat16)
+    stack.set_compute_dtype(torch.bfloat16)
     x = images(networks, (2, 9, 9)).float()
     y = stack(x.bfloat16()).detach()
     assert y.dtype == torch.bfloat16
     exact = torch.stack([network.eval()(x_i) for network, x_i in zip(networks, x, strict=True)]).detach()
     assert math.sqrt(F.mse_loss(y.float(), exact)) < 0.05 * exact.std()
-    stack.compute_in(torch.float32)
+    stack.set_compute_dtype(torch.float32)
     torch.testing.assert_close(stack(x), exact, rtol=1e-4, atol=1e-5)

@@ -5,20 +5,20 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["convolutions", "same_bits", "scratch_of_its_own"]
+__all__ = ["cudnn_algorithms", "is_deterministic", "private_workspaces"]
 
 
-def same_bits(asked: bool) -> bool:
+def is_deterministic(asked: bool) -> bool:
     """Whether the same bits are wanted every time, by who asks here or by torch's own settings."""
     return asked or torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 @contextlib.contextmanager
-def convolutions(*, deterministic: bool) -> Iterator[None]:
+def cudnn_algorithms(*, deterministic: bool) -> Iterator[None]:
     """Have cuDNN give the same bits every time, here or by torch's own settings; or take its fastest algorithms."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
-    same = same_bits(deterministic)
+    same = is_deterministic(deterministic)
     cudnn.benchmark, cudnn.deterministic = not same, same
     try:
         yield
@@ -27,7 +27,7 @@ def convolutions(*, deterministic: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scratch_of_its_own() -> Iterator[None]:
+def private_workspaces() -> Iterator[None]:
     """Have cuBLAS take scratch memory anew inside, and leave none behind.
 
     Torch 2.11 keeps it for each stream, and all graphs are captured on the same one: products of several that run at a

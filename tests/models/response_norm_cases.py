@@ -13,9 +13,10 @@ from tests.kernels.cases import Errors, relative
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.kernels import dispatch, norms
+from torch_dcl.kernels import dispatch
 from torch_dcl.models import AlexNet, alexnet
 from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm, conv_of_cells
+from torch_dcl.models._response_norm import response_norm
 
 LAST = torch.channels_last
 
@@ -67,7 +68,7 @@ def errors_of(case: Case, device: str, dtype: torch.dtype) -> Errors:
     x = drawn.to(device, dtype).transpose(1, 2).requires_grad_()
     g = torch.randn(1, case.rows, case.channels).to(device, dtype).transpose(1, 2)
     with dispatch.watch() as ran:
-        z = norms.response_norm(x, *settings)
+        z = response_norm(x, *settings)
     (dx,) = torch.autograd.grad(z, x, g)
     exact_x = x.detach().double().requires_grad_()
     exact = F.local_response_norm(exact_x, *settings)
@@ -95,7 +96,7 @@ def _layouts(device: str) -> Errors:
         x = (10 * torch.randn(shape, device=device)).to(memory_format=layout).requires_grad_()
         g = torch.randn(shape, device=device)
         with dispatch.watch() as ran:
-            z = norms.response_norm(x, 5, 0.01, 0.75, 1.0)
+            z = response_norm(x, 5, 0.01, 0.75, 1.0)
         found = torch.autograd.grad(z, x, g)[0]
         exact = torch.autograd.grad(F.local_response_norm(x.double(), 5, 0.01, 0.75, 1.0), x, g.double())[0]
         errors |= {name: relative(found, exact), f"{name}, path": float(not ran["response_norm: kernel"])}
@@ -115,13 +116,13 @@ def _left_to_torch(device: str) -> Errors:
     errors = {}
     for name, arguments in given.items():
         with dispatch.watch() as ran:
-            z = norms.response_norm(*arguments)
+            z = response_norm(*arguments)
         errors[name] = float(ran != {"response_norm: reference": 1} or not z.equal(F.local_response_norm(*arguments)))
     with dispatch.disabled(), dispatch.watch() as ran:
-        norms.response_norm(x, 5, 0.01, 0.75, 1.0)
+        response_norm(x, 5, 0.01, 0.75, 1.0)
     errors["disabled"] = float(ran != {"response_norm: reference": 1})
     with dispatch.watch() as ran:
-        torch.vmap(lambda each: norms.response_norm(each, 5, 0.01, 0.75, 1.0))(x.detach()[None])
+        torch.vmap(lambda each: response_norm(each, 5, 0.01, 0.75, 1.0))(x.detach()[None])
     errors["vmap"] = float(ran != {"response_norm: reference": 1})
     return errors
 
@@ -149,7 +150,7 @@ def _second_derivative(device: str) -> Errors:
     for kind in (torch.float32, torch.float64):
         x, g = _images(device)
         own = x.detach().to(kind).requires_grad_()
-        z = norms.response_norm(own, 5, 0.01, 0.75, 1.0)
+        z = response_norm(own, 5, 0.01, 0.75, 1.0)
         (first,) = torch.autograd.grad(z, own, g.to(kind), create_graph=True)
         found.append((first, torch.autograd.grad(first.square().sum(), own)[0]))
     return {name: relative(*pair) for name, pair in zip(("first", "second"), zip(*found, strict=True), strict=True)}

@@ -15,15 +15,15 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.models import _common
 from torch_dcl.fleet.operations import cross_entropy, keep_low_copy, leaf
-from torch_dcl.fleet.stacked import (
+from torch_dcl.fleet.stacked_layers import (
     StackedConv2d,
     StackedDropout,
     StackedFusion,
     build_stacked,
     is_registered,
 )
+from torch_dcl.models import _common
 
 __all__ = ["Stack"]
 
@@ -91,14 +91,14 @@ class Stack(nn.Module):
             if callable(advance):
                 advance(seed, step)
 
-    def compute_in(self, dtype: torch.dtype) -> None:
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """Keep copies of float32 parameters in a lower type for the products to read."""
         for module in self.body.modules():
             if getattr(module, "lowers", False):
                 for parameter in module.parameters(recurse=False):
                     keep_low_copy(parameter, dtype if dtype != parameter.dtype else None)
 
-    def held(self) -> dict[str, tuple[StackedFusion, int]]:
+    def branch_parameters(self) -> dict[str, tuple[StackedFusion, int]]:
         """Parameters of which only the active branches move in a step, with the layer that knows which."""
         found = {}
         for name, module in self.body.named_modules():
@@ -113,7 +113,7 @@ class Stack(nn.Module):
                     found[f"{name}.{part}"] = (fusion, fusion.plain.branches)
         return found
 
-    def statistics(self) -> list[Tensor]:
+    def step_buffers(self) -> list[Tensor]:
         """Everything that a step may write to beside the parameters, ``[E, ...]`` each."""
         return list(self.body.buffers())
 

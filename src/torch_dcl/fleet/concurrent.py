@@ -10,10 +10,10 @@ import torch
 
 from torch_dcl.fleet.fleet import Fleet
 
-__all__ = ["train_abreast"]
+__all__ = ["train_concurrently"]
 
 
-def train_abreast(fleets: Sequence[Fleet], should_stop: Callable[[], bool] | None = None) -> None:
+def train_concurrently(fleets: Sequence[Fleet], should_stop: Callable[[], bool] | None = None) -> None:
     """Train each fleet that is not at its end for one more epoch; at the same time, if they are on one GPU.
 
     Each ends with the weights that it has when it is trained alone.

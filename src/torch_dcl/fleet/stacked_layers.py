@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_dcl.fleet import operations
 from torch_dcl.layers import DCLConv2d, DCLLinear
 from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 from torch_dcl.models.controls import SummedLinear
-from torch_dcl.fleet import operations
 
 __all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
 
