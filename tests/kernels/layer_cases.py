@@ -292,7 +292,7 @@ def in_float64(layer):
 
         return run
 
-    exact._construct = rounded(exact._construct, lambda x: layer.branch(x))
+    exact._construct = rounded(exact._construct, layer.branch)
     exact._run_branch = rounded(exact._run_branch, layer._run_branch)
     return exact
 

@@ -22,21 +22,9 @@ __all__ = ["in_one", "kept_backward", "kept_forward"]
 
 @triton.jit
 def _products(
-    acc,
-    y,
-    w,
-    low,
-    p,
-    n,
-    k,
-    P,
-    ROUNDED: tl.constexpr,
-    t: tl.constexpr,
-    N: tl.constexpr,
-    M: tl.constexpr,
-    T: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, y, w, low, p, n, k, P, ROUNDED: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Branch t's products of a few filters, added to the others'."""
     rows = tl.load(y + p[:, None] * (T * M) + t * M + k[None, :], mask=(p < P)[:, None] & (k < M)[None, :], other=0.0)
     at, inside = (t * M + k)[:, None] * N + n[None, :], (k < M)[:, None] & (n < N)[None, :]

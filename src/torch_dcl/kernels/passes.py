@@ -20,8 +20,8 @@ __all__ = ["add_parts_", "backward", "backward_rows", "forward"]
 
 @triton.jit
 def _columns(
-    w, bias, n, kind: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    w, bias, n, kind: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The weights of branch t for the outputs n, and the scale and the shift of their responses."""
     k = tl.arange(0, BK)

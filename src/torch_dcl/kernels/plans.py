@@ -32,7 +32,7 @@ class Plan:
         eps: ε.
         pairs: Whether to take the mean over pairs instead of fusing all.
         keep: Whether to keep the responses for the backward pass; not behind norms.
-        norms: The settings of norms with the types of their tensors, or None.
+        norms: `Norms` with types in the place of tensors, and whether there are biases before them; or None.
         tf32: Whether products of float32 may be of TF32.
         track: Whether to update running statistics.
     """
@@ -64,8 +64,9 @@ class Plan:
         self.statistics = None
         norm = 0
         if norms is not None:
-            norm, of_bias = 2 - norms[0].fixed, torch.float32
-            self.statistics = moments.Statistics(P, self.M, T, N, device, norms[0], bias=norms[1], track=track)
+            settings = Norms(*norms[:-1])
+            norm, of_bias = 2 - settings.fixed, torch.float32
+            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norms[-1], track=track)
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
 
     def forward(
@@ -177,13 +178,15 @@ def plan_for(
     norms: Norms | None, *, track: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan for these, made once for all that have their sizes, types, layouts and settings."""
-    key = None
+    key: tuple[Any, ...] | None = None
     if norms is not None:
-        tensors = (norms.gammas, norms.betas, norms.means, norms.variances, norms.counts)
-        types = tuple(part[0].dtype if part else None for part in tensors)
-        there: Any = [part is not None for part in types]
-        key = norms._replace(**dict(zip(Norms._fields, there, strict=False))), bias is not None, types
-        track = track and bool(norms.means) and not norms.fixed
+        gammas, betas, means, variances, counts, epsilon, momentum, fixed = norms
+        track = track and not fixed and len(means) > 0
+        key = (
+            gammas[0].dtype if gammas else None, betas[0].dtype if betas else None, means[0].dtype if means else None,
+            variances[0].dtype if means else None, counts[0].dtype if counts else None, epsilon, momentum, fixed,
+            bias is not None,
+        )  # fmt: skip
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(
         y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,
