@@ -59,10 +59,10 @@ def _square(weight: Tensor) -> Tensor:
     """``weight·weightᵀ`` in float64: half of it, in blocks, since it is symmetric and a copy in float64 is large."""
     size = len(weight)
     lower = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
-    for columns in weight.split(BLOCK, 1):
-        wide = columns.double()
-        for begin in range(0, size, BLOCK):
-            rows = slice(begin, begin + BLOCK)
+    for column in range(0, weight.shape[1], BLOCK):
+        wide = weight[:, column : column + BLOCK].double()
+        for row in range(0, size, BLOCK):
+            rows = slice(row, row + BLOCK)
             lower[rows, : rows.stop].addmm_(wide[rows], wide[: rows.stop].t())
     return lower.tril_().add_(lower.tril(-1).t())
 

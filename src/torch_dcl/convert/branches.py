@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_dcl.convert.assumption import TINY
 from torch_dcl.functional import fuse_branches
 
-__all__ = ["Branches", "Rows", "Task", "relative_error", "solve"]
+__all__ = ["BATCH", "STEPS", "Branches", "Rows", "Task", "is_polished", "relative_error", "solve"]
 
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
@@ -110,9 +110,14 @@ def solve(task: Task, probe: Rows, widths: Sequence[int], pairs: bool, generator
     for strength in STRENGTHS if T > 1 else ():
         weaker = [torch.cat((W[:shared], strength * W[shared:])) for W in start.W]
         found.append(measured(start._replace(W=weaker)))
-    if STEPS * sum(W.numel() for W in start.W) <= WORK:
+    if is_polished(widths, start.W[0].shape[1]):
         found.append(measured(_polish(start, math.sqrt(error), task, generator)))
     return min(found, key=itemgetter(0))[1]
+
+
+def is_polished(widths: Sequence[int], out_channels: int) -> bool:
+    """Whether a layer is small enough to be polished."""
+    return STEPS * sum(widths) * out_channels <= WORK
 
 
 def _start(
