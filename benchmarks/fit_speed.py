@@ -75,21 +75,20 @@ def main():
     device = torch.device(arguments.device)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     fit_once(plain_layer((64, 64), "normal", device))  # what a device does once
-    rows = []
     for layer in arguments.layers:
         for spectrum in arguments.weights:
             plain, load = plain_layer(SHAPES[layer], spectrum, device), os.getloadavg()[0]
             report, wall, cpu = fit_once(plain)
             numbers = [f"{wall:.2f}", f"{cpu:.2f}", f"{report.error:.5f}", f"{report.low_rank_error:.5f}"]
             where = [place, arguments.threads, f"{load:.1f}", torch.__version__]
-            rows.append(dict(zip(COLUMNS, [arguments.label, layer, spectrum, *numbers, *where], strict=True)))
-            print("  ".join(map(str, rows[-1].values())), flush=True)
+            row = dict(zip(COLUMNS, [arguments.label, layer, spectrum, *numbers, *where], strict=True))
+            print("  ".join(map(str, row.values())), flush=True)
             if arguments.out:
                 earlier = []
                 if arguments.out.exists():
                     with arguments.out.open(newline="") as file:
                         earlier = list(csv.DictReader(file))
-                write_rows(arguments.out, COLUMNS, [*earlier, rows[-1]])
+                write_rows(arguments.out, COLUMNS, [*earlier, row])
 
 
 if __name__ == "__main__":
