@@ -50,7 +50,7 @@ class _Lines:
 
 def error_console(*, quiet: bool = False) -> "Console | _Lines":
     """A console on stderr, quiet in all processes but the first. Rich is loaded for a terminal alone."""
-    quiet = quiet or not first_rank()
+    quiet = quiet or sys.stderr is None or not first_rank()
     if quiet or not sys.stderr.isatty():
         return _Lines(quiet=quiet)
     from rich.console import Console  # noqa: PLC0415
