@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
 from torch_dcl.kernels.launcher import Launch, is_traced, kept
-from torch_dcl.kernels.project import by_branch, by_weights, weight_gradient
+from torch_dcl.kernels.project import ON_CHIP, by_branch, by_weights, weight_gradient
 from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["in_one", "kept_backward", "kept_forward"]
@@ -176,8 +176,10 @@ def _forward_launch(
     P: int, M: int, T: int, N: int, dtype: torch.dtype, of_weight: torch.dtype, eps: float, pairs: bool,
     bias: torch.dtype | None, rounded: bool, device: torch.device,
 ) -> Launch:  # fmt: skip
-    del of_weight, device  # parts of what tells launches apart
+    del device  # a part of what tells launches apart
     tiles, options = _tiles(P, N, T)
+    stage = T * tiles["BK"] * (tiles["BM"] * dtype.itemsize + tiles["BN"] * of_weight.itemsize)
+    options["num_stages"] = max(1, min(options["num_stages"], ON_CHIP // stage))
     values = {"P": P, **constants(eps, 2 if pairs else T, dtype), "N": N, "M": M, "T": T, "PAIRS": pairs}
     values |= {"BIAS": bias is not None, "PRECISION": "tf32", "ROUNDED": rounded, **tiles}
     return Launch(_kept_forward, (cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"])), values, {**options, **OPTIONS})

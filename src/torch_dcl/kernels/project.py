@@ -17,11 +17,11 @@ from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
-__all__ = ["Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
+__all__ = ["ON_CHIP", "Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
 
 _SHALLOW = 64
 """Filters of a branch up to which nothing is short."""
-_ON_CHIP = 210_000
+ON_CHIP = 210_000
 """Bytes of shared memory that a program may take, of 227 KiB."""
 _MANY = 2048
 """Positions from which the products of the branches do better one by one."""
@@ -46,7 +46,7 @@ def _tiles(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside:
     else:
         at_once = 3
     BN = min(BN, max(16, next_power_of_2(N)))
-    if T * BK * size * (BN + stages * 64) > _ON_CHIP:
+    if T * BK * size * (BN + stages * 64) > ON_CHIP:
         stages = 1
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, **OPTIONS}
     if registers is not None:
