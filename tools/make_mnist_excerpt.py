@@ -11,7 +11,7 @@ so that the classes are mixed to the end. Pixels and labels are copied unchanged
 A draw, rather than the first digits of the file: the first half of the MNIST test set is easier than the second.
 
 The same input gives the same arrays everywhere, and the same bytes with the same release of zlib. The script prints the
-SHA-256 that belongs into `src/torch_dcl/data/excerpt.py`.
+SHA-256 that belongs into `src/torch_dcl/data/mnist.py`.
 """
 
 import argparse

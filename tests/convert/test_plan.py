@@ -745,7 +745,7 @@ def test_on_a_gpu_units_are_timed_as_graphs_unless_one_asks_the_cpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
 def test_random_numbers_outlive_a_capture_that_fails(monkeypatch):
     x = torch.ones(3, device="cuda")
-    monkeypatch.setattr(measure, "_never_waiting", contextlib.nullcontext)
+    monkeypatch.setattr(measure, "_synchronisation_raises", contextlib.nullcontext)
     asking = {"asks": lambda: torch.rand_like(x).sum().item()}
     assert measure._captured(asking, x.device) is None
     assert 0 < torch.rand(1000, device="cuda").mean().item() < 1

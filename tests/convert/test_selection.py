@@ -196,7 +196,7 @@ def test_where_no_unit_makes_the_network_faster_the_plan_says_so(clock):
 def test_few_networks_are_measured_and_nearly_all_units_kept(count):
     slower, even = Comparison(1.0, 1.1, 0.01), Comparison(1.0, 1.0, 0.01)
     for limit in range(count + 1):
-        kept, found = selection._most(count, lambda n, most=limit: slower if n > most else even)
+        kept, found = selection._bisect(count, lambda n, most=limit: slower if n > most else even)
         assert next(iter(found)) == count
         assert len(found) <= math.log2(count) + 2
         assert (kept == 0) == (limit == 0)

@@ -380,7 +380,7 @@ def test_no_images_are_no_error(test_digits):
         ({"seed": True}, TypeError, "seed must be a whole number, not True"),
         ({"device": "nonsense"}, RuntimeError, "device 'nonsense' is not available .*; use device='cpu'"),
         ({"device": "cuda:99"}, RuntimeError, "device 'cuda:99' is not available .*; use device='cpu'"),
-        ({"mnist": "nowhere"}, FileNotFoundError, "nowhere is no folder; give the folder with the idx files"),
+        ({"mnist": "nowhere"}, FileNotFoundError, "nowhere is not a folder; give the folder with the idx files"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message):

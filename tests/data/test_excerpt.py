@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_dcl.data import excerpt, mnist_excerpt
+from torch_dcl.data import mnist, mnist_excerpt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,23 +71,23 @@ def test_a_wrong_split_is_named_with_the_choices(split):
 
 
 def test_an_altered_file_is_refused(tmp_path, monkeypatch):
-    content = bytearray(excerpt._FILE.read_bytes())
+    content = bytearray(mnist._FILE.read_bytes())
     content[len(content) // 2] ^= 1
     altered = tmp_path / "altered.npz"
     altered.write_bytes(content)
-    monkeypatch.setattr(excerpt, "_FILE", altered)
+    monkeypatch.setattr(mnist, "_FILE", altered)
     with pytest.raises(ValueError, match=r"altered\.npz is damaged or was altered: .* install torch-dcl again"):
         mnist_excerpt("train")
 
 
 def test_a_missing_file_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(excerpt, "_FILE", tmp_path / "gone.npz")
+    monkeypatch.setattr(mnist, "_FILE", tmp_path / "gone.npz")
     with pytest.raises(FileNotFoundError, match=r"gone\.npz is missing: install torch-dcl again"):
         mnist_excerpt("train")
 
 
 def test_the_file_stays_small():
-    assert excerpt._FILE.stat().st_size < 1_500_000
+    assert mnist._FILE.stat().st_size < 1_500_000
 
 
 def test_the_import_stays_lean():

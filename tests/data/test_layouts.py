@@ -124,7 +124,7 @@ def test_a_picture_is_the_same_every_time(tmp_path):
 @pytest.mark.parametrize(
     ("name", "samples", "error", "message"),
     [
-        ("sheet.txt", 3, ValueError, r"ends in \.png, \.svg or \.pdf, .*sheet\.txt does not"),
+        ("sheet.txt", 3, ValueError, r"must end in \.png, \.svg or \.pdf, got .*sheet\.txt"),
         ("sheet.png", 0, ValueError, "samples must be at least 1, not 0"),
         ("missing/sheet.png", 1, FileNotFoundError, r"the folder .*missing does not exist; create it"),
     ],

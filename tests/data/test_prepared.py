@@ -174,8 +174,8 @@ def test_statistics_are_those_of_the_pixels():
         ({"test_labels": torch.full((5,), -1)}, "label -1 is out of range"),
         ({"test_images": torch.zeros(5, 1, 5, 4, dtype=torch.uint8)}, r"\(1, 5, 4\), those of the train split"),
         ({"test_images": torch.zeros(0, 3, 5, 4, dtype=torch.uint8), "test_labels": torch.arange(0)}, "is empty"),
-        ({"classes": ("a", "b", "a")}, "class names must differ"),
-        ({"validation_labels": torch.arange(3)}, "come together"),
+        ({"classes": ("a", "b", "a")}, "class names must be unique"),
+        ({"validation_labels": torch.arange(3)}, "validation needs both images and labels"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes, message):

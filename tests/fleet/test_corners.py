@@ -87,7 +87,7 @@ def test_a_layer_that_the_forward_pass_does_not_use_comes_back_as_it_was():
 def test_tied_weights_are_refused():
     tied = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 4))
     tied[2].weight = tied[1].weight
-    with pytest.raises(TypeError, match=r"'1.weight' and '2.weight' are one parameter"):
+    with pytest.raises(TypeError, match=r"'1.weight' and '2.weight' are tied"):
         Stack([tied])
 
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_another_fleet_is_refused(tmp_path):
         fleet([network(0)]).load(tmp_path / "fleet.safetensors")
     with pytest.raises(ValueError, match="schedule of network 0 was"):
         fleet([network(0), network(1)], [Schedule(3), Schedule(2)]).load(tmp_path / "fleet.safetensors")
-    with pytest.raises(ValueError, match=r"is of another fleet: moment.3.bias is not there"):
+    with pytest.raises(ValueError, match=r"belongs to another fleet: moment.3.bias is missing"):
         fleet([network(0, nn.Identity()), network(1, nn.Identity())]).load(tmp_path / "fleet.safetensors")
 
 
@@ -168,7 +168,7 @@ def test_a_flipped_byte_of_a_checkpoint_is_found(tmp_path):
     ("change", "message"),
     [
         ({"labels": LABELS.int()}, "must be int64"),
-        ({"labels": LABELS + 1}, "the label 5, but the networks tell 5 classes apart"),
+        ({"labels": LABELS + 1}, "the label 5, but the networks have 5 classes"),
         ({"labels": LABELS[:3]}, "40 images and 3 labels"),
         ({"images": IMAGES.float()}, "must be uint8"),
     ],

@@ -83,7 +83,8 @@ def same_bits(model, other):
 def plain_training(network, member, data, batch, *, momentum=0.9, nesterov=False, factors=None, clip=None):
     """The same training as a loop of one network with torch's own optimiser.
 
-    Returns the model, the mean loss of every epoch, and the epoch of the first loss that was not finite.
+    Returns the model, the mean loss of every epoch, and the epoch of the first loss or weight that was not finite. A
+    parameter with such weights keeps its last finite ones.
     """
     model = copy.deepcopy(network).double().train()
     images, labels = data[member.data]
@@ -111,7 +112,13 @@ def plain_training(network, member, data, batch, *, momentum=0.9, nesterov=False
             (clip or clip_plainly)(list(model.parameters()), member.clip)
             for group in optimizer.param_groups:
                 group["lr"] = rates[epoch * per_epoch + step] * group["factor"]
+            before = copy.deepcopy(list(model.parameters()))
             optimizer.step()
+            finite = [bool(parameter.isfinite().all()) for parameter in model.parameters()]
+            if not all(finite):
+                for parameter, old, is_finite in zip(model.parameters(), before, finite, strict=True):
+                    parameter.data = parameter.data if is_finite else old.data
+                return model, losses, epoch
             losses[-1] += loss.item() / per_epoch
     return model, losses, None
 
@@ -346,7 +353,7 @@ def test_a_network_that_diverges_stops_and_leaves_the_others_alone(how, precisio
     for i in (0, 2):
         assert same_bits(fleet.network(i), expected.network(i))
         assert [losses[i] for losses in history.train_loss] == [losses[i] for losses in expected.history.train_loss]
-    assert not math.isfinite(history.train_loss[-1][1])
+    assert [math.isnan(losses[1]) for losses in history.train_loss] == [e >= history.stopped[1] for e in range(3)]
 
 
 def test_a_network_that_diverges_is_reported_with_its_epoch_and_left_where_it_was():
@@ -360,7 +367,8 @@ def test_a_network_that_diverges_is_reported_with_its_epoch_and_left_where_it_wa
         model, _, stopped = plain_training(network, member, data, 4)
         assert history.stopped.get(i) == stopped
         for name, value in fleet.network(i).state_dict().items():
-            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-8, atol=0, equal_nan=True)
+            assert value.isfinite().all()
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-8, atol=0)
         epochs.add(stopped)
     assert len(epochs) == 3, "the three should stop in three epochs, one of them never"
 
@@ -575,12 +583,12 @@ IMAGES, LABELS = torch.zeros(9, 6, 6, dtype=torch.uint8), torch.zeros(9, dtype=t
 @pytest.mark.parametrize(
     ("members", "data", "batch", "message"),
     [
-        ([member()], {"two": (IMAGES, LABELS)}, 3, "'mine' wants the data 'one'; given are 'two'"),
+        ([member()], {"two": (IMAGES, LABELS)}, 3, "there is no data 'one' for 'mine'; given: 'two'"),
         ([member()], {"one": (IMAGES.float(), LABELS)}, 3, r"'one' must be uint8.*got torch.float32 \[9, 6, 6\]"),
         ([member()], {"one": (IMAGES[0], LABELS)}, 3, r"must be uint8 \[N, H, W\].*\[6, 6\]"),
         ([member()], {"one": (IMAGES, LABELS[:5])}, 3, "'one' has 9 images and 5 labels"),
-        ([member()], {"one": (IMAGES, LABELS)}, 10, "batch must be from 1 to the 9 images of the data, got 10"),
-        ([member()], {"one": (IMAGES, LABELS)}, 0, "batch must be from 1 to the 9 images of the data, got 0"),
+        ([member()], {"one": (IMAGES, LABELS)}, 10, "batch must be from 1 to 9, the number of images, got 10"),
+        ([member()], {"one": (IMAGES, LABELS)}, 0, "batch must be from 1 to 9, the number of images, got 0"),
         ([member(), member()], {"one": (IMAGES, LABELS)}, 3, "a member for each network, got 1 and 2"),
         ([], {"one": (IMAGES, LABELS)}, 3, "a member for each network, got 1 and 0"),
     ],
@@ -598,12 +606,12 @@ def test_a_fleet_of_none_is_refused():
 @pytest.mark.parametrize("other", [IMAGES[:8], IMAGES[:, :5], IMAGES[:, None]])
 def test_data_of_two_sizes_are_refused(other):
     data = {"one": (IMAGES, LABELS), "two": (other, LABELS[: len(other)])}
-    with pytest.raises(ValueError, match=r"all data of a fleet must have one size.*train them in fleets apart"):
+    with pytest.raises(ValueError, match=r"all data of a fleet must have one size.*use one fleet for each size"):
         Fleet([tiny(), tiny()], [member(), member(data="two")], data, batch=3)
 
 
 def test_networks_of_two_architectures_are_refused():
-    with pytest.raises(ValueError, match="network 1 of the stack is of another architecture"):
+    with pytest.raises(ValueError, match="network 1 of the stack has another architecture"):
         Fleet([tiny(), tiny(norm=True)], [member(), member()], {"one": (IMAGES, LABELS)}, batch=3)
 
 

@@ -170,6 +170,33 @@ def test_a_folder_of_an_earlier_form_is_not_resumed_and_the_version_that_wrote_i
         pass
 
 
+@pytest.mark.parametrize("versions", [None, [], "0.0.7", {}])
+def test_a_version_that_was_not_recorded_is_said_to_be_unknown(tmp_path, versions):
+    (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
+    (tmp_path / "environment.jsonl").write_text(json.dumps({"versions": versions}) + "\n")
+    with (
+        pytest.raises(RunError, match=r"begun by torch-dcl unknown .*dcl report reads it"),
+        RunFolder.open(tmp_path, RECIPE, resume=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("form", [0, -1, 3, 10**30, True, None, "2", 2.0, [2], {}])
+def test_a_format_that_nobody_wrote_is_not_taken_for_the_one_without_checksums(tmp_path, form):
+    with RunFolder.open(tmp_path, RECIPE) as folder:
+        folder.append("outcomes", {"a": 1})
+    (tmp_path / "recipe.json").write_text(json.dumps({**RECIPE, "format": form}))
+    with pytest.raises(RunError, match=r"its format is .*, from 1 to 2 can be read; use the version"):
+        RunFolder.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "x", "²", "-1", "9" * 40, "\0", "1 2"])
+def test_a_lock_with_any_text_in_it_names_nobody(tmp_path, text):
+    with RunFolder.open(tmp_path, RECIPE):
+        (tmp_path / "lock").write_text(text)
+        assert run_folder.lock_holder(tmp_path) is None
+
+
 @pytest.mark.parametrize("name", ["lock", "environment.jsonl", "outcomes.jsonl", "log.txt"])
 def test_nothing_is_written_through_a_symbolic_link(tmp_path, name):
     victim, run = tmp_path / "victim", tmp_path / "run"

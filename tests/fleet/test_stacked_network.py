@@ -455,7 +455,7 @@ def test_a_registered_layer_hears_of_every_step(registry):
 
 @pytest.mark.parametrize("wrong", [Scale(3), "Scale", int])
 def test_only_classes_of_layers_are_registered(wrong, registry):
-    with pytest.raises(TypeError, match="wants the class of a layer"):
+    with pytest.raises(TypeError, match="needs the class of a layer"):
         register_stacked(wrong, StackedScale)
 
 
@@ -478,17 +478,17 @@ def test_no_network_is_refused():
 )
 def test_networks_of_two_architectures_are_refused_with_their_place(other):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-    with pytest.raises(ValueError, match="network 2 of the stack is of another architecture"):
+    with pytest.raises(ValueError, match="network 2 of the stack has another architecture"):
         Stack([model, copy.deepcopy(model), other])
 
 
 def test_networks_of_two_types_are_refused():
-    with pytest.raises(ValueError, match="network 1 of the stack is of another architecture"):
+    with pytest.raises(ValueError, match="network 1 of the stack has another architecture"):
         Stack([nn.Linear(3, 4), nn.Linear(3, 4).double()])
 
 
 def test_networks_in_two_modes_are_refused():
-    with pytest.raises(ValueError, match=r"network 1 of the stack is in another mode \(train or eval\)"):
+    with pytest.raises(ValueError, match=r"network 1 of the stack is not in the mode of network 0"):
         Stack([nn.Linear(3, 4), nn.Linear(3, 4).eval()])
 
 

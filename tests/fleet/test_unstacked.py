@@ -209,7 +209,7 @@ class Functional(nn.Module):
 def test_randomness_of_torchs_own_is_refused(network):
     data = three_sets()
     before = torch.get_rng_state()
-    with pytest.raises(TypeError, match=r"draws random numbers of torch's own in its forward pass.*use nn\.Dropout"):
+    with pytest.raises(TypeError, match=r"uses torch's random number generator in its forward pass.*use nn\.Dropout"):
         Fleet([network], all_different(1), data, batch=4, stacked=False)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -335,7 +335,7 @@ def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stac
 def test_a_checkpoint_of_a_stack_is_refused(tmp_path):
     data, members, networks = three_sets(), all_different(2), [tiny() for _ in range(2)]
     Fleet(networks, members, data, batch=4).save(tmp_path / "fleet")
-    with pytest.raises(ValueError, match="another fleet: stacked of network 0 was None, here it is False"):
+    with pytest.raises(ValueError, match="another fleet: stacked of network 0 was missing, here it is False"):
         Fleet(networks, members, data, batch=4, stacked=False).load(tmp_path / "fleet")
 
 
@@ -418,7 +418,7 @@ def test_compile_and_streams_are_for_networks_as_they_are(options):
 @pytest.mark.parametrize("options", [{"width": (3, 2, 3)}, {"width": 3, "norm_layer": nn.BatchNorm1d}])
 def test_a_stochastic_layer_that_cannot_be_held_still_is_named(options):
     network = nn.Sequential(nn.Flatten(), DCLLinear(36, 4, branches=3, strategy="stochastic", **options))
-    with pytest.raises(TypeError, match="layer '1': the stochastic strategy in a fleet wants branches of one width"):
+    with pytest.raises(TypeError, match="layer '1': the stochastic strategy in a fleet needs branches of one width"):
         Fleet([network], all_different(1), three_sets(), batch=4, stacked=False)
 
 

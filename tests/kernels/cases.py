@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_dcl import kernels
 from torch_dcl.fleet import Inputs, operations
 from torch_dcl.fleet.device_data import DeviceData
-from torch_dcl.fleet.sgd import Learning, sgd_
+from torch_dcl.fleet.sgd import Update, sgd_, squared_norms
 from torch_dcl.functional import draw_pair
 
 Errors = dict[str, float]
@@ -206,14 +206,16 @@ def _sgd_case(
             moment = m.to(**there, copy=True)
             operations.keep_low_copy(mine, dtype if low else None)
             active = torch.tensor([[0, 2], [1, 2], [0, 1]], device=place) if hold else None
+            alive = torch.ones(E, dtype=torch.bool, device=place)
             sgd_(
-                [Learning(mine, moment, g.to(place, wide if place == "cpu" else dtype), factors, active, T)],
+                [Update(mine, moment, g.to(place, wide if place == "cpu" else dtype), factors, active, T)],
                 torch.tensor(rates, **there), torch.tensor([0.01, 0.02, 0.0], **there),
-                torch.tensor([0.5, 1.0, 0.1], **there) if clip else None, 0.9, nesterov,
+                torch.tensor([0.5, 1.0, 0.1], **there) if clip else None, 0.9, nesterov, alive,
             )  # fmt: skip
-            results.append((mine, moment))
-        (exact, exact_moment), (mine, moment) = results
+            results.append((mine, moment, alive))
+        (exact, exact_moment, _), (mine, moment, alive) = results
         errors = {"weights": relative(mine, exact), "moments": relative(moment, exact_moment)}
+        errors["networks that stopped"] = (~alive).sum().item()
         resting = torch.tensor(rates) == 0
         errors["weights at rest that moved"] = (mine.cpu()[resting] != p[resting]).sum().item()
         errors["moments at rest that moved"] = (moment.cpu()[resting] != m[resting]).sum().item()
@@ -257,9 +259,9 @@ def _sgd_of_many(device: str, dtype: torch.dtype) -> Errors:
             p, m, g = (value.to(place, wide, copy=True) for value in values)
             operations.keep_low_copy(p, dtype if i % 3 else None)
             held = torch.tensor([[0, 2], [1, 0]], device=place) if i % 7 == 0 else None
-            learning.append(Learning(p, m, g, (1 + i, i % 2), held, 3 if i % 7 == 0 else 1))
+            learning.append(Update(p, m, g, (1 + i, i % 2), held, 3 if i % 7 == 0 else 1))
         rate, decay = torch.tensor([[0.1, 0.01], [0.01, 0.1]], device=place, dtype=wide)
-        sgd_(learning, rate, decay, None, 0.9, True)
+        sgd_(learning, rate, decay, None, 0.9, True, torch.ones(2, dtype=torch.bool, device=place))
         found.append(learning)
     errors = {}
     for i, (exact, mine) in enumerate(zip(*found, strict=True)):
@@ -272,6 +274,56 @@ def _sgd_of_many(device: str, dtype: torch.dtype) -> Errors:
 
 
 CASES["sgd, many parameters"] = _sgd_of_many
+
+
+def _sgd_that_overflows(device: str, dtype: torch.dtype) -> Errors:
+    """Finite gradients, but a new weight or a new moment that is not: it stays as it was, and its network stops."""
+    start = torch.randn(3, 4, 1500)
+    start[0, 1, 1100] = start[1, 2, 7] = start[0, 3, 2] = 3.3e38
+    start[1, 1, 1100], start[2, 2, 7], start[1, 3, 2] = -3.3e38, 1e38, -3.3e38
+    rate = torch.tensor([0.1, 0.1, 0.1, 0.0])  # the last network is not updated, so nothing of it overflows
+    p, m, g = (value.to(device, copy=True) for value in start)
+    operations.keep_low_copy(p, dtype)
+    alive = torch.ones(4, dtype=torch.bool, device=device)
+    sgd_([Update(p, m, g)], rate.to(device), torch.zeros(4, device=device), None, 0.9, False, alive)
+    new_m = 0.9 * start[1].double() + start[2].double()
+    new_p = start[0].double() - rate.double()[:, None] * new_m
+    largest = torch.finfo(torch.float32).max
+    moves = (rate[:, None] > 0) & (new_p.abs() <= largest) & (new_m.abs() <= largest)
+    return {
+        "values that overflow": float((~moves[:3]).sum() != 2),
+        "weights": relative(p.clamp(-10, 10), torch.where(moves, new_p, start[0]).clamp(-10, 10)),
+        "moments": relative(m.clamp(-10, 10), torch.where(moves, new_m, start[1]).clamp(-10, 10)),
+        "the weight that overflows": float(p[1, 1100] != start[0, 1, 1100]),
+        "the moment that overflows": float(m[2, 7] != start[1, 2, 7]),
+        "copies that differ": (operations.low_copy(p) != p.to(dtype)).sum().item(),
+        "networks that stopped": float(alive.tolist() != [True, False, False, True]),
+    }
+
+
+CASES["sgd, overflows"] = _sgd_that_overflows
+
+
+def _squared_norms(device: str, dtype: torch.dtype) -> Errors:
+    sizes = [(6, 700), (1,), (4096,), (4097,), (2, 3, 5), (9000,)] * 3
+    gradients = [torch.randn(3, *size).to(device, dtype) for size in sizes]
+    updates = [Update(gradient.float(), gradient.float(), gradient) for gradient in gradients]
+    exact = sum(gradient.double().flatten(1).square().sum(1) for gradient in gradients)
+    found = squared_norms(updates, torch.float32)
+    errors = {"norms": relative(found, exact)}
+    alone = squared_norms([Update(*(value[1:2] for value in update[:3])) for update in updates], torch.float32)
+    errors["the norm of a network alone"] = float(alone[0] != found[1])
+    for value in (torch.nan, torch.inf):
+        for which in (0, 1, 3, 17):
+            before = gradients[which][1].view(-1)[-1].clone()
+            gradients[which][1].view(-1)[-1] = value
+            finite = squared_norms(updates, torch.float32).isfinite()
+            errors[f"{value} in gradient {which}"] = float(finite.tolist() != [True, False, True])
+            gradients[which][1].view(-1)[-1] = before
+    return errors
+
+
+CASES["sgd, squared norms"] = _squared_norms
 
 
 # Cross-entropy and images

@@ -278,8 +278,12 @@ def test_the_optimiser(compiled, E, clipped):
         [p.bfloat16() if i % 2 else None for i, p in enumerate(parameters)],
         [1.0, 2.0] * 11, [0.0, 1.0] * 11, [active, *[None] * 21], [3, *[1] * 21],
         lr=rates, weight_decay=rates, clip=rates if clipped else None, momentum=0.9, nesterov=clipped,
+        alive=rates > 0,
     )  # fmt: skip
     assert compiled == ["_sgd", "_sgd"]
+    compiled.clear()
+    sgd.squared_norms([p.bfloat16() if i % 2 else p for i, p in enumerate(parameters)])
+    assert compiled == ["_partial_squares", "_partial_squares", "_sum_rows"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -222,11 +222,11 @@ def _convolution(device: str) -> Errors:
     ):  # fmt: skip
         layer = QuickConv2d(3, 8, 7, **{"stride": 4, **settings}).to(device, memory_format=layout)
         x = torch.randn(2, 3, 25, 31, device=device).contiguous(memory_format=layout)
-        errors[f"{name}, path"] = float(layer._takes(x, layer.weight) != taken)
+        errors[f"{name}, path"] = float(layer._is_faster(x, layer.weight) != taken)
         exact = copy.deepcopy(layer).double()(x.double())
         errors[name] = relative(layer(x), exact)
     small = torch.randn(2, 3, 5, 5, device=device).to(memory_format=LAST)
-    errors["smaller than the kernel"] = float(layer._takes(small, layer.weight))
+    errors["smaller than the kernel"] = float(layer._is_faster(small, layer.weight))
     weight = layer.weight.detach()
     with torch.autocast(device, torch.bfloat16):
         errors["autocast"] = float(conv_of_cells(x, weight, None, (4, 4)).dtype != torch.bfloat16)

@@ -102,7 +102,7 @@ def test_it_is_made_like_the_layer_that_it_stands_for():
 
 
 def test_the_stochastic_strategy_is_refused():
-    with pytest.raises(ValueError, match="SummedLinear takes all branches; use the deterministic strategy"):
+    with pytest.raises(ValueError, match="SummedLinear sums all branches; use the deterministic strategy"):
         SummedLinear(6, 9, branches=3, width=2, strategy="stochastic")
 
 

@@ -85,7 +85,7 @@ def test_in_bfloat16_they_stay_near_what_they_are(kind):
 
 
 def test_what_they_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="StarLinear takes all branches; use the deterministic strategy"):
+    with pytest.raises(ValueError, match="StarLinear uses all branches; choose the deterministic strategy"):
         StarLinear(4, 4, branches=3, strategy="stochastic")
-    with pytest.raises(ValueError, match="two branches, got 3"):
+    with pytest.raises(ValueError, match="needs two branches, one of them the gate, got 3"):
         GatedLinear(4, 4, branches=3)

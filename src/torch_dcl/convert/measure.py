@@ -1,11 +1,11 @@
-"""How long a unit and a network take, plain and converted: medians of interleaved rounds on the model's device.
+"""Latency of a unit and of a network, plain and converted: medians of interleaved rounds on the model's device.
 
-Without a mode a unit on a GPU is timed as a CUDA graph, so that it is the GPU's time: in a network launches run ahead,
-or are captured or compiled away. The network itself is timed as it runs, launches included, and as a CUDA graph. Where
-units are chosen by time, both are timed in the mode in which the network will run.
+Without a mode a unit on a GPU is timed as a CUDA graph, so that only the GPU's time counts: in a network, launches run
+ahead or are captured or compiled away. The network itself is timed eagerly, launches included, and as a CUDA graph.
+Where units are selected by time, both are timed in the mode in which the network will run.
 
-A caller's autocast holds in every forward pass. As in a training loop, it is off in the backward pass, and weights are
-cast anew in each step.
+A caller's autocast applies to every forward pass. As in a training loop, it is off in the backward pass, and weights
+are cast again in each step.
 """
 
 import contextlib
@@ -31,21 +31,21 @@ __all__ = [
 
 ROUNDS = 5
 SECONDS = 0.02
-"""How long one contender runs in one round, at least one call."""
+"""How long each contender runs in a round; at least one call."""
 BRIEFLY = 0.002
-"""The same for a unit captured on a GPU. Large products without a pause reach an H200's power limit after 60 to 190 ms,
-and the clock goes down; how far depends on what the other contenders take, and not all slow down alike."""
+"""The same for a captured unit on a GPU. Large products without a pause reach an H200's power limit after 60 to 190 ms
+and lower its clock; how far depends on what the other contenders draw, and not all slow down alike."""
 
 
 def race(
     contenders: Mapping[str, Callable[[], object]], *, rounds: int = ROUNDS, seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """Milliseconds of each contender in each round, taken in turns so that a slow spell of the machine meets them all.
+    """Milliseconds of each contender in each round. They take turns, so that a slow spell of the machine affects all.
 
     Args:
-        contenders: What to call.
-        rounds: How often each has its turn.
-        seconds: How long a turn is, at least one call; None takes ``SECONDS``.
+        contenders: The functions to time, by name.
+        rounds: Number of turns of each.
+        seconds: Length of a turn, at least one call; None for ``SECONDS``.
     """
     from torch.utils.benchmark import Timer  # noqa: PLC0415  (it looks for a compiler when it is imported)
 
@@ -73,7 +73,7 @@ def compare(
     rounds: int = ROUNDS,
     seconds: float | None = None,
 ) -> Comparison | None:
-    """Race the steps of "plain" and "dcl"; None where they are to be captured and cannot be."""
+    """Race the steps of "plain" and "dcl"; None in mode "graph" where one of them cannot be captured."""
     contenders = _captured(steps, device) if mode == "graph" else steps
     if contenders is None:
         return None
@@ -95,7 +95,7 @@ def signature(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -
 def compare_unit(
     module: nn.Module, norm: nn.Module | None, row: Row, call: Call, mode: Mode, phase: Phase
 ) -> Comparison | None:
-    """Time a unit and the DCL layer in its place; None where one of them cannot be captured as a graph is asked for."""
+    """Time a unit and the DCL layer that replaces it; None in mode "graph" where one of them cannot be captured."""
     networks, x = _contenders(module, norm, row, call)
     del networks["low_rank"]
     steps = {}
@@ -108,14 +108,14 @@ def compare_unit(
 def network_step(
     network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, phase: Phase
 ) -> Callable[[], None]:
-    """A training step of a network (forward and backward, no optimiser), or a forward pass, to be raced in a mode."""
-    _take_charge(network)
+    """A training step of a network (forward and backward, no optimiser) or a forward pass, in a mode, for a race."""
+    _silence_warnings(network)
     run = _in_mode(network, mode)
     return _network_full(network, args, kwargs, run) if phase == "train" else _forward(run, *args, **kwargs)
 
 
 def measure_unit(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> dict[str, Timing]:
-    """Time a unit (layer, batch norm, ReLU), the DCL layer in its place, and the low-rank layer of equal weights."""
+    """Time a unit (layer, batch norm, ReLU), its DCL layer, and the low-rank layer of equal weights."""
     networks, x = _contenders(module, norm, row, call)
     forward = _race_on_device({name: _forward(network.eval(), x) for name, network in networks.items()}, x)
     with torch.enable_grad():
@@ -145,7 +145,7 @@ def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
 
 
 def device_name(model: nn.Module) -> str:
-    """Where a network is measured, for the table."""
+    """The name of the device of a network, for the table."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -153,12 +153,12 @@ def device_name(model: nn.Module) -> str:
 
 
 def _settings(norm: nn.Module) -> tuple[object, ...]:
-    """The settings of a batch norm; a frozen one of torchvision's has none but its ε."""
+    """The settings of a batch norm; torchvision's frozen one has only its ε."""
     return tuple(norm_settings(norm).values()) if hasattr(norm, "momentum") else (norm.eps,)
 
 
 def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> tuple[dict[str, nn.Module], Tensor]:
-    """A unit, the DCL layer in its place and the low-rank layer of equal weights, with an input as the call had."""
+    """A unit, the DCL layer that replaces it and the low-rank layer of equal weights, with an input like the call's."""
     weight = layer_weight(module)
     plain = [copy.deepcopy(module)] + ([] if norm is None else [copy.deepcopy(norm)]) + [nn.ReLU()]
     layers = {
@@ -169,20 +169,20 @@ def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call)
         carry_flags(layer, module, norm)
     networks: dict[str, nn.Module] = {"plain": nn.Sequential(*plain), **layers}
     for network in networks.values():
-        _take_charge(network)
+        _silence_warnings(network)
     x = torch.randn(call.input_shape, device=weight.device, dtype=call.dtype)
     if norm is not None and math.prod(call.output_shape) == len(weight):
-        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training wants more than one value a channel
+        x = torch.cat([x, torch.randn_like(x)])  # a batch norm in training needs more than one value per channel
     if call.channels_last:
         x = x.contiguous(memory_format=torch.channels_last)
     return networks, x.requires_grad_(call.needs_grad)
 
 
 def _in_mode(network: nn.Module, mode: Mode) -> Callable[..., Any]:
-    """What is called in place of a network; what is captured is the whole step, and that later.
+    """The network, or a compiled function that calls it. Capture happens later, of the whole step.
 
-    Each network is compiled with a code object of its own. Compiled results are kept by code object, eight at most, and
-    what comes after that would run uncompiled; and nothing outlives the network.
+    Each network is compiled with a code object of its own: torch keeps at most eight compiled results for a code object
+    and runs the rest uncompiled. It also frees the result with the network.
     """
     if mode != "compile":
         return network
@@ -199,7 +199,7 @@ def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _race_on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> dict[str, float]:
-    """Race them as CUDA graphs on a GPU; as they are elsewhere, or where one of them cannot be captured."""
+    """Race contenders as CUDA graphs on a GPU; eagerly elsewhere, or where one of them cannot be captured."""
     graphs = _captured(contenders, x.device)
     return _medians(race(graphs, seconds=BRIEFLY) if graphs else race(contenders))
 
@@ -207,7 +207,7 @@ def _race_on_device(contenders: Mapping[str, Callable[[], None]], x: Tensor) -> 
 def _captured(
     contenders: Mapping[str, Callable[[], None]], device: torch.device
 ) -> Mapping[str, Callable[[], None]] | None:
-    """The contenders as CUDA graphs; None where there are none, or where one of them cannot be captured."""
+    """The contenders as CUDA graphs; None without a GPU, or where one of them cannot be captured."""
     if device.type != "cuda":
         return None
     graphs: dict[str, Callable[[], None]] = {}
@@ -219,22 +219,22 @@ def _captured(
                 with torch.cuda.stream(stream):
                     for _ in range(3):  # allocations, autotuning, compilation
                         run()
-                    with _never_waiting():
+                    with _synchronisation_raises():
                         run()
                 torch.cuda.current_stream().wait_stream(stream)
                 with torch.cuda.graph(graph):
                     run()
-            except RuntimeError:  # something in it asks the CPU, or there is no memory for it
+            except RuntimeError:  # it synchronises with the CPU, or memory runs out
                 torch.cuda.synchronize()
-                _capture_nothing()
+                _reset_generator()
                 return None
             graphs[name] = graph.replay
     return graphs
 
 
 @contextlib.contextmanager
-def _never_waiting() -> Iterator[None]:
-    """Let torch raise what would make the CPU wait for the GPU: cheaper to find out so than by a capture that fails."""
+def _synchronisation_raises() -> Iterator[None]:
+    """Raise an error where the CPU would wait for the GPU, which is cheaper to find than by a failed capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -243,14 +243,14 @@ def _never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _capture_nothing() -> None:
-    """Put torch's random numbers right: after a capture that failed they think that it still goes on."""
+def _reset_generator() -> None:
+    """Reset torch's generator, which a failed capture leaves in capture mode, by an empty capture."""
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device="cuda")
 
 
-def _take_charge(network: nn.Module) -> None:
-    """A timing is not a training: no need to warn that nobody advances the branches."""
+def _silence_warnings(network: nn.Module) -> None:
+    """Silence the warning that nothing advances the branches: a timing is no training."""
     for module in network.modules():
         if isinstance(module, ConceptFusion):
             module.advanced = True
@@ -266,10 +266,10 @@ def _forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[],
 
 
 def _full(network: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) -> Callable[[], None]:
-    """Forward and backward with a gradient that lies in memory as the output does, as it comes in a network.
+    """Forward and backward with a gradient in the memory layout of the output, as in a network.
 
-    That of a sum is one number seen from everywhere, which some layers read as it is and others copy first. Where
-    nothing is trained, here and before, a training step has no backward.
+    The gradient of a sum is one expanded number, which some layers read as it is and others copy first. Where neither
+    the unit nor anything before it is trained, a training step has no backward.
     """
     called = run or network
     inputs = [t for t in (x, *network.parameters()) if t.requires_grad]
@@ -288,7 +288,7 @@ def _full(network: nn.Module, x: Tensor, run: Callable[..., Any] | None = None) 
 def _network_full(
     network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
 ) -> Callable[[], None]:
-    """Forward and backward of a whole network, from the sum of everything that it gives."""
+    """Forward and backward of a whole network, from the sum of its outputs."""
     called = run or network
     inputs = [p for p in network.parameters() if p.requires_grad]
 
@@ -304,7 +304,7 @@ def _outputs(given: object) -> list[Tensor]:
 
 
 def _differentiate(output: Tensor, inputs: Sequence[Tensor], grad: Tensor | None) -> None:
-    """The backward pass outside of the caller's autocast, whose casts of weights the next step makes anew."""
+    """The backward pass outside of the caller's autocast. Cached casts of weights are dropped, as after a step."""
     kind = output.device.type
     enabled = torch.is_autocast_enabled(kind)
     torch.set_autocast_enabled(kind, False)

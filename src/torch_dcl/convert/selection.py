@@ -1,4 +1,4 @@
-"""The units of a plan that make the network faster, by time measured in the way that it will run."""
+"""Select the units of a plan that make the network faster, timed in the mode in which it will run."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -18,42 +18,43 @@ __all__ = ["select_faster"]
 
 ROUNDS = 7
 TURN = 5
-"""A turn of a network is this many times as long as one of a unit."""
+"""The turn of a network is this many times as long as that of a unit."""
 
 
 def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mode: Mode, phase: Phase) -> Plan:
-    """Of the units that a plan selects, keep those that are faster, and of these as many as the network is with.
+    """Keep the selected units of a plan that are faster by themselves and do not make the network slower together.
 
-    The network is left as it was.
+    The network is not changed.
 
     Raises:
-        ValueError: the network does not run in the mode and the phase.
+        ValueError: The network does not run in the mode and the phase.
     """
     choice = Choice(mode, phase, None)
     with undisturbed(model, training=phase == "train"), torch.enable_grad():
         _try(model, inputs, choice, given.example)
-        timed = replace(given, rows=_timed(given.rows, model, seen, choice), device=device_name(model), choice=choice)
-        return _checked(timed, model, inputs)
+        rows = _time_units(given.rows, model, seen, choice)
+        timed = replace(given, rows=rows, device=device_name(model), choice=choice)
+        return _time_network(timed, model, inputs)
 
 
 def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None:
-    """Run one step before minutes are spent on units."""
+    """Run one step, so that an error shows before minutes are spent on units."""
     try:
         network_step(model, *inputs, "eager", choice.phase)()
     except Exception as error:
         remedy = (
-            'two inputs or more (batch=) for batch norms, targets where it takes them, or phase = "infer"'
+            'at least two inputs (batch=) for batch norms, targets where it needs them, or phase = "infer"'
             if choice.phase == "train"
             else "an example that it runs on in eval mode"
         )
         raise ValueError(
             f"a {choice._replace(mode='eager').step} of the network fails on {example}: {type(error).__name__}: "
             f"{error}. Give it {remedy}"
-        ) from None  # the message has it
+        ) from None  # the message contains the error
 
 
-def _timed(rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choice) -> tuple[Row, ...]:
-    """The rows with the time of every unit that is selected, and without those that are not faster."""
+def _time_units(rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choice) -> tuple[Row, ...]:
+    """The rows with the time of every selected unit; those that are not faster are no longer selected."""
     known: dict[tuple[object, ...], Comparison | None] = {}
     result = []
     for row in rows:
@@ -63,29 +64,29 @@ def _timed(rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choice) -
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
         call = seen.calls[module][0]
-        alike = signature(module, norm, row, call)
-        if alike not in known:
-            known[alike] = compare_unit(module, norm, row, call, choice.mode, choice.phase)
-        result.append(_judged(replace(row, comparison=known[alike]), choice))
+        key = signature(module, norm, row, call)
+        if key not in known:
+            known[key] = compare_unit(module, norm, row, call, choice.mode, choice.phase)
+        result.append(_keep_if_faster(replace(row, comparison=known[key]), choice))
     return tuple(result)
 
 
-def _judged(row: Row, choice: Choice) -> Row:
-    """The unit as it is where it is faster, or left alone with its times as the reason."""
+def _keep_if_faster(row: Row, choice: Choice) -> Row:
+    """The row of a faster unit unchanged; otherwise deselected, with the times as the reason."""
     time = row.comparison
     if time is None:
-        return _left(row, UNCAPTURED)
+        return _deselect(row, UNCAPTURED)
     if time.ratio < 1:
         return row
-    return _left(row, f"{SLOWER}: {time.dcl:.3g} ms for {time.plain:.3g} plain ({time}), {choice.step}")
+    return _deselect(row, f"{SLOWER}: {time.dcl:.3g} ms for {time.plain:.3g} plain ({time}), {choice.step}")
 
 
-def _left(row: Row, reason: str) -> Row:
+def _deselect(row: Row, reason: str) -> Row:
     return replace(row, status="left", reason=reason, selected=False)
 
 
-def _checked(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
-    """The plan with as many of its units, the fastest first, as leave the network no slower than it is."""
+def _time_network(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
+    """The plan with as many of its units, the fastest first, as do not make the network slower."""
     choice = timed.choice
     units = sorted(timed.selected, key=lambda row: row.comparison.ratio if row.comparison else 1.0)
     if choice is None or not units:
@@ -97,32 +98,32 @@ def _checked(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
         converted = copy.deepcopy(model)
         convert_(converted, timed.only([row.name for row in units[:count]]), init="random")
         steps = {"plain": plain, "dcl": network_step(converted, *inputs, choice.mode, choice.phase)}
-        found = compare(steps, choice.mode, device, rounds=ROUNDS, seconds=TURN * measure.SECONDS)
-        if found is None:
+        comparison = compare(steps, choice.mode, device, rounds=ROUNDS, seconds=TURN * measure.SECONDS)
+        if comparison is None:
             raise ValueError(
-                f"the network {UNCAPTURED}: something in it waits for the GPU, or memory is short; take "
+                f"the network {UNCAPTURED}: it synchronises with the GPU, or memory is short; choose "
                 'mode = "eager" or mode = "compile"'
             )
-        return found
+        return comparison
 
-    kept, found = _most(len(units), compared)
-    left = {}
+    kept, found = _bisect(len(units), compared)
+    deselected = {}
     for place, row in enumerate(units[kept:], kept):
         count = min(n for n in found if n > place)
         among = "this unit" if count == 1 else f"the {count} fastest units"
-        left[row.name] = _left(
+        deselected[row.name] = _deselect(
             row, f"{SLOWER} in the network: {found[count]} with {among}, by itself {row.comparison}, {choice.step}"
         )
     network = found[kept] if kept else min(found.values(), key=lambda time: time.ratio)
-    rows = tuple(left.get(row.name, row) for row in timed.rows)
+    rows = tuple(deselected.get(row.name, row) for row in timed.rows)
     return replace(timed, rows=rows, choice=choice._replace(network=network))
 
 
-def _most(count: int, compared: Callable[[int], Comparison]) -> tuple[int, dict[int, Comparison]]:
-    """How many units the network takes without being slower, and what was found with how many.
+def _bisect(count: int, compared: Callable[[int], Comparison]) -> tuple[int, dict[int, Comparison]]:
+    """How many units can be converted without making the network slower, and the comparisons by number of units.
 
-    All of them are tried first, then by bisection, to an eighth of them or to one: that is log2(count) + 1 networks at
-    most, each of which may have to be compiled.
+    All units are tried first, then bisection follows down to an eighth of them or to one: at most log2(count) + 1
+    networks, each of which may have to be compiled.
     """
     found: dict[int, Comparison] = {}
     kept, slower, tried = 0, count + 1, count

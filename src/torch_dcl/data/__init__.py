@@ -1,10 +1,10 @@
-"""Data: embedded digits, multi-digit sets, the sources of the tables, prepared files, and batches on the device."""
+"""Data: embedded digits, multi-digit sets, dataset sources, prepared files, and batches on the device."""
 
 from torch_dcl.data import digits, layouts
 from torch_dcl.data.batches import Batches
 from torch_dcl.data.dataset import DataError, Dataset
-from torch_dcl.data.excerpt import mnist_excerpt
 from torch_dcl.data.imagenet import ImageNetBatches
+from torch_dcl.data.mnist import mnist_excerpt
 from torch_dcl.data.prepared import read_prepared, write_prepared
 from torch_dcl.data.sources import load
 

@@ -1,4 +1,4 @@
-"""The digits that numbers are written with: read, checked, and cut out by their tight boxes."""
+"""The digits of multi-digit numbers: read, checked, and cropped to their tight boxes."""
 
 import os
 from dataclasses import dataclass, replace
@@ -8,20 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_dcl.data.excerpt import mnist_excerpt
-from torch_dcl.data.formats import read_idx
+from torch_dcl.data.mnist import FILES, mnist_excerpt, read_mnist
 
 __all__ = ["INK", "MnistLike", "Segments", "read_digits", "segment", "source"]
 
 INK = 32  # a pixel at least this dark counts for the tight box of a digit
 
-_FILES = {"train": "train", "test": "t10k"}
 _TENSORS = ("pixels", "height", "width", "first", "count", "original")
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The digits of one split, each cut out by its tight box and laid into the upper left corner.
+    """The digits of one split, each cropped to its tight box, in the upper left corner.
 
     Args:
         split: The split they belong to.
@@ -30,7 +28,7 @@ class Segments:
         width: Columns of each box, int64 `[n]`.
         first: Where each class begins, int64 `[10]`.
         count: How many digits each class has, int64 `[10]`.
-        original: The place of each digit in what was given, int64 `[n]`.
+        original: The index of each digit in the given images, int64 `[n]`.
     """
 
     split: str
@@ -42,7 +40,7 @@ class Segments:
     original: Tensor
 
     def to(self, device: torch.device) -> "Segments":
-        """Give the same digits on a device."""
+        """The same digits on a device."""
         if self.pixels.device == device:
             return self
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if name in _TENSORS}
@@ -57,7 +55,7 @@ MnistLike = str | os.PathLike[str] | tuple[Tensor, Tensor] | Segments | None
 
 
 def source(mnist: MnistLike = None) -> str:
-    """Say in words which digits `generate` and `segment` use for `mnist`.
+    """Describe the digits that `generate` and `segment` use for `mnist`.
 
     Args:
         mnist: As for `generate`.
@@ -75,7 +73,7 @@ def source(mnist: MnistLike = None) -> str:
 
 
 def segment(mnist: MnistLike, split: str) -> Segments:
-    """Read the digits of a split and cut them out. Do this once and pass the result on to write many sets quickly.
+    """Read the digits of a split and crop them. Do this once and pass the result on, to generate many sets quickly.
 
     Args:
         mnist: As for `generate`.
@@ -85,12 +83,12 @@ def segment(mnist: MnistLike, split: str) -> Segments:
         The digits on the CPU, or `mnist` itself where it is `Segments`.
 
     Raises:
-        ValueError: The digits are of a wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
-            an idx file is damaged or of another kind, or `mnist` holds the digits of the other split.
+        ValueError: The digits have the wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
+            an idx file is damaged or of another format, or `mnist` has the digits of the other split.
         TypeError: The digits are not uint8 or the labels are not integers.
         FileNotFoundError: An idx file is missing.
     """
-    if split not in _FILES:
+    if split not in FILES:
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
     if isinstance(mnist, Segments):
         if mnist.split != split:
@@ -105,7 +103,7 @@ def segment(mnist: MnistLike, split: str) -> Segments:
 
 
 def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, split: str) -> tuple[Tensor, Tensor]:
-    """Read the digits of a split and check them, without cutting them out.
+    """Read and check the digits of a split, without cropping them.
 
     Args:
         mnist: As for `generate`, without `Segments`.
@@ -120,7 +118,7 @@ def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, sp
     if mnist is None:
         images, labels = mnist_excerpt(split)
     elif isinstance(mnist, str | os.PathLike):
-        images, labels = _read_folder(Path(mnist), split)
+        images, labels = read_mnist(Path(mnist), split)
     elif isinstance(mnist, tuple) and len(mnist) == 2:
         images, labels = mnist
     else:
@@ -131,7 +129,7 @@ def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, sp
 
 
 def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segments:
-    """Move every digit's tight box into the upper left corner and drop what lies outside of it."""
+    """Move every digit's tight box into the upper left corner and clear everything outside of it."""
     side = images.shape[1]
     place = torch.arange(side)
     boxes = []
@@ -158,7 +156,7 @@ def _cut(images: Tensor, count: Tensor, original: Tensor, split: str) -> Segment
 
 
 def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor]:
-    """Refuse digits that are not what `generate` promises to write with."""
+    """Refuse digits of the wrong type, shape or range."""
     if not isinstance(images, Tensor) or not isinstance(labels, Tensor):
         raise TypeError(f"the {split} digits must be two tensors, not {type(images).__name__}, {type(labels).__name__}")
     images, labels = images.cpu(), labels.cpu()
@@ -176,20 +174,3 @@ def _checked(images: Tensor, labels: Tensor, split: str) -> tuple[Tensor, Tensor
     if low < 0 or high > 9:
         raise ValueError(f"the labels of the {split} digits must be 0 to 9, they go from {low} to {high}")
     return images, labels.long()
-
-
-def _read_folder(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read images and labels of a split from a folder of idx files."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder; give the folder with the idx files of MNIST")
-    images = _read_idx(folder, f"{_FILES[split]}-images-idx3-ubyte", 3)
-    labels = _read_idx(folder, f"{_FILES[split]}-labels-idx1-ubyte", 1)
-    return images, labels
-
-
-def _read_idx(folder: Path, name: str, axes: int) -> Tensor:
-    """Read one idx file, gzipped or not."""
-    path = next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
-    if path is None:
-        raise FileNotFoundError(f"{folder} has neither {name} nor {name}.gz; put the MNIST file there")
-    return torch.from_numpy(read_idx(path, axes))

@@ -1,7 +1,7 @@
-"""Batches from images that lie on the device: no worker processes, nothing decoded, augmentation for a batch at once.
+"""Batches of images that are kept on the device: no worker processes, no decoding, augmentation of a batch at once.
 
 The order of an epoch, and the flip and crop of every image in it, are hashes of (seed, epoch, index of the image). They
-do not depend on the batch size, on the device, or on what ran before; an epoch can be resumed in its middle.
+do not depend on the batch size, on the device, or on what ran before, so an epoch can be resumed at any batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from torch_dcl.data.draws import below, draw, whole_number
 __all__ = ["Batches", "cut", "mean_image"]
 
 _ROOM = 2**26
-"""Bytes of the batches that are made at once."""
+"""Bytes of the batches that are computed at once."""
 
 Normalise = tuple[Sequence[float], Sequence[float]] | Callable[[Tensor], Tensor]
 
@@ -22,29 +22,29 @@ Normalise = tuple[Sequence[float], Sequence[float]] | Callable[[Tensor], Tensor]
 class Batches:
     """Batches of one split, for training or for evaluation.
 
-    For training, images come in a new order every epoch, flipped and cropped at random. For evaluation they come in
-    their order, unflipped, cropped in the middle.
+    For training, images are shuffled every epoch and randomly flipped and cropped. For evaluation they keep their
+    order and are cropped at the centre.
 
     Args:
-        images: uint8 `[N, C, H, W]`. They are brought to the device once.
+        images: uint8 `[N, C, H, W]`. They are moved to the device once.
         labels: int64 `[N]`.
-        batch: Images to a batch.
-        seed: What order, flips and crops are drawn from.
+        batch: Images in a batch.
+        seed: The seed of order, flips and crops.
         train: Whether to shuffle and augment.
-        flip: For training, mirror every other image left to right. For evaluation, give two views of each batch, plain
-            and mirrored, whose predictions the caller averages: images become `[2, B, C, H, W]`.
-        pad: For training, reflect this many pixels at every border before cropping.
-        crop: Height and width of the crop; without it, those of the image.
+        flip: For training, flip every image horizontally with probability 1/2. For evaluation, return two views of each
+            batch, plain and flipped, whose predictions the caller averages: images become `[2, B, C, H, W]`.
+        pad: For training, pixels of reflection padding at every border before the crop.
+        crop: Height and width of the crop; by default those of the image.
         normalise: Mean and standard deviation of each channel in units of 255, as `Dataset.statistics` gives them; or a
-            function from a uint8 batch of whole images to floating ones, applied before the crop. Without it, images
-            are divided by 255.
-        device: Where images are kept and batches are made; without it, where `images` is.
-        drop_last: Leave out the last batch of an epoch when it is not full. Without a word, only for training.
-        dtype: The floating type of the batches.
+            function from a uint8 batch of whole images to floating-point ones, applied before the crop. By default
+            images are divided by 255.
+        device: The device of images and batches; by default that of `images`.
+        drop_last: Whether to drop the last batch of an epoch when it is not full. By default, only for training.
+        dtype: The floating-point type of the batches.
 
     Raises:
-        ValueError: Images, labels or settings do not fit together.
-        TypeError: A setting of another type.
+        ValueError: Images, labels or settings do not match.
+        TypeError: A setting has the wrong type.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Batches:
         self.dtype = dtype
         if train and self.drop_last and len(labels) < batch:
             raise ValueError(
-                f"{len(labels)} images do not fill one batch of {batch}; take a smaller batch or drop_last=False"
+                f"{len(labels)} images do not fill one batch of {batch}; use a smaller batch or drop_last=False"
             )
         self._function: Callable[[Tensor], Tensor] | None = None
         scale, shift = torch.full((1,), 1 / 255), torch.zeros(1)
@@ -87,13 +87,13 @@ class Batches:
             scale, shift = _affine(normalise, images.shape[1])
         self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
         self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
-        # A function is given the batches that were asked for. Otherwise several are made at once on a GPU, where
-        # launches take longer than the work on one.
+        # A function is called with single batches. Otherwise several are computed at once on a GPU, where launches
+        # take longer than the work on one.
         room = _ROOM if device.type == "cuda" and self._function is None else 0
         self._at_once = max(1, room // (batch * images.shape[1] * self.size[0] * self.size[1] * dtype.itemsize))
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         count = len(self.labels)
         return count // self.batch if self.drop_last else -(-count // self.batch)
 
@@ -139,7 +139,7 @@ class Batches:
             yield from zip(torch.split(together, self.batch, -4), torch.split(labels, self.batch), strict=True)
 
     def take(self, index: Tensor, epoch: int = 0) -> Tensor:
-        """Some images as they are in an epoch, whichever batch they would be in.
+        """Chosen images as they appear in an epoch, whatever their batches.
 
         Args:
             index: Which images, int64 `[B]` on the device.
@@ -160,7 +160,7 @@ class Batches:
         elif self.flip or self.pad or not whole:
             images = cut(images, index, self.seed, epoch, self.size, flip=self.flip, pad=self.pad)
         if self._function is None:
-            # Scale, then shift, in float32 whatever the type asked for.
+            # Scale and shift in float32, then cast.
             images = torch.addcmul(self._shift, images.float(), self._scale)
         images = images.to(self.dtype)
         return torch.stack([images, images.flip(-1)]) if self.flip and not self.train else images
@@ -169,16 +169,16 @@ class Batches:
 def cut(
     images: Tensor, index: Tensor, seed: int, epoch: int, size: tuple[int, int], *, flip: bool, pad: int = 0
 ) -> Tensor:
-    """Flip and crop every image of a batch at random, all at once.
+    """Randomly flip and crop every image of a batch.
 
     Args:
         images: `[B, C, H, W]` of any type.
-        index: Which images of the set these are: flip and crop are a hash of (seed, epoch, index).
-        seed: Of the run.
-        epoch: Of the run.
+        index: Indices of the images in the set: flip and crop are hashes of (seed, epoch, index).
+        seed: The seed of the run.
+        epoch: The number of the epoch.
         size: Height and width of the crops.
-        flip: Whether to mirror half of them.
-        pad: How many pixels to reflect at every border first.
+        flip: Whether to flip, with probability 1/2.
+        pad: Pixels of reflection padding at every border.
 
     Returns:
         `[B, C, h, w]` of the same type.
@@ -187,8 +187,8 @@ def cut(
     rows = _positions(draw(seed, "crop row", epoch, index), height, size[0], pad)
     columns = _positions(draw(seed, "crop column", epoch, index), width, size[1], pad)
     if flip:
-        mirrored = draw(seed, "flip", epoch, index) < 0
-        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+        flipped = draw(seed, "flip", epoch, index) < 0
+        columns = torch.where(flipped[:, None], columns.flip(1), columns)
     places = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
     flat = images.reshape(count, channels, height * width)
     return flat.gather(2, places.expand(count, channels, -1)).view(count, channels, *size)
@@ -210,14 +210,14 @@ def mean_image(images: Tensor) -> Tensor:
 
 
 def _positions(drawn: Tensor, length: int, size: int, pad: int) -> Tensor:
-    """Which pixels along one side each crop takes, [B, size]; beyond the border they turn back."""
+    """The pixels of each crop along one side, `[B, size]`, reflected at the border."""
     first = below(drawn, length + 2 * pad - size + 1) - pad
     at = (first[:, None] + torch.arange(size, device=drawn.device)).abs()
     return (length - 1) - ((length - 1) - at).abs()
 
 
 def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift that do /255, − mean, / std in one."""
+    """Scale and shift that combine /255, − mean and / std."""
     try:
         mean, std = (torch.tensor([float(value) for value in values], dtype=torch.float64) for values in normalise)
     except (TypeError, ValueError):

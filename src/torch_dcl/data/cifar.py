@@ -33,10 +33,10 @@ class Cifar:
     """The official binary archive of a CIFAR set.
 
     Args:
-        title: The name people use.
+        title: Its usual name.
         folder: The folder inside the archive.
         archive: Its file name.
-        md5: The MD5 that its publisher names.
+        md5: Its published MD5.
         train: The files with training images.
         test: The files with test images.
         classes: The class names.
@@ -56,7 +56,7 @@ class Cifar:
 
     @property
     def members(self) -> dict[str, int]:
-        """The files wanted of the archive, with their sizes."""
+        """The files to read from the archive, with their sizes."""
         each = self.label_bytes + 3072
         wanted = {f"{self.folder}/{name}": self.records[0] * each for name in self.train}
         return wanted | {f"{self.folder}/{name}": self.records[1] * each for name in self.test}

@@ -1,7 +1,8 @@
-"""Known content: the SHA-256 of MNIST, CIFAR-10 and CIFAR-100, by which a whole copy is recognised.
+"""Known content: the SHA-256 of MNIST, CIFAR-10 and CIFAR-100, which identifies a complete copy.
 
-Every image is hashed with its label. The sorted hashes, hashed together, name a split whatever its order; the hashes
-in the order of the files name the order too. A copy with all the images of such a set and another hash is damaged.
+Every image is hashed with its label. The hash of the sorted hashes identifies a split whatever its order; the hash of
+the hashes in the order of the files identifies the order too. A copy with the right number of images and another hash
+is damaged.
 """
 
 import dataclasses
@@ -23,10 +24,10 @@ class Known:
     """Counts and hashes of a set, train and test.
 
     Args:
-        title: The name people use.
-        counts: How many images.
-        content: Hashes whatever the order.
-        order: Hashes in the order of the original files, where that was at hand.
+        title: Its usual name.
+        counts: Number of images.
+        content: Hashes that do not depend on the order.
+        order: Hashes in the order of the original files, where these were available.
     """
 
     title: str
@@ -73,7 +74,7 @@ KNOWN = {
 
 
 def content_hash(images: Tensor, labels: Tensor) -> str:
-    """Hash images with their labels whatever their order.
+    """Hash images with their labels, independent of their order.
 
     Args:
         images: uint8 `[N, C, H, W]`.
@@ -99,17 +100,17 @@ def ordered_hash(images: Tensor, labels: Tensor) -> str:
 
 
 def examine(dataset: Dataset) -> str:
-    """Say whether the content of a named set is the known one.
+    """Compare the content of a named set with the known one.
 
     Args:
-        dataset: What a source read; its name decides what it is held against.
+        dataset: The set; its name says which known set it is compared with.
 
     Returns:
-        `"known content"`, with a word on the order where it is not the original one, or `"unknown content: …"` with
-        the reason.
+        `"known content"`, with a note where the order is not the original one, or `"unknown content: …"` with the
+        reason.
 
     Raises:
-        DataError: It has as many images as the known set, so it claims to be that set, and is not.
+        DataError: It has as many images as the known set, so it claims to be that set, and its hash differs.
     """
     known = KNOWN.get(dataset.name)
     if known is None:

@@ -1,4 +1,4 @@
-"""What a source gives: checked images and labels to train on and to test with, and the word of where they are from."""
+"""A dataset: checked images and labels for training and testing, with a description of their source."""
 
 import dataclasses
 import functools
@@ -12,29 +12,29 @@ _CHUNK = 4096  # images at a time, so that memory-mapped data is not read at onc
 
 
 class DataError(ValueError):
-    """A file that is not what its name says, or data that cannot be used."""
+    """A file that is damaged or has another format, or data that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images and labels, split for training and for the test.
+    """Images and labels for training, testing and possibly validation.
 
-    Images are uint8, channels first: `[N, C, H, W]`, in all splits of one C, H and W. They may be a view of a
+    Images are uint8, channels first: `[N, C, H, W]`, with the same C, H and W in all splits. They may be a view of a
     memory-mapped file, in which case they need not be contiguous. Labels are int64 `[N]`, from 0.
 
     Args:
-        name: What it is called, for example `"cifar10"`.
+        name: Its name, for example `"cifar10"`.
         train_images: Images to train on.
         train_labels: Their labels.
         test_images: Images to report an error from.
         test_labels: Their labels.
         classes: The name of every class, in the order of the labels.
-        source: What was used, for people: name, counts, place, and whether the content is known.
-        validation_images: Images to choose settings with, where the source sets some aside.
+        source: A description for reports: name, counts, place, and whether the content is known.
+        validation_images: Images to choose settings with, where the source reserves some.
         validation_labels: Their labels.
 
     Raises:
-        DataError: Types, shapes, counts or labels do not fit together.
+        DataError: Types, shapes, counts or labels do not match.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if (self.validation_images is None) != (self.validation_labels is None):
-            raise DataError(f"{self.name}: validation images and labels come together, one of them is missing")
+            raise DataError(f"{self.name}: validation needs both images and labels, one of them is missing")
         if not self.classes or len(set(self.classes)) != len(self.classes):
-            raise DataError(f"{self.name}: class names must differ and there must be one, got {self.classes!r}")
+            raise DataError(f"{self.name}: class names must be unique and at least one, got {self.classes!r}")
         shape = self.train_images.shape[1:]
         for split, (images, labels) in self.splits.items():
             _check(f"{self.name}, {split} split", images, labels, len(self.classes))
@@ -80,7 +80,7 @@ class Dataset:
     def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each channel over the training images, in units of 255.
 
-        They are counted, not summed in floating point, so they are the same on every machine.
+        They are computed from counts of levels, not summed in floating point, so they are the same on every machine.
         """
         means, deviations = [], []
         levels = torch.arange(256, dtype=torch.float64)

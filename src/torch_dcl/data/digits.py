@@ -1,20 +1,20 @@
 """Multi-digit numbers written with MNIST digits, as in section 4.1: the same bytes every time, on every device.
 
 An image is a function of (set, split, seed, index). Digits are drawn from those of the split, cut out by their tight
-box, mirrored and turned, and placed; numbers are composed by the maximum; the tight box of the whole number is then
-stretched to 28 × 28, each axis on its own, as the paper's "rescale it into 28 × 28" is read here. `layouts` declares
-the sets.
+box, mirrored and rotated, and placed; numbers are composed by the maximum; the tight box of the whole number is then
+stretched to 28 × 28, each axis on its own, which is how the paper's "rescale it into 28 × 28" is read here. `layouts`
+declares the sets.
 
-Why every device gives the same bytes:
+Why every device produces the same bytes:
 
 * Random numbers are integer hashes of (set, split, seed, purpose, digit, index). There is no generator with a state.
 * Coordinates are integers: 1/256 of a pixel, and 1/256 of the size. Sines and cosines have 14 bits.
 * Pixels and filter weights are integers of 8 bits. Sampling and filtering multiply and add them in float32, where every
   sum stays below 2^24. So the order of a sum, the size of a batch, TF32 and fused operations cannot change a result.
-* What is not an integer (one product a weight, before it is rounded to 8 bits) is a single IEEE operation.
+* What is not an integer (one product for each weight, before it is rounded to 8 bits) is a single IEEE operation.
 
-A digit goes through at most two resamplings. A turned digit is sampled bilinearly on its own grid. Then one separable
-tent filter, as wide as an output pixel or a source pixel, whichever is larger, takes the digit's pixels straight to the
+A digit is resampled at most twice. A rotated digit is sampled bilinearly on its own grid. Then one separable tent
+filter, as wide as an output pixel or a source pixel, whichever is larger, maps the digit's pixels directly to the
 28 × 28 image: placing, scaling and the final rescaling are one step.
 """
 
@@ -38,7 +38,7 @@ SIZES = {"train": 60_000, "test": 10_000}
 SIDE = 28
 DIGIT = 20  # pixels: the side of the box that MNIST digits were fitted into, one unit of a layout's positions
 
-_GRID = 32  # the frame that turned digits are read from: a power of two, so that normalised coordinates are exact
+_GRID = 32  # the frame that rotated digits are sampled from: a power of two, so that normalised coordinates are exact
 _TURN_STEPS = 720  # half degrees
 _FAR = -(1 << 23)  # farther than any filter reaches, and still exact in float32 after a subtraction
 _MASK = 0xFFFFFFFF
@@ -54,29 +54,29 @@ def generate(
     indices: Tensor | list[int] | range | None = None,
     batch: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write the images of a multi-digit set.
+    """Generate the images of a multi-digit set.
 
-    Every class has exactly its share of the set, in mixed order. The label is the number as read: with two digits, ten
-    times the first plus the second. The same arguments give the same bytes on every device and for any `batch`, and
-    `indices` gives the same images as the whole set has at those places.
+    Classes are exactly balanced, in mixed order. The label is the number as read: with two digits, ten times the first
+    plus the second. The same arguments give the same bytes on every device and for any `batch`, and `indices` selects
+    images of the whole set.
 
     Args:
         name: A name from `layouts.LAYOUTS`, or a layout.
         split: `"train"` for 60,000 images or `"test"` for 10,000.
         seed: Another seed gives another set of the same kind.
-        device: Where to compute, and where the result lies. The CPU when it is not given.
+        device: The device of the computation and of the result; by default the CPU.
         mnist: The digits to write with. A folder with the idx files of MNIST, gzipped or not; or images, uint8
-            `[n, 28, 28]`, and labels of the digits of this split; or `Segments`, when many sets are written; or None
-            for the embedded excerpt. `source` says in words what that was.
-        indices: Which images of the set, in which order. All of them when it is not given.
-        batch: How many images are computed at a time. It changes memory and speed, never the result.
+            `[n, 28, 28]`, and labels of the digits of this split; or `Segments`, when many sets are generated; or None
+            for the embedded excerpt. `source` describes it.
+        indices: The images of the set to generate, in this order; by default all.
+        batch: Images at a time. It changes memory and speed, never the result.
 
     Returns:
         Images, uint8 `[N, 28, 28]` with 0 for paper and 255 for full ink, and labels, int64 `[N]`.
 
     Raises:
         ValueError: There is no such set or split, an index is outside the set, or the digits cannot be used.
-        TypeError: The digits, the indices, the seed or the batch are of a wrong type.
+        TypeError: The digits, the indices, the seed or the batch have the wrong type.
         FileNotFoundError: An idx file is missing.
         RuntimeError: The device is not available.
     """
@@ -110,7 +110,7 @@ def generate(
 
 
 def _in_threads(write: Callable[[slice], None], parts: list[slice], threads: int) -> None:
-    """Compute whole batches in threads, one core each: torch's own threads would wait for each other at every step."""
+    """Compute whole batches in threads, one core each: torch's own threads would synchronise after every operation."""
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for _ in pool.map(write, parts):
@@ -120,7 +120,7 @@ def _in_threads(write: Callable[[slice], None], parts: list[slice], threads: int
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """Check a device before any work goes into it."""
+    """Check that a device is available."""
     try:
         place = torch.device("cpu" if device is None else device)
         torch.empty(1, device=place)
@@ -131,7 +131,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _indices(indices: Tensor | list[int] | range | None, size: int, layout: Layout, split: str) -> Tensor:
-    """Check which images are wanted, and give them as int64."""
+    """Check the indices, and return them as int64."""
     if indices is None:
         return torch.arange(size)
     chosen = torch.as_tensor(indices if isinstance(indices, Tensor) else list(indices), device="cpu")
@@ -164,7 +164,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Stream:
-    """The random numbers of one set, split and seed: a hash, so that any of them can be had at any time."""
+    """The random numbers of one set, split and seed: hashes, so that they can be computed in any order."""
 
     name: str
     split: str
@@ -180,19 +180,19 @@ class _Stream:
 
 
 def _within(bits: Tensor, reach: int) -> Tensor:
-    """Turn 32 random bits into an integer from -reach to reach."""
+    """Map 32 random bits to an integer from -reach to reach."""
     return ((bits * (2 * reach + 1)) >> 32) - reach
 
 
 def _numbers(layout: Layout, stream: _Stream, size: int) -> Tensor:
-    """Give the number that each image of the set shows: every class equally often, in mixed order."""
+    """The number that each image of the set shows: every class equally often, in mixed order."""
     order = stream.bits(torch.arange(size, device="cpu"), "order")[0].argsort(stable=True)
     return order % layout.classes
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """What chance decided about the digits of each image: int64, `[K, N]` for K digits."""
+    """The random choices for the digits of each image: int64, `[K, N]` for K digits."""
 
     source: Tensor  # which digit of the split
     centre: Tensor  # [2, K, N]: downwards and to the right, in 1/256 pixel
@@ -201,7 +201,7 @@ class _Draw:
     wave: Tensor  # [2, K, N]: cosine and sine of the turn, in 1/2^14
 
     def part(self, which: slice) -> "_Draw":
-        """Give the draws of some of the images."""
+        """The draws of some of the images."""
         return _Draw(*(getattr(self, field.name)[..., which] for field in fields(self)))
 
 
@@ -236,7 +236,7 @@ def _wave(turn: Tensor) -> Tensor:
 
 
 def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
-    """Write one batch of images: float32 `[B, 28, 28]`, integers from 0 to 255."""
+    """Generate one batch of images: float32 `[B, 28, 28]`, integers from 0 to 255."""
     shape = draw.source.shape
     source = draw.source.flatten()
     size = torch.stack([digits.height[source], digits.width[source]])
@@ -261,7 +261,7 @@ def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
 
 
 def _reach(layout: Layout, digits: Segments) -> int:
-    """Give the side of a grid, centred on the middle, that holds every digit of the split at every angle of a layout.
+    """The side of a centred grid that contains every digit of the split at every angle of a layout.
 
     The farthest pixel centre is half of the longest side away along both axes, and sampling spreads it by one pixel.
     """
@@ -273,10 +273,10 @@ def _reach(layout: Layout, digits: Segments) -> int:
 
 
 def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int) -> Tensor:
-    """Mirror digits where `sign` is -1 and turn them, on a grid that holds every digit at every angle.
+    """Mirror digits where `sign` is -1 and rotate them, on a grid that contains every digit at every angle.
 
-    The middle stays in the middle. Places on the digit are rounded to 1/256 pixel, and the frame that is read has 32
-    pixels a side. So coordinates, weights and products are exact in float32.
+    The centre is kept. Positions on the digit are rounded to 1/256 pixel, and the frame that is sampled has 32 pixels a
+    side, so coordinates, weights and products are exact in float32.
     """
     device = pixels.device
     frame = torch.zeros(len(pixels), 1, _GRID, _GRID, dtype=torch.float32, device=device)
@@ -293,10 +293,10 @@ def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int
 
 
 def _tight_box(pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first row and column with ink and the height and width of what has ink: two `[2, N]`."""
+    """The first row and column with ink, and the height and width of the ink: two tensors `[2, N]`."""
     side = pixels.shape[-1]
     ink = torch.relu(pixels - (INK - 1))
-    # Products with ones add up the ink of rows faster than a maximum over so short an axis is found.
+    # A product with ones sums the rows, which is faster than a maximum over so short an axis.
     rows = torch.mv(ink.view(-1, side), ink.new_ones(side)).view(-1, side)
     inked = torch.stack([rows, ink.sum(1)]) > 0
     place = torch.arange(side, device=pixels.device)
@@ -307,9 +307,9 @@ def _tight_box(pixels: Tensor) -> tuple[Tensor, Tensor]:
 def _weights(side: int, low: Tensor, size: Tensor, edge: Tensor, scale: Tensor, whole: Tensor) -> Tensor:
     """Weigh the pixels of digits for each of the 28 output pixels along one axis: float32 `[N, 28, side]`, in 1/256.
 
-    A tent around the centre of the output pixel, reaching as far as the next output pixel or the next source pixel,
-    whichever is farther, on paper that goes on as blank pixels. The unit of length is 1/(512 · 56) pixel, in which the
-    centres of output pixels and of source pixels are integers. All tensors are int32 `[N, 1]`.
+    The weights are a tent around the centre of the output pixel, which reaches to the next output pixel or the next
+    source pixel, whichever is farther; beyond the digit the paper is blank. The unit of length is 1/(512 · 56) pixel,
+    in which the centres of output pixels and of source pixels are integers. All tensors are int32 `[N, 1]`.
     """
     centre = torch.arange(1, 2 * SIDE, 2, device=low.device, dtype=torch.int32) * whole
     step = torch.arange(side, device=low.device, dtype=torch.int32) - low

@@ -1,4 +1,4 @@
-"""Fetching the original files, and taking out of an archive what is expected and nothing else."""
+"""Download the original files, and extract the expected files of an archive and nothing else."""
 
 import gzip
 import http.client
@@ -21,16 +21,16 @@ _WITHOUT_DATA = (
 
 
 def fetch(addresses: list[str], target: Path, md5: str) -> None:
-    """Bring one file with torchvision's downloader, which shows a progress bar. A file that is there already is kept.
+    """Download one file with torchvision's downloader, which shows a progress bar. An existing file is kept.
 
     Args:
-        addresses: Where it can be had, tried in turn.
-        target: Where to put it. Folders are made as needed.
-        md5: The MD5 that its publisher names.
+        addresses: Its addresses, tried in order.
+        target: The path of the file. Folders are created as needed.
+        md5: Its published MD5.
 
     Raises:
-        OSError: No address gave the file. Nothing is left behind.
-        DataError: There is a file at `target` which is not the right one.
+        OSError: The download failed from all addresses. Nothing is left behind.
+        DataError: There is another file at `target`.
     """
     from torchvision.datasets.utils import (  # noqa: PLC0415  (import torch_dcl.data loads no torchvision)
         check_integrity,
@@ -74,7 +74,7 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
         try:
             with gzip.GzipFile(fileobj=packed) as file:
                 while (member := _header(file)) is not None:
-                    # Pax headers and long names are members like others, and are not looked into.
+                    # Pax headers and long names are members like others, and are not interpreted.
                     size = 0 if member.type in _WITHOUT_DATA else member.size
                     announced += _BLOCK + size
                     if size < 0 or announced > most:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for and on nothing else: a hash of (seed, purpose, epoch, index).
+"""Stateless random numbers: a hash of (seed, purpose, epoch, index).
 
 The number of a sample does not change with the batch size, the order, the device or what ran before.
 """
@@ -20,13 +20,13 @@ def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
 
     Args:
         seed: Any whole number.
-        purpose: What the numbers are for, so that two purposes do not share them.
+        purpose: The use of the numbers; two purposes get different ones.
         epoch: Any whole number.
         index: int64, on any device.
 
     Returns:
-        int64 of the same shape and device; all 64 bits are uniform, so half of the numbers are negative. The
-        splitmix64 generator's mixing of the index, started from the SHA-256 of the rest.
+        int64 of the same shape and device; all 64 bits are uniform, so half of the numbers are negative. They are the
+        mixing function of splitmix64 on the index, seeded with the SHA-256 of the other arguments.
 
     Raises:
         TypeError: Seed or epoch is not a whole number.
@@ -40,7 +40,7 @@ def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
 
 
 def below(drawn: Tensor, bound: int) -> Tensor:
-    """Bring drawn numbers into a range.
+    """Map drawn numbers to a range.
 
     Args:
         drawn: From `draw`.
@@ -53,18 +53,18 @@ def below(drawn: Tensor, bound: int) -> Tensor:
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """Check an argument that must be a whole number; numpy's count, True and False do not.
+    """Check an argument that must be a whole number. Numpy integers are accepted, True and False are not.
 
     Args:
-        name: What it is called in an error.
-        value: What was given.
-        least: The smallest that is allowed.
+        name: Its name, for the error.
+        value: The argument.
+        least: The smallest allowed value.
 
     Returns:
         The number.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is not a whole number.
         ValueError: It is too small.
     """
     try:

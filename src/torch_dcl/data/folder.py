@@ -1,4 +1,4 @@
-"""Folders of images in torchvision's layout, and arrays in numpy files: a person's own data."""
+"""Your own data: folders of images in torchvision's layout, and arrays in numpy files."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ _MAX_NAMES = 2**24  # bytes of a list of class names, of which 65,536 are possib
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The class names of a split: its folders, sorted; hidden ones do not count.
+    """The class names of a split: its folders, sorted, without hidden ones.
 
     Args:
         folder: For example `PATH/train`.
@@ -75,13 +75,13 @@ def image_files(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
 def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | None) -> Dataset:
     """Read `train/CLASS/*` and `test/CLASS/*` into memory.
 
-    `val/` stands in for a missing `test/`; where there are both it is the validation split.
+    `val/` replaces a missing `test/`; where both exist it is the validation split.
 
     Args:
         folder: The folder above the splits.
-        size: Height and width to bring every image to, once, by antialiased bilinear interpolation without keeping
-            the ratio of its sides; one number for both. Without it all images must have one size.
-        mode: `"RGB"` or `"L"` to convert every image to, see `images.read_image`. Without it all images must have one
+        size: Height and width to resize every image to, by antialiased bilinear interpolation, without keeping the
+            aspect ratio; one number for both. By default all images must have one size.
+        mode: `"RGB"` or `"L"` to convert every image to, see `images.read_image`. By default all images must have one
             of these modes.
 
     Returns:
@@ -94,7 +94,7 @@ def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | No
     if mode not in (None, "RGB", "L"):
         raise ValueError(f"mode must be 'RGB', 'L' or None, not {mode!r}")
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist; name the folder that holds train/ and test/ (or val/)")
+        raise FileNotFoundError(f"{folder} does not exist; name the folder with train/ and test/ (or val/)")
     classes = class_folders(folder / "train")
     held_out = [name for name in ("test", "val") if (folder / name).is_dir()]
     if not held_out:
@@ -173,10 +173,10 @@ class _Form:
 
 
 def has_arrays(folder: Path) -> bool:
-    """Whether a folder has any of the four files that `read_arrays` wants.
+    """Whether a folder has any of the four files of `read_arrays`.
 
     Args:
-        folder: Where to look.
+        folder: The folder.
 
     Returns:
         True when at least one is there.
@@ -188,11 +188,11 @@ def read_arrays(folder: Path, name: str, classes: tuple[str, ...] | None = None)
     """Open `{train,test}_{images,labels}.npy`, memory-mapped.
 
     Images are uint8 `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` with 1 or 3 channels. Class names are those of
-    `classes.json`, a list, when it lies beside the arrays; otherwise the numbers up to the largest label.
+    `classes.json`, a list, when it is in the same folder; otherwise the numbers up to the largest label.
 
     Args:
         folder: Where the four files are.
-        name: What to call the set.
+        name: The name of the set.
         classes: The class names, where they are known.
 
     Returns:
@@ -200,7 +200,7 @@ def read_arrays(folder: Path, name: str, classes: tuple[str, ...] | None = None)
 
     Raises:
         FileNotFoundError: One of the files is missing.
-        DataError: One of them is not such an array, or they do not fit together.
+        DataError: One of them is not such an array, or they do not match.
     """
     missing = [file for file in _ARRAYS if not (folder / file).is_file()]
     if missing:

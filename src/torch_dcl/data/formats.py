@@ -1,8 +1,8 @@
 """The file formats of the sources: idx, CIFAR's binary records, numpy's npy.
 
-A reader takes one file and gives arrays, or a `DataError` that names the file, what is wrong and what to do. None of
-them runs code from a file: npy is read without pickle. None allocates what a file merely announces: sizes are checked
-against the file or a bound first.
+A reader takes one file and returns arrays, or raises a `DataError` that names the file, what is wrong and what to do.
+None of them runs code from a file: npy is read without pickle. None trusts the sizes that a file declares: they are
+checked against the file or a bound before anything is allocated.
 """
 
 import gzip
@@ -76,7 +76,7 @@ def _read_idx(path: Path, file: io.BufferedIOBase, dimensions: int, size: int | 
                 f"{path} announces {shape}, {expected:,} bytes, and at most {_LIMIT:,} are read; save larger sets as "
                 "arrays and load arrays:PATH"
             )
-        # One byte more than expected tells a file that is too long, however long it is.
+        # One byte more than expected detects a file that is too long.
         while piece := file.read(min(_PIECE, expected + 1 - start - len(content))):
             content += piece
         size = start + len(content)
@@ -160,7 +160,7 @@ def read_npy(path: Path) -> npt.NDArray[np.generic]:
     if head[:6] != b"\x93NUMPY":
         packed = {_GZIP: ": it is gzipped, unpack it first", b"PK": ": it is an npz archive, save one array a file"}
         raise DataError(f"{path} is not a numpy file{packed.get(head[:2], '; write it with numpy.save')}")
-    # Of the first version of the format the length of the header has two bytes, of later ones four.
+    # The length of the header has two bytes in version 1 of the format, four in later ones.
     length = int.from_bytes(head[8 : 10 if head[6:7] == b"\x01" else 12], "little")
     if length > _MAX_NPY_HEADER:
         raise DataError(

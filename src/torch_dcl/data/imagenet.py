@@ -1,9 +1,8 @@
-"""Data of the size of ILSVRC2012: decoded by worker processes, cropped, mirrored and centred on the device.
+"""Datasets of the size of ILSVRC2012: decoded by worker processes; cropped, flipped and centred on the device.
 
-The layout is torchvision's: `train/CLASS/*` and `val/CLASS/*`. As in Caffe's AlexNet, every image is brought to
-256 × 256 without keeping the ratio of its sides. Training takes a random 227 × 227 crop and mirrors half of them; the
-test takes the centre crop. The order of an epoch, crops and mirroring are hashes of (seed, epoch, index), as in
-`Batches`.
+The layout is torchvision's: `train/CLASS/*` and `val/CLASS/*`. As in Caffe's AlexNet, every image is resized to 256 ×
+256 without keeping its aspect ratio. Training uses random 227 × 227 crops and flips; testing uses the centre crop. The
+order of an epoch, crops and flips are hashes of (seed, epoch, index), as in `Batches`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,25 +25,25 @@ CAFFE_MEAN = (122.67891434, 116.66876762, 104.00698793)
 
 
 class ImageNetBatches:
-    """Batches of one split of a folder of images, decoded as they are needed.
+    """Batches of one split of a folder of images, decoded on the fly.
 
     Args:
         root: The folder above `train` and `val`.
         split: `"train"` to shuffle and augment, `"val"` for evaluation in order.
-        batch: Images to a batch. The last one of a training epoch is left out when it is not full.
-        seed: What order, crops and mirroring are drawn from.
-        resize: Height and width that every image is brought to, by antialiased bilinear interpolation.
-        crop: Height and width of what the network sees.
-        mean: What is subtracted, from 0 to 255: one number a channel, or a mean image `[3, resize, resize]`, of which
-            each crop subtracts its own part.
-        device: Where crops are made and batches are given.
-        workers: Processes that decode; 0 decodes in this one.
+        batch: Images in a batch. The last batch of a training epoch is dropped when it is not full.
+        seed: The seed of order, crops and flips.
+        resize: Height and width that every image is resized to, by antialiased bilinear interpolation.
+        crop: Height and width of the inputs.
+        mean: The mean to subtract, from 0 to 255: one number for each channel, or a mean image `[3, resize, resize]`,
+            of which each crop subtracts its own part.
+        device: The device of crops and batches.
+        workers: Number of worker processes; 0 decodes in this process.
 
     Raises:
         FileNotFoundError: The folder is missing.
         DataError: A class folder is missing or empty.
         ValueError: A setting is out of range.
-        TypeError: A setting that must be a whole number is none.
+        TypeError: A setting that must be a whole number is not.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ImageNetBatches:
         self.files = image_files(Path(root) / split, list(self.classes))
         self.train, self.batch, self.seed, self.crop, self.workers = split == "train", batch, seed, crop, workers
         if self.train and len(self.files) < batch:
-            raise ValueError(f"{len(self.files)} images do not fill one batch of {batch}; take a smaller batch")
+            raise ValueError(f"{len(self.files)} images do not fill one batch of {batch}; use a smaller batch")
         self.resize, self.device = resize, torch.device(device)
         self.mean = torch.as_tensor(mean, dtype=torch.float32, device=self.device)
         if tuple(self.mean.shape) not in ((3,), (3, resize, resize)):
@@ -83,7 +82,7 @@ class ImageNetBatches:
         self.mean = self.mean.view(3, 1, 1) if self.mean.ndim == 1 else self.mean
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         count = len(self.files)
         return count // self.batch if self.train else -(-count // self.batch)
 
@@ -119,7 +118,7 @@ class ImageNetBatches:
             yield self._crop(moved, which.to(self.device), epoch), labels.to(self.device, non_blocking=True)
 
     def _crop(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
-        """Subtract the mean, then crop: the order Caffe has, and the one a mean image needs."""
+        """Subtract the mean, then crop: Caffe's order, which a mean image needs."""
         centred = images.float() - self.mean
         if self.train:
             return cut(centred, index, self.seed, epoch, (self.crop, self.crop), flip=True)
@@ -128,7 +127,7 @@ class ImageNetBatches:
 
 
 class _Decoded(Dataset[tuple[Tensor, int, int]]):
-    """The images of a list of files, decoded and resized: what a worker does."""
+    """The images of a list of files, decoded and resized in a worker."""
 
     def __init__(self, files: list[tuple[Path, int]], resize: int):
         self.files, self.resize = files, resize

@@ -1,4 +1,4 @@
-"""Image files: which formats are read, what is refused, and what every mode becomes."""
+"""Image files: supported formats, refused files, and the conversion of every mode."""
 
 import stat
 from pathlib import Path
@@ -45,7 +45,7 @@ def read_image(path: Path, mode: str | None = None) -> "Image.Image":
 
     Args:
         path: The file.
-        mode: `"RGB"` or `"L"`. Without it, the image is given in the mode that it is stored in.
+        mode: `"RGB"` or `"L"`. By default the image keeps the mode that it is stored in.
 
     Returns:
         The image, fully decoded.
@@ -72,7 +72,7 @@ def read_image(path: Path, mode: str | None = None) -> "Image.Image":
 
 
 def _check_file(path: Path) -> None:
-    """Refuse what must not be opened: a pipe waits for a writer, a device may have no end."""
+    """Refuse files that must not be opened: a pipe waits for a writer, a device may be endless."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
@@ -93,12 +93,12 @@ def _convert(file: "Image.Image", mode: str) -> "Image.Image":
 
 
 def _eight_bits(file: "Image.Image") -> "Image.Image":
-    """Greyscale of 12 or 16 bits to the nearest of 256 levels. `Image.convert` would cut off everything above 255."""
+    """Greyscale of 12 or 16 bits to the nearest of 256 levels. `Image.convert` would clip everything above 255."""
     from PIL import Image  # noqa: PLC0415
 
     tags = getattr(file, "tag_v2", {})
     highest = 2 ** int(tags[_BITS][0]) - 1 if _BITS in tags else 65_535
     levels = (np.asarray(file).astype(np.int64) * 255 + highest // 2) // highest
-    if tags.get(_PHOTOMETRIC) == 0:  # white is 0, which Pillow leaves to us
+    if tags.get(_PHOTOMETRIC) == 0:  # white is 0, which Pillow does not invert
         levels = 255 - levels
     return Image.fromarray(levels.astype(np.uint8))

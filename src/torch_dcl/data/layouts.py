@@ -1,15 +1,15 @@
 """The fifteen multi-digit sets of section 4.1, as declarations.
 
-A set fixes where each digit of a number stands, how large it is, how far it is turned and whether it is mirrored, and
-how far all of that may vary from image to image. Positions and shifts are in digit sizes: 1.0 is 20 pixels of MNIST,
-the side of the box that every MNIST digit was fitted into. x grows to the right, y grows downwards, and positive
-rotations turn clockwise. Only relative positions count, because the box of the whole number is rescaled in the end.
+A set declares position, size, rotation and mirroring of each digit of a number, and how far these vary from image to
+image. Positions and shifts are in digit sizes: 1.0 is 20 pixels of MNIST, the side of the box that every MNIST digit
+was fitted into. x grows to the right, y grows downwards, and positive rotations are clockwise. Only relative positions
+matter, because the box of the whole number is rescaled at the end.
 
 The paper shows its layouts in a figure and gives no numbers. These declarations follow its description: difficulty
-rises with the id, from plain neighbours over other arrangements, unequal sizes, turned and mirrored digits and overlap
-to noise. `STRENGTHS` holds one number a set, which multiplies every random variation and the noise of that set. They
+rises with the id, from digits side by side to other arrangements, unequal sizes, rotated and mirrored digits, overlap
+and noise. `STRENGTHS` has one number for each set, which scales every random variation and the noise of that set. They
 were fitted by `torch_dcl.experiments.calibrate` so that the *baseline* LeNet errs as often as the paper's, on digits of
-the MNIST training set alone. So a table's baseline column is fitted, and only the other columns say something.
+the MNIST training set alone. So a table's baseline column is fitted, and only the other columns are evidence.
 """
 
 import difflib
@@ -20,14 +20,14 @@ __all__ = ["LAYOUTS", "STRENGTHS", "Digit", "Layout", "find_layout"]
 
 @dataclass(frozen=True)
 class Digit:
-    """How one digit of a number stands. It is mirrored first, then turned, then placed.
+    """The placement of one digit of a number. It is mirrored first, then rotated, then placed.
 
     Args:
         x: Centre of the digit's box, in digit sizes to the right.
         y: Centre of the digit's box, in digit sizes downwards.
         scale: Size relative to the MNIST digit.
         rotation: Degrees clockwise.
-        mirror: Whether left and right are exchanged.
+        mirror: Whether the digit is mirrored horizontally.
     """
 
     x: float
@@ -49,12 +49,12 @@ class Layout:
     """A multi-digit set. Every range is uniform, around what the digits declare, and is multiplied by the strength.
 
     Args:
-        name: The set's name. Random numbers are drawn from it, so two layouts of one name see the same digits.
+        name: The set's name. It is part of the seed, so two layouts of one name get the same digits.
         digits: The digits in reading order: the first one is the most significant.
         shift: Largest shift of a digit along each axis, in digit sizes.
         scale: Largest relative change of a digit's size.
-        rotation: Largest additional turn of a digit, in degrees.
-        noise: Largest grey value added to or taken from each pixel, up to 128 of 255.
+        rotation: Largest additional rotation of a digit, in degrees.
+        noise: Largest grey value added to or subtracted from each pixel, up to 128 of 255.
         strength: Factor on the four numbers above.
     """
 
@@ -81,11 +81,11 @@ class Layout:
 
     @property
     def classes(self) -> int:
-        """How many numbers can be written with the digits."""
+        """The number of classes: all numbers with so many digits."""
         return int(10 ** len(self.digits))
 
     def effective(self, name: str) -> float:
-        """Give one of the four ranges as it acts: the declared value times the strength.
+        """One of the four ranges as it is applied: the declared value times the strength.
 
         Args:
             name: `"shift"`, `"scale"`, `"rotation"` or `"noise"`.
@@ -102,16 +102,16 @@ class Layout:
 
     @property
     def upright(self) -> bool:
-        """Whether no digit is ever turned or mirrored, so that MNIST's own pixels can be placed as they are."""
+        """Whether no digit is ever rotated or mirrored, so that MNIST's own pixels can be placed as they are."""
         return self.effective("rotation") == 0 and all(d.rotation % 360 == 0 and not d.mirror for d in self.digits)
 
 
 _RANGES = [field.name for field in fields(Layout) if field.name not in ("name", "digits", "strength")]
 
-# Frozen on 2026-11-15, before any DCL network was trained on the sets. Beside each: the error of the baseline LeNet
-# that was reached on digits kept apart from MNIST's training set (mean, runs), and the paper's on its own set. All that
-# was tried, and why these means flatter, is in results/calibration.json. No arrangement of three digits reached the
-# target of MNIST-III-01.
+# Frozen on 2026-11-15, before any DCL network was trained on the sets. The comments give the error of the baseline
+# LeNet on digits held out from MNIST's training set (mean, runs), and the paper's on its own set. All trials, and why
+# these means are optimistic, are in results/calibration.json. No arrangement of three digits reached the target of
+# MNIST-III-01.
 STRENGTHS = {
     "MNIST-II-01": 0.7,  # 1.99 (4), paper 1.96
     "MNIST-II-02": 0.7,  # 2.62 (4), paper 2.58

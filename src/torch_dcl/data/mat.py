@@ -1,8 +1,8 @@
-"""MATLAB's mat files of level 5, as far as SVHN needs them: two plain arrays, read piece by piece within bounds.
+"""MATLAB's mat files of level 5, as far as SVHN needs them: two plain arrays, read in pieces within bounds.
 
-A file is a header of 128 bytes and a row of elements. An element is a tag (type and length) and data. An array is an
-element that holds four others: flags, dimensions, name and numbers. MATLAB packs each array as a zlib stream, whose
-content is bounded by nothing but the length that it claims; so every length is checked before anything is allocated.
+A file is a header of 128 bytes and a sequence of elements. An element is a tag (type and length) and data. An array is
+an element that contains four others: flags, dimensions, name and numbers. MATLAB compresses each array as a zlib
+stream, which may expand to any length; so every length is checked before anything is allocated.
 """
 
 import io
@@ -32,7 +32,7 @@ _PIECE = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[int], bytes]
-"""Gives exactly so many bytes, or raises EOFError."""
+"""Returns exactly so many bytes, or raises EOFError."""
 
 
 class _Array(NamedTuple):

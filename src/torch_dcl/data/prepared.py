@@ -1,8 +1,8 @@
-"""Prepared data: a dataset in one safetensors file that knows its own SHA-256.
+"""Prepared data: a dataset in one safetensors file that carries its own SHA-256.
 
 The tensors are the images (uint8) and labels (int64) of every split. The metadata has, under `torch_dcl_data`, a JSON
 text with the version of the format, name, class names, statistics of the training images and source. The file is
-sealed (`torch_dcl.files.write_sealed`): a change of any byte is found.
+sealed (`torch_dcl.files.write_sealed`): a change of any byte is detected.
 """
 
 import os
@@ -22,11 +22,11 @@ _REQUIRED = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
-    """Write a dataset to one file, aside and then renamed.
+    """Write a dataset to one file, atomically.
 
     Args:
-        dataset: What to write.
-        path: Where to, for example `"cifar10.safetensors"`. Its folder must exist.
+        dataset: The dataset.
+        path: The file, for example `"cifar10.safetensors"`. Its folder must exist.
 
     Returns:
         The SHA-256 that the file carries.
@@ -50,7 +50,7 @@ def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
 
 
 def read_prepared(path: str | os.PathLike[str]) -> Dataset:
-    """Read what `write_prepared` wrote, after checking every byte.
+    """Read a file of `write_prepared`, after checking every byte.
 
     Args:
         path: The file.
@@ -84,13 +84,13 @@ def read_prepared(path: str | os.PathLike[str]) -> Dataset:
             raise DataError(f"mean and std must have {dataset.shape[0]} numbers each")  # noqa: TRY301
     except DataError as error:
         raise DataError(f"{path} is not prepared data ({error}); remove it and prepare it again") from error
-    # What was counted once need not be counted again.
+    # Cached: no need to compute them again.
     vars(dataset)["statistics"] = statistics
     return dataset
 
 
 def _check(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Refuse a description of other types: the seal says that the bytes are those written, not who wrote them."""
+    """Refuse a description of the wrong types: a seal says that the file is whole, not that it makes sense."""
     missing = [name for name in _REQUIRED if name not in tensors]
     if missing:
         raise DataError(f"it lacks {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""A contact sheet of the multi-digit sets, after the paper's Figure 2: each set's configuration beside its samples."""
+"""A contact sheet of the multi-digit sets, after the paper's Figure 2: the configuration and samples of each set."""
 
 import os
 from collections.abc import Sequence
@@ -33,26 +33,26 @@ def contact_sheet(
     samples: int = 12,
     layouts: Sequence[Layout] | None = None,
 ) -> None:
-    """Draw one row a set: its name, a sketch of its configuration, its random variation, and samples.
+    """Draw one row for each set: its name, a sketch of its configuration, its random variation, and samples.
 
-    In the sketch, a box is a digit with its position, size and turn; the bar at a box is the top of the digit. A dashed
+    In the sketch, a box is a digit with its position, size and rotation; the bar marks the top of the digit. A dashed
     box is a mirrored digit. Numbers give the reading order. Samples are drawn with dark ink on white paper.
 
     Args:
-        path: The picture to create or replace. Its ending chooses the format: `.png`, `.svg` or `.pdf`.
+        path: The image file to create or replace. Its suffix chooses the format: `.png`, `.svg` or `.pdf`.
         mnist: The digits to write with, as for `digits.generate`.
         seed: As for `digits.generate`.
         split: As for `digits.generate`.
-        samples: How many images of each set, the first ones of the split.
-        layouts: Which sets. All fifteen when it is not given.
+        samples: Number of images of each set, the first ones of the split.
+        layouts: The sets; by default all fifteen.
 
     Raises:
-        ValueError: The ending of `path` is none of the three, `samples` is below 1, or as for `digits.generate`.
+        ValueError: The suffix of `path` is none of the three, `samples` is below 1, or as for `digits.generate`.
         OSError: As for `files.replacing`.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"a contact sheet ends in .png, .svg or .pdf, {os.fspath(path)} does not")
+        raise ValueError(f"a contact sheet must end in .png, .svg or .pdf, got {os.fspath(path)}")
     if samples < 1:
         raise ValueError(f"samples must be at least 1, not {samples}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -105,7 +105,7 @@ def _axes(figure: Any, box: tuple[float, float, float, float], width: float, hei
 
 
 def _sketch(axes: Any, layout: Layout, aspect: float) -> None:
-    """Draw every digit as a box with position, size, turn, mirror and place in the reading order."""
+    """Draw every digit as a box with its position, size, rotation, mirroring and place in the reading order."""
     from matplotlib.patches import Rectangle  # noqa: PLC0415
     from matplotlib.transforms import Affine2D  # noqa: PLC0415
 

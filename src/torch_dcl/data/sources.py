@@ -1,6 +1,6 @@
-"""The data sources of the tables: MNIST, CIFAR, SVHN, a folder of images, arrays, a prepared file.
+"""Dataset sources: MNIST, CIFAR, SVHN, a folder of images, arrays, a prepared file.
 
-`load` looks for the files, reads and checks them, and says what it used. It never runs code from a file.
+`load` finds the files, reads and checks them, and describes what it used. It never runs code from a file.
 """
 
 import dataclasses
@@ -9,16 +9,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from torch_dcl.data.cifar import ADDRESS, CIFAR, read_cifar_set
 from torch_dcl.data.content import KNOWN, examine
 from torch_dcl.data.dataset import Dataset
 from torch_dcl.data.download import fetch, write_members
 from torch_dcl.data.draws import whole_number
-from torch_dcl.data.excerpt import mnist_excerpt
 from torch_dcl.data.folder import read_arrays, read_folder
-from torch_dcl.data.formats import read_idx
+from torch_dcl.data.mnist import FILES as MNIST_FILES
+from torch_dcl.data.mnist import RAW, find_mnist, mnist_excerpt, read_mnist
 from torch_dcl.data.prepared import read_prepared
 from torch_dcl.data.svhn import FILES as SVHN_FILES
 from torch_dcl.data.svhn import read_svhn
@@ -28,7 +26,6 @@ __all__ = ["load", "places"]
 NAMES = ("mnist", "mnist-excerpt", "cifar10", "cifar100", "svhn")
 PREFIXES = ("folder", "arrays", "prepared")
 _DIGITS = tuple(str(digit) for digit in range(10))
-_IDX = [(f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte") for split in ("train", "t10k")]
 
 
 def load(
@@ -41,7 +38,7 @@ def load(
     extra: bool = True,
     seed: int = 0,
 ) -> Dataset:
-    """Read a dataset from where it lies.
+    """Load a dataset from its files.
 
     | name | files |
     |---|---|
@@ -53,8 +50,8 @@ def load(
     | `arrays:PATH` | `{train,test}_{images,labels}.npy`, memory-mapped |
     | `prepared:PATH` | a file of `write_prepared` |
 
-    Named sets are looked for in `root` alone when it is given, and otherwise in `$TORCH_DCL_DATA`, `./data` and the
-    user's cache. When MNIST is not found without a `root`, the embedded excerpt takes its place; `source` says so.
+    Named sets are searched in `root` alone when it is given, otherwise in `$TORCH_DCL_DATA`, `./data` and the user's
+    cache. When MNIST is not found and no `root` is given, the embedded excerpt replaces it; `source` says so.
 
     Args:
         name: One of the table above.
@@ -163,30 +160,12 @@ def _excerpt(why: str) -> Dataset:
 
 def _mnist(place: Path) -> Dataset | None:
     """MNIST in one place, or None when no file of it is there."""
-    for folder in (place / "MNIST" / "raw", place / "mnist", place):
-        pairs = [[_packed_or_not(folder / file) for file in pair] for pair in _IDX]
-        missing = [file for pair, wanted in zip(pairs, _IDX, strict=True)
-                   for path, file in zip(pair, wanted, strict=True) if path is None]  # fmt: skip
-        if len(missing) == 4:
-            continue
-        if missing:
-            raise FileNotFoundError(f"{folder} lacks {', '.join(missing)} (or the same with .gz); put them there")
-        arrays = []
-        for pair in pairs:
-            for path, dimensions in zip(pair, (3, 1), strict=True):
-                if path is not None:
-                    arrays.append(torch.from_numpy(read_idx(path, dimensions)))
-        train, train_labels, test, test_labels = arrays
-        source = f"MNIST, {len(train):,} + {len(test):,}, from {folder}"
-        return Dataset("mnist", train[:, None], train_labels.long(), test[:, None], test_labels.long(), _DIGITS, source)
-    return None
-
-
-def _packed_or_not(path: Path) -> Path | None:
-    for candidate in (path, path.with_name(path.name + ".gz")):
-        if candidate.is_file():
-            return candidate
-    return None
+    folder = find_mnist(place)
+    if folder is None:
+        return None
+    (train, train_labels), (test, test_labels) = (read_mnist(folder, split) for split in MNIST_FILES)
+    source = f"MNIST, {len(train):,} + {len(test):,}, from {folder}"
+    return Dataset("mnist", train[:, None], train_labels, test[:, None], test_labels, _DIGITS, source)
 
 
 def _fetch(name: str, target: Path, extra: bool) -> None:
@@ -196,7 +175,7 @@ def _fetch(name: str, target: Path, extra: bool) -> None:
     try:
         if name == "mnist":
             for file, md5 in MNIST.resources:
-                fetch([mirror + file for mirror in MNIST.mirrors], target / "MNIST" / "raw" / file, md5)
+                fetch([mirror + file for mirror in MNIST.mirrors], target / RAW / file, md5)
         elif name == "svhn":
             for split in SVHN_FILES if extra else ("train", "test"):
                 address, file, md5 = SVHN.split_list[split]
@@ -212,7 +191,7 @@ def _fetch(name: str, target: Path, extra: bool) -> None:
 def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
     """Which files to put where; and unless that failed, how they are fetched."""
     if name == "mnist":
-        files, folder = [f"{file}.gz" for pair in _IDX for file in pair], place / "MNIST" / "raw"
+        files, folder = [f"{file}.gz" for pair in MNIST_FILES.values() for file in pair], place / RAW
         rest = "leave root out to use the embedded excerpt"
     elif name == "svhn":
         files, folder = list(SVHN_FILES.values()), place / "svhn"

@@ -1,7 +1,7 @@
 """SVHN: its files, the paper's validation split, and its preprocessing.
 
 The paper follows the Maxout paper: 400 images of each class of the training set and 200 of each class of the extra set
-are kept for validation, the remaining 598,388 are trained on. Each image is normalised in contrast and then locally.
+are kept for validation, the remaining 598,388 are trained on. Each image is normalised globally, then locally.
 """
 
 from pathlib import Path
@@ -22,16 +22,16 @@ _CLASSES = tuple(str(digit) for digit in range(10))
 
 
 def read_svhn(place: Path, *, extra: bool = True, seed: int = 0) -> Dataset | None:
-    """Read SVHN's cropped digits and set the paper's validation images aside.
+    """Read SVHN's cropped digits, with the paper's validation split.
 
     Args:
         place: The folder with the files, or the one above their folder `svhn` or `SVHN`.
-        extra: Whether the extra images take part.
-        seed: Which images are set aside, see `set_aside`.
+        extra: Whether to include the extra images.
+        seed: The seed of the validation split, see `set_aside`.
 
     Returns:
-        The dataset: what is left of train and then of extra to train on, and the validation images in the same order;
-        or None when no file is there.
+        The dataset: the rest of train, then of extra, to train on, and the validation images in the same order; or
+        None when no file is there.
 
     Raises:
         FileNotFoundError: Some of the files are there and others are missing.
@@ -93,13 +93,13 @@ def set_aside(labels: Tensor, per_class: int, part: str, seed: int = 0) -> Tenso
 
 
 def contrast_normalise(images: Tensor) -> Tensor:
-    """Take the mean of each image over pixels and channels away, and divide it by its norm.
+    """Subtract the mean of each image over pixels and channels, and divide by its norm.
 
     Args:
         images: uint8 or floating `[N, C, H, W]`.
 
     Returns:
-        float32 (float64 stays), each image with mean 0 and norm 1; an image of one colour value becomes 0.
+        float32 (or float64, if given), each image with mean 0 and norm 1; a constant image becomes 0.
     """
     x = images if images.dtype == torch.float64 else images.float()
     x = x - x.mean((1, 2, 3), keepdim=True)
@@ -125,9 +125,9 @@ def local_contrast_normalise(x: Tensor) -> Tensor:
 
 
 def preprocess(images: Tensor) -> Tensor:
-    """Contrast, then local contrast normalisation: what the paper's SVHN networks see.
+    """Contrast normalisation, then local contrast normalisation: the inputs of the paper's SVHN networks.
 
-    It runs where the images are. Give it to `Batches` as `normalise`.
+    It runs on the device of the images. Pass it to `Batches` as `normalise`.
 
     Args:
         images: uint8 `[N, 3, 32, 32]`.
@@ -139,7 +139,7 @@ def preprocess(images: Tensor) -> Tensor:
 
 
 def _blur(x: Tensor) -> Tensor:
-    """G∗x, one direction after the other: a gaussian is the product of two. Sums, so that no TF32 enters on a GPU."""
+    """G∗x, separably: one direction after the other. Sums instead of convolutions, so that no TF32 is used on a GPU."""
     offsets = torch.arange(-3, 4, dtype=torch.float64)
     weights = torch.exp(-(offsets**2) / 8)
     weights /= weights.sum()

@@ -1,4 +1,4 @@
-"""One loop, which drives a network or a stack of networks (a fleet)."""
+"""Fleets: many networks of one architecture trained as one program. A single network is a fleet of one."""
 
 from torch_dcl.fleet.augmentation import Inputs
 from torch_dcl.fleet.concurrent import train_concurrently

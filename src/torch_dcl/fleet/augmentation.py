@@ -1,7 +1,7 @@
-"""How images become a network's inputs: normalised, and in training cropped and mirrored.
+"""From images to a network's inputs: normalisation, and in training random crops and flips.
 
-Crops and mirrorings are those of `torch_dcl.data.batches.Batches`: hashes of (seed, epoch, index of the image). They
-are drawn for all images at the start of an epoch, so that a step only looks them up.
+Crops and flips are those of `torch_dcl.data.batches.Batches`: hashes of (seed, epoch, index of the image). They are
+drawn for all images at the start of an epoch, so that a step only looks them up.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ __all__ = ["Augmenter", "Inputs"]
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What stands between uint8 images and a network.
+    """How uint8 images become a network's inputs.
 
     ::
 
@@ -30,14 +30,14 @@ class Inputs:
 
     Args:
         normalise: Mean and standard deviation of each channel in units of 255, as `Dataset.statistics` gives them; or
-            a mean image ``[C, H, W]`` from 0 to 255, which is subtracted with nothing divided; or a function from a
-            uint8 batch of whole images to float32 ones, made of torch's operations alone, since a GPU records it.
+            a mean image ``[C, H, W]`` from 0 to 255, which is subtracted without dividing; or a function from a batch
+            of whole uint8 images to float32 ones, written with torch operations only, since it is captured on a GPU.
             None divides by 255.
-        crop: Height and width of the inputs; in training cut at random, in evaluation from the middle. None for those
-            of the image.
-        pad: In training, reflect so many pixels at every border before cutting.
-        flip: In training, mirror every other image.
-        average: In evaluation, average the probabilities of an image and of its mirror image.
+        crop: Height and width of the inputs: a random crop in training, the centre in evaluation. None for the size of
+            the image.
+        pad: In training, pixels of reflection padding at every border before the crop.
+        flip: In training, flip every image horizontally with probability 1/2.
+        average: In evaluation, average the probabilities of an image and of its horizontal flip.
 
     Raises:
         ValueError: ``crop`` or ``pad`` are out of range.
@@ -70,28 +70,28 @@ class Inputs:
         return (channels, height, width) if self.crop is None else (channels, self.crop, self.crop)
 
     def describe(self) -> dict[str, Any]:
-        """As plain data, for a checkpoint to agree with."""
-        how: object = self.normalise
-        if isinstance(how, Tensor):
-            bytes_ = how.detach().cpu().contiguous().numpy().tobytes()
-            how = f"mean image {list(how.shape)}, SHA-256 {hashlib.sha256(bytes_).hexdigest()}"
-        elif callable(how):
-            how = f"{how.__module__}.{getattr(how, '__qualname__', type(how).__qualname__)}"
-        elif how is not None:
-            how = [[float(value) for value in values] for values in self.normalise]  # type: ignore[union-attr]
-        return {"normalise": how, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
+        """The settings as plain data, which a checkpoint must agree with."""
+        given: object = self.normalise
+        if isinstance(given, Tensor):
+            content = given.detach().cpu().contiguous().numpy().tobytes()
+            given = f"mean image {list(given.shape)}, SHA-256 {hashlib.sha256(content).hexdigest()}"
+        elif callable(given):
+            given = f"{given.__module__}.{getattr(given, '__qualname__', type(given).__qualname__)}"
+        elif given is not None:
+            given = [[float(value) for value in values] for values in self.normalise]  # type: ignore[union-attr]
+        return {"normalise": given, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
 
 
 class Augmenter:
-    """`Inputs` at work on a device, for E networks.
+    """`Inputs` on a device, for E networks.
 
     Args:
-        inputs: How.
+        inputs: The settings.
         networks: E.
-        count: How many images there are.
-        shape: Of an image, ``[C, H, W]``.
-        device: Where.
-        train: Whether crops and mirrorings are ever drawn.
+        count: Number of images.
+        shape: Shape of an image, ``[C, H, W]``.
+        device: The device.
+        train: Whether to draw crops and flips.
     """
 
     def __init__(
@@ -103,30 +103,30 @@ class Augmenter:
         self._function: Callable[[Tensor], Tensor] | None = None
         self._mean: Tensor | None = None
         scale, shift = torch.full(shape[:1], 1 / 255), torch.zeros(shape[:1])
-        how = inputs.normalise
-        if isinstance(how, Tensor):
-            self._mean = _mean_image(how, shape, device)
-        elif callable(how):
-            self._function = how
-        elif how is not None:
-            scale, shift = _affine(how, shape[0])
+        normalise = inputs.normalise
+        if isinstance(normalise, Tensor):
+            self._mean = _mean_image(normalise, shape, device)
+        elif callable(normalise):
+            self._function = normalise
+        elif normalise is not None:
+            scale, shift = _affine(normalise, shape[0])
         self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
         self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
         self.is_random = train and (self.flip or self.pad > 0 or not self.keeps_size)
         if self.is_random:
             self._index = torch.arange(count, device=device)
             self._first = torch.zeros(2, networks, count, dtype=torch.int16, device=device)
-            self._mirrored = torch.zeros(networks, count, dtype=torch.bool, device=device)
+            self._flipped = torch.zeros(networks, count, dtype=torch.bool, device=device)
 
     def begin_epoch(self, seeds: Sequence[int], epoch: int, lengths: Sequence[int]) -> None:
-        """Draw the crops and mirrorings of an epoch; images have these heights and widths."""
+        """Draw the crops and flips of an epoch for images of these heights and widths."""
         if not self.is_random:
             return
         drawn: dict[int, int] = {}
         for row, seed in enumerate(seeds):
             if seed in drawn:
                 self._first[:, row] = self._first[:, drawn[seed]]
-                self._mirrored[row] = self._mirrored[drawn[seed]]
+                self._flipped[row] = self._flipped[drawn[seed]]
                 continue
             drawn[seed] = row
             sides = zip(("crop row", "crop column"), lengths, self.size[1:], strict=True)
@@ -134,34 +134,34 @@ class Augmenter:
                 random = draw(seed, purpose, epoch, self._index)
                 self._first[side, row] = (below(random, length + 2 * self.pad - size + 1) - self.pad).to(torch.int16)
             if self.flip:
-                self._mirrored[row] = draw(seed, "flip", epoch, self._index) < 0
+                self._flipped[row] = draw(seed, "flip", epoch, self._index) < 0
 
     def kernel_accepts(self, images: Tensor, dtype: torch.dtype) -> bool:
-        """Whether a kernel can make inputs of this type where the images lie."""
+        """Whether a kernel can produce inputs of this type on the device of the images."""
         known = dtype in (torch.bfloat16, torch.float16, torch.float32)
         return known and self._function is None and kernels.reachable(images)
 
     def gather(
         self, images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of the places ``[E, B]`` by a kernel, from all images and labels and whose is which."""
+        """Inputs and labels of the indices ``[E, B]``, by one kernel; ``image_of`` and ``label_of`` choose the set."""
         from torch_dcl.fleet.kernels.augmentation import gather_inputs
 
-        first, mirrored = (self._first, self._mirrored) if self.is_random else (None, None)
+        first, flipped = (self._first, self._flipped) if self.is_random else (None, None)
         return gather_inputs(
-            images, image_of, labels, label_of, index.contiguous(), first, mirrored, self._scale, self._shift,
+            images, image_of, labels, label_of, index.contiguous(), first, flipped, self._scale, self._shift,
             self._mean, self.size[1:], dtype,
         )  # fmt: skip
 
     def augment(self, images: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """uint8 ``[E, B, C, H, W]``, which are the images ``[E, B]`` of the set, as inputs ``[E, B, C, h, w]``."""
+        """Training inputs ``[E, B, C, h, w]`` of uint8 images ``[E, B, C, H, W]`` with the indices ``[E, B]``."""
         flat = self._normalise_whole(images)
         if self.is_random:
             flat = self._crop(flat, index)
         return self._scale_and_cast(flat, dtype).view(*images.shape[:2], *self.size)
 
     def crop_centre(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """The same from the middle of each image."""
+        """Evaluation inputs: the centre of each image."""
         flat = self._normalise_whole(images)
         top, left = ((have - want) // 2 for have, want in zip(flat.shape[2:], self.size[1:], strict=True))
         flat = flat[:, :, top : top + self.size[1], left : left + self.size[2]]
@@ -174,7 +174,7 @@ class Augmenter:
         return flat if self._function is None else self._function(flat)
 
     def _scale_and_cast(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """Scale, then shift, in float32 whatever the type asked for."""
+        """Scale and shift in float32, then cast."""
         if self._function is None and self._mean is None:
             images = torch.addcmul(self._shift, images.float(), self._scale)
         return images.to(dtype).contiguous()
@@ -188,15 +188,15 @@ class Augmenter:
             for side, length in enumerate((height, width))
         )
         if self.flip:
-            mirrored = self._mirrored[row, index].view(count, 1)
-            columns = torch.where(mirrored, columns.flip(1), columns)
-        places = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
+            flipped = self._flipped[row, index].view(count, 1)
+            columns = torch.where(flipped, columns.flip(1), columns)
+        indices = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
         flat = images.reshape(count, channels, height * width)
-        return flat.gather(2, places.expand(count, channels, -1)).view(count, *self.size)
+        return flat.gather(2, indices.expand(count, channels, -1)).view(count, *self.size)
 
 
 def _reflect(at: Tensor, length: int) -> Tensor:
-    """Places along a side; beyond its ends they turn back."""
+    """Indices along a side, reflected at its ends."""
     return (length - 1) - ((length - 1) - at.abs()).abs()
 
 

@@ -1,110 +1,146 @@
-"""What a fleet goes on from, as one checked file."""
+"""The state of a fleet as one file, checked byte by byte and then value by value.
 
-import itertools
+A seal says that a file is whole, not that it makes sense: whoever seals a file again may have written anything.
+"""
+
+import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torch_dcl.files import SealedError, read_sealed, write_sealed
 
-__all__ = ["read", "write"]
+__all__ = ["ALIVE", "read", "write"]
 
+ALIVE = "alive"
+"""The name of the tensor that says which networks are still trained, bool ``[E]``."""
 _KEY = "torch_dcl_fleet"
+_INSIDE_AN_EPOCH = ("step", "loss", "was_alive")
 
 
 def write(path: str | os.PathLike[str], state: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
-    """Write tensors and a description, and give the SHA-256 that the file carries."""
-    return write_sealed(path, _KEY, dict(state), _finite(dict(about)))
+    """Write tensors and a description, and return the SHA-256 that the file carries."""
+    return write_sealed(path, _KEY, dict(state), _to_json(dict(about)))
 
 
 def read(
     path: str | os.PathLike[str], state: Mapping[str, Tensor], members: Sequence[Mapping[str, Any]], epochs: int,
     steps: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Copy what `write` wrote into tensors of the same names, and give the description.
+    """Copy what `write` wrote into tensors of the same names, and return the description.
+
+    Nothing is copied unless everything in the file is as it must be.
 
     Args:
         path: The file.
         state: The tensors to write into.
         members: What the description must have under that name.
-        epochs: Of the fleet's schedules.
-        steps: Of an epoch.
+        epochs: Epochs of the fleet's schedules.
+        steps: Steps of an epoch.
 
     Raises:
         FileNotFoundError: There is no such file.
-        SealedError: The file is damaged, or is no checkpoint of a fleet.
-        ValueError: It is of another fleet; the message names the first difference.
+        SealedError: The file is damaged, or is not a checkpoint of a fleet.
+        ValueError: It belongs to another fleet; the message names the first difference.
     """
     tensors, about = read_sealed(path, _KEY)
-    about = {"step": 0, "loss": [0.0] * len(members), "was_alive": [True] * len(members), "extra": {}, **about}
-    wrong = next((name for name, is_right in _rules(len(members), epochs, steps).items() if not is_right(about)), None)
+    _check_members(path, about.get("members"), _to_json(list(members)))
+    kinds, wanted = ({name: (t.shape, t.dtype) for name, t in given.items()} for given in (tensors, state))
+    if kinds != wanted:
+        first = min(name for name, _ in kinds.items() ^ wanted.items())
+        raise ValueError(f"{path} belongs to another fleet: {first} is missing, or has another shape or type")
+    alive = tensors[ALIVE].tolist()
+    wrong = _wrong_value(about, alive, epochs, steps)
     if wrong is not None:
-        shown = repr(about.get(wrong))[:60]
-        raise SealedError(f"{path} is no checkpoint of a fleet: its {wrong} is {shown}; remove the file")
-    here = _finite(list(members))
-    for row, (then, now) in enumerate(itertools.zip_longest(about["members"], here)):
-        if then != now:
-            if then is None or now is None:
-                raise ValueError(f"{path} is of {len(about['members'])} networks, this fleet has {len(here)}")
-            what = next(name for name in {**now, **then} if then.get(name) != now.get(name))
-            raise ValueError(
-                f"{path} is of another fleet: {what} of network {row} was {then.get(what)!r}, "
-                f"here it is {now.get(what)!r}"
-            )
-    shapes = [{name: (t.shape, t.dtype) for name, t in given.items()} for given in (tensors, state)]
-    if shapes[0] != shapes[1]:
-        wrong = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})[0]
-        raise ValueError(f"{path} is of another fleet: {wrong} is not there, or of another shape or type")
+        raise _refusal(path, wrong, about.get(wrong))
     for name, value in state.items():
         value.copy_(tensors[name])
-    about["train_loss"] = [_with_nan(epoch) for epoch in about["train_loss"]]
-    return {**about, "loss": _with_nan(about["loss"])}
+    about = {"step": 0, "loss": [0.0] * len(members), "was_alive": alive, **about}
+    about["train_loss"] = [_from_json(epoch) for epoch in about["train_loss"]]
+    return {**about, "loss": _from_json(about["loss"])}
 
 
-def _rules(count: int, epochs: int, steps: int) -> dict[str, Callable[[Mapping[str, Any]], bool]]:
-    """What a description must be like, by name: a seal says that a file is whole, not that it makes sense."""
-
-    def is_count(value: object, most: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-
-    def are_losses(values: object) -> bool:
-        if not isinstance(values, list) or len(values) != count:
-            return False
-        return all(value is None or isinstance(value, float) for value in values)
-
-    def are_stopped(rows: object) -> bool:
-        if not isinstance(rows, dict) or not all(row.isdigit() and int(row) < count for row in rows):
-            return False
-        return all(is_count(epoch, epochs - 1) for epoch in rows.values())
-
-    return {
-        "members": lambda a: isinstance(a.get("members"), list) and all(isinstance(m, dict) for m in a["members"]),
-        "epoch": lambda a: is_count(a.get("epoch"), epochs),
-        "step": lambda a: is_count(a["step"], steps) and (a["epoch"] < epochs or not a["step"]),
-        "train_loss": lambda a: (
-            isinstance(a.get("train_loss"), list)
-            and len(a["train_loss"]) == a["epoch"]
-            and all(map(are_losses, a["train_loss"]))
-        ),
-        "stopped": lambda a: are_stopped(a.get("stopped")),
-        "loss": lambda a: are_losses(a["loss"]),
-        "was_alive": lambda a: isinstance(a["was_alive"], list) and [type(v) for v in a["was_alive"]] == [bool] * count,
-        "extra": lambda a: isinstance(a["extra"], dict),
-    }
+def _refusal(path: str | os.PathLike[str], name: str, value: object) -> SealedError:
+    shown = repr(value)[:60]
+    return SealedError(f"{path} is not a checkpoint of a fleet: its {name} is {shown}; remove the file")
 
 
-def _with_nan(values: Sequence[float | None]) -> list[float]:
-    """The way back from None, which stands for what JSON has no word for."""
+def _check_members(path: str | os.PathLike[str], then: object, now: list[dict[str, Any]]) -> None:
+    if not isinstance(then, list) or not all(isinstance(member, dict) for member in then):
+        raise _refusal(path, "members", then)
+    if len(then) != len(now):
+        raise ValueError(f"{path} is of {len(then)} networks, this fleet has {len(now)}")
+    for row, (before, here) in enumerate(zip(then, now, strict=True)):
+        for name in {**here, **before}:
+            # As text: False equals 0, and is another setting.
+            texts = [json.dumps(member.get(name), sort_keys=True) for member in (before, here)]
+            if texts[0] != texts[1] or (name in before) != (name in here):
+                old, new = (repr(member[name]) if name in member else "missing" for member in (before, here))
+                raise ValueError(
+                    f"{path} belongs to another fleet: {name} of network {row} was {old}, here it is {new}"
+                )
+
+
+def _wrong_value(about: Mapping[str, Any], alive: Sequence[bool], epochs: int, steps: int) -> str | None:
+    """The name of a value that no fleet wrote, members apart; None where all are right."""
+    count = len(alive)
+    unknown = about.keys() - {"members", "epoch", "train_loss", "stopped", "extra", *_INSIDE_AN_EPOCH}
+    if unknown:
+        return min(unknown)
+    epoch: Any = about.get("epoch")
+    stopped, losses = about.get("stopped"), about.get("train_loss")
+    if not _is_count(epoch, 0, epochs):
+        return "epoch"
+    was_alive: Any = alive
+    if any(name in about for name in _INSIDE_AN_EPOCH):
+        if not _is_count(about.get("step"), 1, steps) or epoch == epochs:
+            return "step"
+        was_alive = about.get("was_alive")
+        if not isinstance(was_alive, list) or [type(before) for before in was_alive] != [bool] * count:
+            return "was_alive"
+        if any(now and not before for before, now in zip(was_alive, alive, strict=True)):
+            return "was_alive"
+        if not _are_losses(about.get("loss"), [not now for now in alive]):
+            return "loss"
+    at_rest = {str(row) for row, before in enumerate(was_alive) if not before}
+    if not isinstance(stopped, dict) or stopped.keys() != at_rest:
+        return "stopped"
+    if not all(_is_count(when, 0, epoch - 1) for when in stopped.values()):
+        return "stopped"
+    if not isinstance(losses, list) or len(losses) != epoch:
+        return "train_loss"
+    for number, values in enumerate(losses):
+        if not _are_losses(values, [stopped.get(str(row), epochs) <= number for row in range(count)]):
+            return "train_loss"
+    return None if isinstance(about.get("extra"), dict) else "extra"
+
+
+def _is_count(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _are_losses(values: object, stopped: Sequence[bool]) -> bool:
+    """Whether there is a finite loss for each network, or None for one that stopped."""
+    if not isinstance(values, list) or len(values) != len(stopped):
+        return False
+    return all(
+        may_be_none if value is None else isinstance(value, float) and math.isfinite(value)
+        for value, may_be_none in zip(values, stopped, strict=True)
+    )
+
+
+def _from_json(values: Sequence[float | None]) -> list[float]:
+    """Losses with NaN for None."""
     return [math.nan if value is None else value for value in values]
 
 
-def _finite(value: Any) -> Any:
-    """Plain data with None for what is no finite number, as JSON wants it."""
+def _to_json(value: Any) -> Any:
+    """Plain data with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [_to_json(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

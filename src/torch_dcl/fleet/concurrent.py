@@ -1,7 +1,7 @@
-"""Fleets abreast: several, of one architecture each, that share a GPU.
+"""Concurrent training of several fleets on one GPU.
 
-A fleet of a few middling networks leaves part of a GPU idle. Fleets of other architectures can have it: the steps of
-all go to the GPU in turns, each on a stream of its own, and it takes from them what it has room for.
+A fleet of a few medium-sized networks leaves part of a GPU idle. Fleets of other architectures can use it: steps are
+issued in turns, each fleet's on a stream of its own, and run at the same time where the GPU has room.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,35 +14,36 @@ __all__ = ["train_concurrently"]
 
 
 def train_concurrently(fleets: Sequence[Fleet], should_stop: Callable[[], bool] | None = None) -> None:
-    """Train each fleet that is not at its end for one more epoch; at the same time, if they are on one GPU.
+    """Train every unfinished fleet for one more epoch, concurrently if all are on one GPU.
 
-    Each ends with the weights that it has when it is trained alone.
+    Each fleet ends with the weights that it has when trained alone.
 
     Args:
-        fleets: Of any architectures, recipes and numbers of steps, each at an epoch of its own.
+        fleets: Fleets of any architectures, settings and numbers of steps, each at an epoch of its own.
         should_stop: As in `Fleet.train`.
     """
-    left = [fleet for fleet in fleets if fleet.epoch < fleet.epochs]
-    if len(left) < 2 or any(fleet.device.type != "cuda" or fleet.device != left[0].device for fleet in left):
-        for fleet in left:
+    unfinished = [fleet for fleet in fleets if fleet.epoch < fleet.epochs]
+    devices = {fleet.device for fleet in unfinished}
+    if len(unfinished) < 2 or len(devices) > 1 or unfinished[0].device.type != "cuda":
+        for fleet in unfinished:
             fleet.train(1, should_stop=should_stop)
         return
-    with torch.cuda.device(left[0].device):
-        here = torch.cuda.current_stream()
-        for fleet in left:
+    with torch.cuda.device(unfinished[0].device):
+        current = torch.cuda.current_stream()
+        for fleet in unfinished:
             fleet._begin_epoch()
-        streams = [torch.cuda.Stream() for _ in left]  # type: ignore[no-untyped-call]
+        streams = [torch.cuda.Stream() for _ in unfinished]  # type: ignore[no-untyped-call]
         for stream in streams:
-            stream.wait_stream(here)
-        while any(fleet.step < fleet.steps_per_epoch for fleet in left):
+            stream.wait_stream(current)
+        while any(fleet.step < fleet.steps_per_epoch for fleet in unfinished):
             if should_stop is not None and should_stop():
                 break
-            for fleet, stream in zip(left, streams, strict=True):
+            for fleet, stream in zip(unfinished, streams, strict=True):
                 if fleet.step < fleet.steps_per_epoch:
                     with torch.cuda.stream(stream):
                         fleet._take_step()
         for stream in streams:
-            here.wait_stream(stream)
-        for fleet in left:
+            current.wait_stream(stream)
+        for fleet in unfinished:
             if fleet.step == fleet.steps_per_epoch:
                 fleet._end_epoch()

@@ -1,4 +1,4 @@
-"""What surrounds the capture of a step: which algorithms may be taken, and whose memory they use."""
+"""Settings around the capture of a step as a CUDA graph: cuDNN algorithms and cuBLAS workspaces."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ import torch
 __all__ = ["cudnn_algorithms", "is_deterministic", "private_workspaces"]
 
 
-def is_deterministic(asked: bool) -> bool:
-    """Whether the same bits are wanted every time, by who asks here or by torch's own settings."""
-    return asked or torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+def is_deterministic(requested: bool) -> bool:
+    """Whether results must be deterministic, by request or by torch's global settings."""
+    return requested or torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 @contextlib.contextmanager
 def cudnn_algorithms(*, deterministic: bool) -> Iterator[None]:
-    """Have cuDNN give the same bits every time, here or by torch's own settings; or take its fastest algorithms."""
+    """Let cuDNN choose its fastest algorithms, or deterministic ones by request or by torch's global settings."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
     same = is_deterministic(deterministic)
@@ -28,10 +28,10 @@ def cudnn_algorithms(*, deterministic: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def private_workspaces() -> Iterator[None]:
-    """Have cuBLAS take scratch memory anew inside, and leave none behind.
+    """Give cuBLAS fresh workspaces inside, and keep none of them afterwards.
 
-    Torch 2.11 keeps it for each stream, and all graphs are captured on the same one: products of several that run at a
-    time would write over each other's partial sums.
+    Torch 2.11 caches a workspace for each stream, and all graphs are captured on the same stream: graphs that run
+    concurrently would overwrite each other's partial sums.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:

@@ -1,4 +1,4 @@
-"""Data of a fleet on the device, and what it must be like."""
+"""The data of a fleet on the device, and checks of it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,14 +15,14 @@ Labelled = tuple[Tensor, Tensor]
 
 
 class DeviceData:
-    """Data of all members on the device; images that several names share lie there once.
+    """The data of all members on the device. Images that several names share are stored once.
 
     Args:
-        data: By name.
-        names: The name that each network uses.
-        device: Where.
+        data: Images and labels by name.
+        names: The name of each network's data.
+        device: The device.
         inputs: How images become inputs; None only divides them by 255.
-        train: Whether they are for training, with crops and mirrorings.
+        train: Whether to augment, with crops and flips.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class DeviceData:
             self.size = self._augmenter.size
 
     def begin_epoch(self, seeds: Sequence[int], epoch: int) -> None:
-        """Draw what is drawn once an epoch, for the seed of each network."""
+        """Draw the crops and flips of an epoch from the seed of each network."""
         if self._augmenter is not None:
             self._augmenter.begin_epoch(seeds, epoch, self.images.shape[3:])
 
     def gather(self, index: Tensor, dtype: torch.dtype) -> Labelled:
-        """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``."""
+        """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the indices ``[E, B]``."""
         if self._augmenter is not None and self._augmenter.kernel_accepts(self.images, dtype):
             return self._augmenter.gather(self.images, self.image_of, self.labels, self.label_of, index, dtype)
         labels = self.labels[self.label_of, index]
@@ -75,21 +75,21 @@ class DeviceData:
 
 
 def _identity(images: Tensor) -> tuple[object, ...]:
-    """What two views of the same values agree in."""
+    """A key that is equal for two views of the same memory."""
     return images.device, images.data_ptr(), images.shape, images.stride()
 
 
 def check_data(data: Mapping[str, Labelled], wanted: Iterable[tuple[str, str]]) -> int:
-    """Refuse data that networks cannot use together; give how many images there are.
+    """Refuse data that one fleet cannot train on, and return the number of images.
 
     Args:
-        data: By name.
+        data: Images and labels by name.
         wanted: Pairs of a network's name and the name of its data.
     """
     sizes = set()
-    for who, name in wanted:
+    for member, name in wanted:
         if name not in data:
-            raise ValueError(f"{who!r} wants the data {name!r}; given are {', '.join(map(repr, data))}")
+            raise ValueError(f"there is no data {name!r} for {member!r}; given: {', '.join(map(repr, data))}")
         images, labels = data[name]
         if images.dtype != torch.uint8 or images.dim() not in (3, 4):
             raise ValueError(
@@ -101,23 +101,23 @@ def check_data(data: Mapping[str, Labelled], wanted: Iterable[tuple[str, str]]) 
             raise ValueError(f"labels of {name!r} must be int64 [N], got {labels.dtype} {list(labels.shape)}")
         sizes.add(tuple(images.shape))
     if len(sizes) > 1:
-        raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; train them in fleets apart")
+        raise ValueError(f"all data of a fleet must have one size, got {sorted(sizes)}; use one fleet for each size")
     return int(sizes.pop()[0])
 
 
 def check_labels(data: Mapping[str, Labelled], classes: int) -> None:
-    """Refuse labels that are no class of the networks."""
+    """Refuse labels that are not classes of the networks."""
     for name, (_, labels) in data.items():
         low, high = (int(extreme) for extreme in torch.aminmax(labels))
         if low < 0 or high >= classes:
             wrong = low if low < 0 else high
-            raise ValueError(f"{name!r} has the label {wrong}, but the networks tell {classes} classes apart, from 0")
+            raise ValueError(f"{name!r} has the label {wrong}, but the networks have {classes} classes (from 0)")
 
 
 def check_fleet(
     networks: Sequence[nn.Module], members: Sequence[Member], data: Mapping[str, Labelled], batch: int
 ) -> None:
-    """Refuse networks, members and data that do not fit together."""
+    """Refuse networks, members and data that do not match."""
     if len(networks) != len(members):
         raise ValueError(f"a fleet needs a member for each network, got {len(networks)} and {len(members)}")
     if not networks:
@@ -125,4 +125,4 @@ def check_fleet(
     check_networks(networks, members)
     count = check_data(data, [(member.name, member.data) for member in members])
     if not 1 <= batch <= count:
-        raise ValueError(f"batch must be from 1 to the {count} images of the data, got {batch}")
+        raise ValueError(f"batch must be from 1 to {count}, the number of images, got {batch}")

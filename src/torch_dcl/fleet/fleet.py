@@ -1,8 +1,8 @@
-"""The loop. It drives a fleet: E networks of one architecture as one program a step, and a network is a fleet of one.
+"""The training loop of a fleet: E networks of one architecture, one program a step. One network is a fleet of one.
 
-Everything that is a network's own, its data, order, dropout, branches, learning rate, is looked up by its place in the
-fleet, and every random number is a function of its own (seed, epoch, step). So a network ends with the same weights
-alone and among others. On a GPU a step is captured once as a CUDA graph and replayed.
+What differs between networks (data, order, dropout, branches, learning rate) is looked up by a network's index in the
+fleet, and every random number is a function of the network's own (seed, epoch, step). So a network ends with the same
+weights alone and in any fleet. On a GPU a step is captured once as a CUDA graph and replayed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from torch_dcl.fleet.cuda_graph import cudnn_algorithms, is_deterministic, priva
 from torch_dcl.fleet.device_data import DeviceData, Labelled, check_data, check_fleet, check_labels
 from torch_dcl.fleet.member import Evaluation, History, Member
 from torch_dcl.fleet.operations import low_copy
-from torch_dcl.fleet.sgd import Learning, are_finite, may_step, sgd_
+from torch_dcl.fleet.sgd import Update, sgd_, squared_norms
 from torch_dcl.fleet.stacked_network import Stack, stacked_state
 from torch_dcl.fleet.unstacked import Unstacked
 
@@ -41,31 +41,31 @@ class Fleet:
         fleet.train()
         fleet.evaluate({"MNIST-II-01": (test_images, test_labels)}).errors
 
-    ``setup_seconds`` is the seconds that compiling and capturing took on a GPU, 0 before and elsewhere.
+    ``setup_seconds`` is the time that compilation and capture took on a GPU; 0 before, and on a CPU.
 
     Args:
-        networks: One for each member, with their start weights. They are copied.
-        members: What is each network's own.
-        data: Training data by name: uint8 images ``[N, H, W]`` or ``[N, C, H, W]`` and int64 labels ``[N]``. All of
-            one size. Images that occur under several names are kept once.
+        networks: One for each member, with initial weights. They are copied.
+        members: Each network's own settings.
+        data: Training data by name: uint8 images ``[N, H, W]`` or ``[N, C, H, W]`` and int64 labels ``[N]``, all of one
+            size. Images that occur under several names are stored once.
         batch: Images of a step, for each network.
-        momentum: Of SGD.
-        nesterov: Whether momentum looks ahead.
-        factors: Called with a parameter's name in the plain network; gives its factors on learning rate and weight
-            decay. None for 1 and 1.
-        precision: What products are computed in. Parameters are float32, or float64.
-        device: Where.
+        momentum: Momentum of SGD.
+        nesterov: Whether to use Nesterov momentum.
+        factors: Maps a parameter's name in the plain network to its factors on learning rate and weight decay. None for
+            1 and 1.
+        precision: Type of products and activations. Parameters are float32, or float64.
+        device: The device to train on.
         inputs: How images become inputs. None only divides them by 255.
-        stacked: Whether layers of all networks are computed as one, which is best for networks that are small for the
-            device. Otherwise each network runs as the plain module that it is, of any layers, channels last.
-        compile: Whether `torch.compile` makes the forward passes of networks that are not stacked.
-        streams: How many networks that are not stacked run at a time on a GPU.
-        deterministic: Whether convolutions by cuDNN, and what is compiled, must give the same bits every time, as a
-            checkpoint that goes on to the same weights needs on a GPU. Otherwise they try algorithms and take the
-            fastest. Asking torch for it (``torch.backends.cudnn.deterministic``) does as well.
+        stacked: Whether to compute the layers of all networks as one, which is fastest for networks that are small for
+            the device. Otherwise each network runs as the plain module that it is, with any layers, in channels_last.
+        compile: Whether to compile the forward passes of unstacked networks with `torch.compile`.
+        streams: How many unstacked networks run concurrently on a GPU.
+        deterministic: Whether cuDNN's convolutions and compiled code must be deterministic, as an exact resume needs on
+            a GPU. Otherwise they time several algorithms and take the fastest. Torch's own setting
+            (``torch.backends.cudnn.deterministic``) has the same effect.
 
     Raises:
-        ValueError: Members, networks and data do not fit together.
+        ValueError: Members, networks and data do not match.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Fleet:
         if precision not in (None, *get_args(Precision)):
             raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
         if stacked and (compile or streams != 1):
-            raise ValueError("compile and streams are for networks that run as they are; pass stacked=False with them")
+            raise ValueError("compile and streams are for unstacked networks; pass stacked=False with them")
         self.members, self.batch, self.momentum, self.nesterov = tuple(members), batch, momentum, nesterov
         self.deterministic = is_deterministic(deterministic)
         self.device = torch.device(device)
@@ -101,12 +101,12 @@ class Fleet:
         self.precision: Precision = precision
         self.compute = getattr(torch, precision)
         wide = torch.float64 if precision == "float64" else torch.float32
-        made = (
+        stack = (
             Stack(networks)
             if stacked
             else Unstacked(networks, compile=compile, streams=streams, deterministic=self.deterministic)
         )
-        self.stack: Stack | Unstacked = made.to(self.device, wide).train()
+        self.stack: Stack | Unstacked = stack.to(self.device, wide).train()
         self.stack.set_compute_dtype(self.compute)
         self.inputs, self.stacked = inputs, stacked
         self.data = DeviceData(data, [member.data for member in members], self.device, inputs, train=True)
@@ -148,13 +148,13 @@ class Fleet:
         """Train to the end of the schedules, or for some epochs only.
 
         Args:
-            epochs: How many from here on; None for all that are left.
+            epochs: Number of epochs; None for all that are left.
             on_epoch: Called after every epoch.
-            should_stop: Asked before every step. Where it says so training stops there, in the middle of an epoch
-                (``step`` says where); `save` keeps that, and a further call goes on with the next step.
+            should_stop: Called before every step. When it returns True, training stops there, also inside an epoch
+                (``step`` says where). `save` stores that state, and another call of `train` resumes with the next step.
 
         Returns:
-            What happened since the first epoch.
+            The history since the first epoch.
         """
         last = self.epochs if epochs is None else min(self.epochs, self.epoch + epochs)
         while self.epoch < last:
@@ -170,45 +170,45 @@ class Fleet:
         return self.history
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        """Graphs and kernels are for the current GPU, so it must be the fleet's."""
+        """Make the fleet's GPU the current one, which graphs and kernels run on."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def network(self, index: int) -> nn.Module:
-        """One of the networks by itself, on the CPU, in float32 or float64, ready for evaluation."""
+        """A copy of one network on the CPU, in float32 or float64 and in evaluation mode."""
         return self.stack.network(index).eval()
 
     @torch.no_grad()
     def evaluate(self, data: Mapping[str, Labelled], *, batch: int = 500) -> Evaluation:
-        """Let every network judge the images of its own data.
+        """Evaluate every network on the images of its own data.
 
         Args:
-            data: By the names that members know.
-            batch: Images at a time; it does not matter to the result.
+            data: Images and labels by the names that the members use.
+            batch: Images at a time; it does not change the result.
         """
         check_data(data, [(member.name, member.data) for member in self.members])
         check_labels({member.data: data[member.data] for member in self.members}, self.classes)
-        on_device = DeviceData(data, [member.data for member in self.members], self.device, self.inputs)
-        predictions = torch.empty(len(self), on_device.count, dtype=torch.int64, device=self.device)
+        test = DeviceData(data, [member.data for member in self.members], self.device, self.inputs)
+        predictions = torch.empty(len(self), test.count, dtype=torch.int64, device=self.device)
         losses = torch.zeros(len(self), dtype=torch.float64, device=self.device)
         wrong = torch.zeros_like(losses)
         self.stack.eval()
         with self._on_device():
-            for start in range(0, on_device.count, batch):
-                index = torch.arange(start, min(start + batch, on_device.count), device=self.device)
-                images, labels = on_device.gather(index.expand(len(self), -1), self.compute)
+            for start in range(0, test.count, batch):
+                index = torch.arange(start, min(start + batch, test.count), device=self.device)
+                images, labels = test.gather(index.expand(len(self), -1), self.compute)
                 logits = self._predict_logits(images)
                 predictions[:, start : start + batch] = chosen = logits.argmax(-1)
                 losses += operations.cross_entropy(logits, labels).double().sum(1)
                 wrong += (chosen != labels).sum(1)
         self.stack.train()
-        return Evaluation(predictions, 100 * wrong / on_device.count, losses / on_device.count)
+        return Evaluation(predictions, 100 * wrong / test.count, losses / test.count)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> str:
-        """Write everything that training resumes from to one checked file, between two epochs or inside of one.
+        """Write a checkpoint to one file with a hash, between two epochs or inside of one.
 
         Args:
-            path: Where to, for example ``"fleet.safetensors"``. Its folder must exist.
-            extra: Plain data to keep with it, which `load` returns.
+            path: The file, for example ``"fleet.safetensors"``. Its folder must exist.
+            extra: Plain data to store with it, which `load` returns.
 
         Returns:
             The SHA-256 that the file carries.
@@ -226,18 +226,18 @@ class Fleet:
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Resume from what `save` wrote: the weights at the end are the same as without a break.
+        """Load a checkpoint. Training resumes from it and ends with the same weights as without the interruption.
 
         Args:
-            path: The file. It must be of a fleet of the same members, data apart.
+            path: The file, written by a fleet of the same members. The data itself is not compared.
 
         Returns:
-            What `save` was given as ``extra``.
+            The ``extra`` that `save` was given.
 
         Raises:
             FileNotFoundError: There is no such file.
-            SealedError: The file is damaged, or is no checkpoint of a fleet.
-            ValueError: It is of another fleet; the message names the first difference.
+            SealedError: The file is damaged, or is not a checkpoint of a fleet.
+            ValueError: It belongs to another fleet; the message names the first difference.
         """
         about = checkpoint.read(path, self._state(), self._describe(), self.epochs, self.steps_per_epoch)
         for parameter in self._parameters.values():
@@ -253,10 +253,10 @@ class Fleet:
     def _state(self) -> dict[str, Tensor]:
         state = {f"state.{name}": value for name, value in stacked_state(self.stack.body).items()}
         state |= {f"moment.{name}": value for name, value in self._moments.items()}
-        return {**state, "alive": self._alive}
+        return {**state, checkpoint.ALIVE: self._alive}
 
     def _describe(self) -> list[dict[str, Any]]:
-        """What a checkpoint must agree with."""
+        """The settings that a checkpoint must agree with, for each member."""
         common: dict[str, Any] = {
             "batch": self.batch, "momentum": self.momentum, "nesterov": self.nesterov, "precision": self.precision,
             "images": self.data.count,
@@ -268,7 +268,7 @@ class Fleet:
         return [{**asdict(member), **common} for member in self.members]
 
     def _count_classes(self) -> int:
-        """How many classes the networks tell apart, from one image through a plain one."""
+        """The number of classes, found by running one image through a network."""
         with torch.no_grad():
             network = self.stack.network(0).eval()
             like = next(iter(network.parameters()))
@@ -278,7 +278,7 @@ class Fleet:
             return int(network(image).shape[-1])
 
     def _predict_logits(self, images: Tensor) -> Tensor:
-        """Logits; with mirror images, the logarithm of the mean probability."""
+        """Logits; with `Inputs.average`, the logarithm of the mean probability of an image and its flip."""
         logits: Tensor = self.stack(images)
         if self.inputs is None or not self.inputs.average:
             return logits
@@ -287,7 +287,7 @@ class Fleet:
         return views.logsumexp(0) - math.log(2)
 
     def _rate_table(self) -> Tensor:
-        """Learning rates by step and network; a last row of zeros is for trying a step without taking it."""
+        """Learning rates by step and network; the last row, of zeros, is for a trial step before the capture."""
         table = torch.zeros(self.epochs * self.steps_per_epoch + 1, len(self.members), dtype=torch.float64)
         for column, member in enumerate(self.members):
             rates = member.schedule.rates(member.lr, self.steps_per_epoch)
@@ -295,14 +295,14 @@ class Fleet:
         return table
 
     def _begin_epoch(self) -> None:
-        """Draw what is drawn once an epoch; before the first one on a GPU, capture a step. For `train_concurrently`."""
+        """Draw the order, crops and flips of an epoch; before the first one on a GPU, capture a step."""
         if self._begun_epoch == self.epoch:
             return
         self._begun_epoch = self.epoch
         if not self._parameters:
             raise ValueError(
-                "every parameter of the networks is frozen, so nothing would be trained; call requires_grad_() on what "
-                "shall learn before the fleet is made, or only evaluate"
+                "every parameter of the networks is frozen, so nothing would be trained; call requires_grad_() on some "
+                "before you create the fleet, or only evaluate it"
             )
         if self.device.type == "cuda" and self._graph is None:
             start = time.perf_counter()
@@ -322,7 +322,7 @@ class Fleet:
             self._was_alive = self._alive.tolist()
 
     def _take_step(self) -> None:
-        """One step of an epoch that has begun."""
+        """Run one step of an epoch that has begun."""
         if self._graph is None:
             self._one_step()
         else:
@@ -330,50 +330,48 @@ class Fleet:
         self.step += 1
 
     def _end_epoch(self) -> None:
-        """Write down what happened in the epoch. The last update of an epoch is checked here, the others before it."""
-        kept = [values.detach() for values in (*self._parameters.values(), *self._moments.values())]
-        self._alive &= are_finite(kept, len(self))
-        self.history.train_loss.append((self._loss / self.steps_per_epoch).tolist())
+        """Record the losses of the epoch and the networks that stopped in it."""
+        losses = torch.where(self._alive, self._loss / self.steps_per_epoch, torch.nan)
+        self.history.train_loss.append(losses.tolist())
         for i, (before, now) in enumerate(zip(self._was_alive, self._alive.tolist(), strict=True)):
             if before and not now:
                 self.history.stopped[i] = self.epoch
         self.epoch, self.step = self.epoch + 1, 0
 
     def _one_step(self) -> None:
-        """One step, on the device from beginning to end."""
+        """One step, entirely on the device."""
         place = self._step % self.steps_per_epoch * self.batch + torch.arange(self.batch, device=self.device)
         images, labels = self.data.gather(self._order.index_select(1, place), self.compute)
         before = [(buffer, buffer.clone()) for buffer in self.stack.step_buffers()]
         self.stack.advance(self._seed, self._step)
         losses, gradients = self.stack.gradients(images, labels)
         with torch.no_grad():
-            self._alive &= may_step(losses, gradients)
+            updates = self._updates(gradients)
+            squares = squared_norms(updates, losses.dtype) if updates else torch.zeros_like(losses)
+            self._alive &= (losses + squares) * 0 == 0  # both are finite
             rate = self._rates.index_select(0, self._step)[0] * self._alive
             self._loss += losses
-            self._update(gradients, rate)
-            for buffer, old in before:  # a network at rest keeps its statistics as well
+            scale = None
+            if self._clip is not None:
+                scale = (self._clip / squares.sqrt().clamp(min=torch.finfo(squares.dtype).tiny)).clamp(max=1)
+            if updates:
+                sgd_(updates, rate, self._decay, scale, self.momentum, self.nesterov, self._alive)
+            for buffer, old in before:  # a network that is not updated keeps its statistics as well
                 buffer.copy_(torch.where((rate != 0).view(-1, *(1,) * (old.dim() - 1)), buffer, old))
             self._step += 1
 
-    def _update(self, gradients: Sequence[Tensor | None], rate: Tensor) -> None:
-        scale = None
-        if self._clip is not None:
-            squares = [g.to(rate.dtype).flatten(1).square().sum(1) for g in gradients if g is not None]
-            norm = torch.stack(squares).sum(0).sqrt()
-            scale = (self._clip / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1)
-        learning = []
+    def _updates(self, gradients: Sequence[Tensor | None]) -> list[Update]:
+        updates = []
         for (name, parameter), gradient in zip(self._parameters.items(), gradients, strict=True):
             if gradient is not None:
                 fusion, branches = self._branch_parameters.get(name, (None, 1))
                 active = None if fusion is None else fusion.active
-                learning.append(
-                    Learning(parameter, self._moments[name], gradient, self._factors[name], active, branches)
-                )
-        if learning:
-            sgd_(learning, rate, self._decay, scale, self.momentum, self.nesterov)
+                moment, factors = self._moments[name], self._factors[name]
+                updates.append(Update(parameter, moment, gradient.contiguous(), factors, active, branches))
+        return updates
 
     def _capture(self) -> None:
-        """Record a step as a CUDA graph, after trying it with learning rates of 0, and leave no trace of the trial."""
+        """Capture a step as a CUDA graph, after two trial steps with learning rates of 0, and restore the state."""
         before = {name: buffer.clone() for name, buffer in self.stack.named_buffers()}
         alive, loss, step = self._alive.clone(), self._loss.clone(), self._step.clone()
 

@@ -1,4 +1,4 @@
-"""What is a network's own in a fleet, what a fleet reports, and which networks it takes."""
+"""The members of a fleet: their settings, their results, and checks of their networks."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ __all__ = ["Evaluation", "History", "Member", "check_networks"]
 
 @dataclass(frozen=True)
 class Member:
-    """What is a network's own in a fleet.
+    """The settings of one network in a fleet.
 
     Args:
-        name: How it is called in reports.
-        data: The name of its data among those that the fleet is given.
-        seed: What its order, dropout and branches are drawn from.
-        lr: Its learning rate at the height of the schedule.
-        schedule: How that goes over the training. A network whose schedule ends earlier than others' rests.
-        weight_decay: L2 penalty.
-        clip: The largest norm of its gradient; larger ones are scaled down.
+        name: Its name in reports.
+        data: The name of its training data.
+        seed: The seed of its order, augmentation, dropout and branches.
+        lr: Its peak learning rate.
+        schedule: The schedule of its learning rate. After its end the network is not updated, while others still are.
+        weight_decay: Factor of the L2 penalty.
+        clip: Maximum norm of its gradient.
     """
 
     name: str
@@ -46,24 +46,24 @@ class Member:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a fleet makes of labelled data."""
+    """Predictions, errors and losses of a fleet on labelled data."""
 
     predictions: Tensor
-    """``[E, N]``: the class that each network chose for each image."""
+    """``[E, N]``: the class that each network predicts for each image."""
     errors: Tensor
-    """``[E]``: per cent of images that each network got wrong."""
+    """``[E]``: error of each network in per cent."""
     losses: Tensor
-    """``[E]``: mean cross-entropy."""
+    """``[E]``: mean cross-entropy of each network."""
 
 
 @dataclass
 class History:
-    """What happened, epoch by epoch."""
+    """Training losses by epoch, and the networks that stopped."""
 
     train_loss: list[list[float]] = field(default_factory=list)
-    """By epoch, by network: the mean loss over the steps of the epoch, dropout included."""
+    """By epoch, by network: the mean loss over the steps of the epoch, dropout included; NaN once a network stopped."""
     stopped: dict[int, int] = field(default_factory=dict)
-    """Networks whose loss left the finite numbers, with the epoch (from 0) in which that happened."""
+    """Networks whose loss, gradient or update was not finite, with the epoch (from 0) in which they stopped."""
 
 
 def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> None:
@@ -71,21 +71,21 @@ def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> 
 
     Args:
         networks: One for each member.
-        members: Whose they are.
+        members: Their members.
 
     Raises:
-        TypeError: One of them is not a network.
-        ValueError: One of them has no parameters, or a parameter is frozen in some of them.
+        TypeError: One of them is not a torch module.
+        ValueError: One of them has no parameters, or a parameter is frozen in some networks only.
     """
-    learns: dict[str, bool] = {}
+    is_trained: dict[str, bool] = {}
     for member, network in zip(members, networks, strict=True):
         if not isinstance(network, nn.Module):
             raise TypeError(f"the network of {member.name!r} must be a torch module, got {type(network).__name__}")
         flags = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
         if not flags:
-            raise ValueError(f"the network of {member.name!r} has no parameters; a fleet is for networks that learn")
-        # A parameter of a fleet has one flag for all networks.
-        differ = next((name for name, flag in flags.items() if learns.setdefault(name, flag) != flag), None)
+            raise ValueError(f"the network of {member.name!r} has no parameters, so there is nothing to train")
+        # A stacked parameter has one requires_grad flag for all networks.
+        differ = next((name for name, flag in flags.items() if is_trained.setdefault(name, flag) != flag), None)
         if differ is not None:
             frozen, other = (members[0], member) if flags[differ] else (member, members[0])
             raise ValueError(

@@ -1,8 +1,8 @@
-"""The arithmetic of stacked networks: every tensor begins with the E networks, ``[E, B, ...]``.
+"""The arithmetic of stacked networks: the first dimension of every tensor is the E networks, ``[E, B, ...]``.
 
-Each operation has a plain version, which autograd differentiates, and where it pays one of kernels for the GPU. In a
-low precision the optimiser keeps a copy of every large parameter in the low type; products read the copy, and gradients
-are taken with respect to it (`leaf`), so that nothing is cast in a step.
+Each operation has a plain torch version, and GPU kernels where they are faster. In a low precision the optimiser
+maintains a low-precision copy of every large parameter; products read the copy, and gradients are taken with respect to
+it (`leaf`), so that a step casts no weights.
 """
 
 from typing import Any
@@ -21,25 +21,25 @@ __all__ = [
 
 
 def keep_low_copy(parameter: Tensor, dtype: torch.dtype | None) -> None:
-    """Give a parameter a copy of another type, or with None take it away. The optimiser keeps it up to date."""
+    """Attach a copy of another type to a parameter, or with None remove it. The optimiser updates the copy."""
     copy = None if dtype is None else parameter.detach().to(dtype).requires_grad_(parameter.requires_grad)
     parameter.low = copy  # type: ignore[attr-defined]
 
 
 def low_copy(parameter: Tensor) -> Tensor | None:
-    """The copy of a parameter in the type of the computation; None where there is none."""
+    """The low-precision copy of a parameter; None where there is none."""
     copy: Tensor | None = getattr(parameter, "low", None)
     return copy
 
 
 def leaf(parameter: Tensor) -> Tensor:
-    """What the forward pass reads and gradients are taken with respect to: the low copy, or the parameter itself."""
+    """The tensor that the forward pass reads and that gradients refer to: the low copy, or the parameter itself."""
     copy = low_copy(parameter)
     return parameter if copy is None else copy
 
 
 def lowered(parameter: Tensor, like: Tensor) -> Tensor:
-    """A parameter in the type of another tensor, without a cast where a copy is kept."""
+    """A parameter in the type of another tensor; a low copy saves the cast."""
     return leaf(parameter).to(like.dtype)
 
 
@@ -50,14 +50,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """A batched product whose gradient of the weight is laid out as the weight is, which autograd's own is not."""
+    """A batched product whose weight gradient has the layout of the weight; autograd's own is transposed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        turned = weight.transpose(1, 2)
-        return torch.bmm(x, turned) if bias is None else torch.baddbmm(bias[:, None], x, turned)
+        transposed = weight.transpose(1, 2)
+        return torch.bmm(x, transposed) if bias is None else torch.baddbmm(bias[:, None], x, transposed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,14 +76,14 @@ def project(x: Tensor, weight: Tensor, branches: int) -> Tensor:
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, pool: int = 1, relu: bool = False) -> Tensor:
-    """Convolve with stride 1 and no padding, pool the maximum of ``pool`` × ``pool`` places, rectify.
+    """Convolution with stride 1 and no padding, then max pooling and ReLU.
 
     Args:
-        x: ``[E, B, C, H, W]``; on a GPU best with the channels last in memory.
+        x: ``[E, B, C, H, W]``; on a GPU fastest with the channels last in memory.
         weight: ``[E, N, C, KH, KW]``.
         bias: ``[E, N]`` or None.
-        pool: 1 for none, or 2.
-        relu: Whether to rectify.
+        pool: Size and stride of the max pooling: 1 for none, or 2.
+        relu: Whether to apply a ReLU.
 
     Returns:
         ``[E, B, N, PH, PW]``; from the kernels with the channels last in memory.
@@ -94,8 +94,8 @@ def conv(x: Tensor, weight: Tensor, bias: Tensor | None, *, pool: int = 1, relu:
         return y.permute(0, 1, 4, 2, 3)
     E, B, C, H, W = x.shape
     weight, bias = lowered(weight, x), None if bias is None else lowered(bias, x)
-    side_by_side = x.transpose(0, 1).reshape(B, E * C, H, W)
-    y = F.conv2d(side_by_side, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups=E)
+    grouped = x.transpose(0, 1).reshape(B, E * C, H, W)
+    y = F.conv2d(grouped, weight.flatten(0, 1), None if bias is None else bias.flatten(), groups=E)
     if pool > 1:
         y = F.max_pool2d(y, pool)
     if relu:
@@ -134,10 +134,10 @@ def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None 
 
     Args:
         pre: The responses before bias and ReLU.
-        bias: One for each branch, or None.
+        bias: The biases, or None.
         eps: ε.
         active: ``[E, 2]``: fuse only these two branches of each network.
-        pairs: Take the mean over all pairs.
+        pairs: Take the mean over all pairs of branches.
     """
     T = pre.shape[1]
     if not pairs and kernels.usable(pre) and (active is not None or T in (2, 3)):
@@ -152,7 +152,7 @@ def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None 
 
 
 class _Fuse(torch.autograd.Function):
-    """`fuse` by the kernels; backward computes the responses once more."""
+    """`fuse` by the kernels; backward recomputes the responses."""
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None) -> Tensor:
@@ -172,31 +172,31 @@ class _Fuse(torch.autograd.Function):
 
 
 def dropout(x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
-    """Drop each value with probability p, as a function of the network's (seed, layer, step) and the place alone.
+    """Dropout whose mask is a function of the network's (seed, layer, step) and the position alone.
 
     Args:
-        x: ``[E, B, ...]``; images are counted channels last.
+        x: ``[E, B, ...]``; positions within an image are counted channels last.
         seed: ``[E]`` int64.
-        layer: A number of 32 bits that tells this layer from others.
-        step: ``[1]`` int64; it must not move on between forward and backward.
-        p: From 0 to 1.
+        layer: A 32-bit number that is unique to the layer.
+        step: ``[1]`` int64; it must not change between forward and backward.
+        p: The probability of dropping a value, from 0 to 1.
     """
     if p >= 1:
-        return torch.zeros_like(x) * x  # with a gradient, which is zero
+        return torch.zeros_like(x) * x  # keeps a gradient, of zeros
     if x.dim() == 5:
         last = x.permute(0, 1, 3, 4, 2)
         return dropout(last.flatten(2), seed, layer, step, p).view(last.shape).permute(0, 1, 4, 2, 3)
-    if kernels.usable(x) and not torch.compiler.is_compiling():  # a compiler fuses the plain form with its neighbours
+    if kernels.usable(x) and not torch.compiler.is_compiling():  # a compiler fuses the plain version
         kept: Tensor = _Dropout.apply(x.contiguous(), seed, layer, step, p)
         return kept
-    place = torch.arange(x[0].numel(), device=x.device)
+    position = torch.arange(x[0].numel(), device=x.device)
     key = mix32(step_key(seed, layer, step) ^ 0x68E31DA4)
-    drawn = mix32(mix32(place) ^ key[:, None]) >> 1
+    drawn = mix32(mix32(position) ^ key[:, None]) >> 1
     return torch.where((drawn >= int(p * 2**31)).view(x.shape), x / (1 - p), 0)
 
 
 class _Dropout(torch.autograd.Function):
-    """`dropout` by the kernel; backward draws the mask once more."""
+    """`dropout` by the kernel; backward draws the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seed: Tensor, layer: int, step: Tensor, p: float) -> Tensor:
@@ -210,7 +210,7 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from torch_dcl.fleet.kernels.pointwise import dropout as drop
 
-        seed, step = ctx.saved_tensors  # torch notices it when the step has moved on
+        seed, step = ctx.saved_tensors  # torch raises an error if the step has changed
         return drop(grads[0].contiguous(), seed, ctx.layer, step, ctx.p), None, None, None, None
 
 
@@ -240,7 +240,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`cross_entropy` by the kernels: logits are read twice and their gradient is written once."""
+    """`cross_entropy` by the kernels, which read logits twice and write their gradient once."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def gather_images(images: Tensor, image_of: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Images ``[D, N, C, H, W]`` uint8 of datasets ``[E]`` at places ``[E, B]``, from 0 to 1: ``[E, B, C, H, W]``."""
+    """Gather uint8 images ``[D, N, C, H, W]`` of datasets ``[E]`` at ``[E, B]``, from 0 to 1: ``[E, B, C, H, W]``."""
     if kernels.reachable(images) and dtype in (torch.bfloat16, torch.float32):
         from torch_dcl.fleet.kernels.pointwise import gather_images as gather
 

@@ -1,16 +1,16 @@
-"""Run folders: what was asked for, on what it ran, and what came out, so that a run can be read and resumed.
+"""Run folders: the recipe of a run, its environment and its results, so that the run can be read and resumed.
 
 ::
 
     runs/table1/
-      recipe.json        what was asked for; a run that is resumed must be asked for the same
-      environment.jsonl  versions, GPU, the state of the repository, for every time that it was started
-      *.jsonl            what came out, a line at a time, each on the disk before the next and with a checksum
-      log.txt            what the run said of its progress
-      lock               held while the run goes, with the number of its process
+      recipe.json        the settings of the run; a resume must have the same
+      environment.jsonl  versions, GPU and commit, one line for every start
+      *.jsonl            results, one line each with a checksum, synced to the disk before the next
+      log.txt            messages of the run, with their times
+      lock               held while the run is active, with the id of its process
 
 A folder may come from somebody else: nothing is written through a symbolic link in it. Folders of format 1, without
-checksums, are read and not resumed.
+checksums, can be read but not resumed.
 """
 
 import contextlib
@@ -55,9 +55,9 @@ class RunFolder:
             folder.append("outcomes", {"error": 1.96})
 
     Args:
-        path: Where.
-        recipe: What was asked for, as plain data.
-        format: In which form it was written.
+        path: The folder.
+        recipe: The settings of the run, as plain data.
+        format: The format of its files.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], format: int = FORMAT) -> None:
@@ -68,20 +68,20 @@ class RunFolder:
     def open(
         cls, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool = False, part: str = ""
     ) -> Iterator["RunFolder"]:
-        """Make the folder, or go on in it, and hold its lock meanwhile.
+        """Create a run folder or resume in it, and hold its lock meanwhile.
 
         Args:
-            path: Where.
-            recipe: What is asked for.
-            resume: Whether to go on with what is there.
-            part: A name for the lock, where several processes share the folder, each with a part of its own.
+            path: The folder.
+            recipe: The settings of the run.
+            resume: Whether to resume the run that is there.
+            part: A suffix of the lock, where several processes share the folder, each with a part of its own.
 
         Raises:
-            RunError: The folder is in use, or has results and ``resume`` is not set, or has another recipe.
+            RunError: The folder is in use, or holds a run and ``resume`` is not set, or has another recipe.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        # Parts share the folder with each other, and with nobody else.
+        # Parts share the folder with each other, and with no other run.
         with contextlib.ExitStack() as held:
             held.enter_context(_locked(folder / "lock", shared=bool(part)))
             if part:
@@ -89,19 +89,19 @@ class RunFolder:
             if not part:
                 _remove_leftovers(folder)
             _check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
-            made = cls(folder, recipe)
-            made.append(f"environment{part}", environment())
-            yield made
+            opened = cls(folder, recipe)
+            opened.append(f"environment{part}", environment())
+            yield opened
 
     @classmethod
     def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
-        """Look into a folder without holding it, also while another process writes to it.
+        """Open a folder for reading, without its lock; another process may write to it meanwhile.
 
         Args:
-            path: Where.
+            path: The folder.
 
         Raises:
-            RunError: It is no run folder, or its recipe is damaged.
+            RunError: It is not a run folder, or its recipe is damaged.
         """
         file = Path(path) / "recipe.json"
         try:
@@ -113,13 +113,18 @@ class RunFolder:
         if not isinstance(recipe, dict):
             raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
         form = recipe.pop("format", 1)
+        if type(form) is not int or not 1 <= form <= FORMAT:
+            raise RunError(
+                f"{file}: its format is {_short(form)}, from 1 to {FORMAT} can be read; use the version of torch-dcl "
+                "that wrote it"
+            )
         recipe.pop("version", None)
-        return cls(Path(path), recipe, form if isinstance(form, int) else 1)
+        return cls(Path(path), recipe, form)
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Add lines to a file of records in one write, and wait until they are on the disk.
+        """Append records to a file in one write, and sync it to the disk.
 
-        A line that was cut off by a kill is taken away.
+        A last line that a kill cut off is removed first.
         """
         line = b"".join(map(_line, records))
         with _open_safely(self.path / f"{name}.jsonl", "ab+") as file:
@@ -133,7 +138,7 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """All records of a name, from all parts. A last line that was cut off by a kill is left out.
+        """All records of a name, from all parts. A last line that a kill cut off is left out.
 
         Raises:
             RunError: A line is damaged; the message names it.
@@ -153,7 +158,7 @@ class RunFolder:
         return records
 
     def log(self, text: str, part: str = "") -> None:
-        """Add a line to ``log.txt``, with the time before it."""
+        """Append a line to ``log.txt``, with the time in front."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with _open_safely(self.path / f"log{part}.txt", "a") as file:
             file.write(f"{now} {text}\n")
@@ -171,7 +176,7 @@ def _digest(text: bytes) -> str:
 
 
 def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
-    """What a line says.
+    """The record of a line.
 
     Raises:
         ValueError: It is not JSON, or its checksum is missing or wrong.
@@ -191,25 +196,25 @@ def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
 
 
 def _open_safely(path: Path, mode: str) -> Any:
-    """Open a file to write to, unless it is a symbolic link, which may lead anywhere."""
+    """Open a file for writing, unless it is a symbolic link, which may point anywhere."""
     try:
-        # Built in: only that takes an opener.
+        # The built-in function: Path.open takes no opener.
         return open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it") from None
+            raise RunError(f"{path} is a symbolic link, and a run does not write through links; remove it") from None
         raise
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what writes left that were interrupted; the lock says that nobody is writing now."""
+    """Remove leftovers of interrupted writes. The lock is held, so nobody is writing now."""
     for aside in folder.glob("**/.writing-*"):
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)
 
 
 def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
-    """The size of a file, and what follows its last line break: nothing, unless a kill cut a line off."""
+    """The size of a file, and the text after its last line break, which is empty unless a kill cut a line off."""
     size = at = file.seek(0, os.SEEK_END)
     tail = b""
     while at and b"\n" not in tail:
@@ -221,7 +226,7 @@ def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
 
 
 def environment() -> dict[str, Any]:
-    """On what a run runs: versions, hardware, the state of the repository, the command."""
+    """The environment of a run: time, command, versions, hardware and commit."""
     gpu = None
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
@@ -237,7 +242,7 @@ def environment() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """What was typed, quoted for a shell."""
+    """The command line, quoted for a shell."""
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = f"python -m {Path(sys.argv[0]).parent.name}"
@@ -257,7 +262,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the working tree that the package lies in, and whether it was changed; None outside of one."""
+    """The commit of the working tree that contains the package, and whether it has changes; None outside of one."""
     where = Path(__file__).parent
     try:
         answer = [
@@ -271,10 +276,10 @@ def _commit() -> str | None:
 
 @contextlib.contextmanager
 def lock_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make a folder, and hold its lock without beginning a run.
+    """Create a folder and hold its lock, without starting a run.
 
     Raises:
-        RunError: Another process holds it.
+        RunError: Another process holds the lock.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -283,7 +288,7 @@ def lock_folder(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def lock_holder(path: str | os.PathLike[str]) -> int | None:
-    """The process that holds a folder; None where nobody does, whatever an old lock says.
+    """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says.
 
     Args:
         path: The run folder.
@@ -292,8 +297,8 @@ def lock_holder(path: str | os.PathLike[str]) -> int | None:
         try:
             with lock.open("r", encoding="utf-8", errors="replace") as file:
                 text = file.read().strip()
-                # A process that was killed leaves its number; the lock itself is gone with it.
-                if text.isdigit() and _alive(int(text)) and _held(file.fileno()):
+                # A killed process leaves its id in the file; the system has released the lock itself.
+                if text.isdecimal() and _alive(int(text)) and _held(file.fileno()):
                     return int(text)
         except OSError:
             continue
@@ -312,7 +317,7 @@ def _held(descriptor: int) -> bool:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True
@@ -321,7 +326,7 @@ def _alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock that the system lets go when the process ends, however it ends."""
+    """Hold a lock that the system releases when the process ends, however it ends."""
     file: TextIO
     with _open_safely(path, "a+") as file:
         try:
@@ -355,10 +360,11 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
     before = RunFolder.inspect(folder)
     if before.format != FORMAT:
         starts = before.read("environment")
-        version = starts[0].get("versions", {}).get("torch-dcl", "unknown") if starts else "unknown"
+        versions = starts[0].get("versions") if starts else None
+        version = versions.get("torch-dcl", "unknown") if isinstance(versions, dict) else "unknown"
         raise RunError(
-            f"{folder} was begun by torch-dcl {version} in another form (format {before.format}, here {FORMAT}), and "
-            "cannot be resumed; dcl report reads it, or run it again in another folder"
+            f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
+            "be resumed; dcl report reads it, or run it again in another folder"
         )
     if changes := list(_differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
@@ -369,7 +375,7 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
 
 
 def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ, by the names on the way there."""
+    """The differences of two pieces of plain data, each with its dotted name."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in {**then, **now}:
             yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)

@@ -1,4 +1,4 @@
-"""The learning rate by step, as a table: a warm-up, then drops."""
+"""The learning rate by step: a linear warm-up, then drops by a factor."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate goes over a training.
+    """The schedule of the learning rate.
 
     Args:
-        epochs: How many.
-        warmup: Over so many steps the rate rises in a straight line to its full value.
-        drops: Parts of the training, from 0 to 1, after which the rate is multiplied by ``factor``.
-        factor: What it is multiplied by.
+        epochs: Number of epochs.
+        warmup: Number of steps in which the rate rises linearly to its peak.
+        drops: Fractions of the training, between 0 and 1, after which the rate is multiplied by ``factor``.
+        factor: The factor of each drop.
     """
 
     epochs: int
@@ -35,7 +35,7 @@ class Schedule:
             raise ValueError(f"drops must rise and lie between 0 and 1, got {self.drops}")
 
     def rates(self, lr: float, steps_per_epoch: int) -> Tensor:
-        """The rate of every step, float64."""
+        """The learning rate of every step, float64."""
         steps = self.epochs * steps_per_epoch
         step = torch.arange(steps, dtype=torch.float64)
         rate = torch.full_like(step, lr)

@@ -1,6 +1,5 @@
-"""One step of SGD on stacked parameters."""
+"""One step of SGD on stacked parameters, which never stores a value that is not finite."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,11 +9,11 @@ from torch import Tensor
 from torch_dcl import kernels
 from torch_dcl.fleet.operations import low_copy
 
-__all__ = ["Learning", "are_finite", "may_step", "sgd_"]
+__all__ = ["Update", "sgd_", "squared_norms"]
 
 
-class Learning(NamedTuple):
-    """A stacked parameter ``[E, ...]`` in a step."""
+class Update(NamedTuple):
+    """A stacked parameter ``[E, ...]``, its moment and its gradient in a step."""
 
     parameter: Tensor
     moment: Tensor
@@ -22,68 +21,55 @@ class Learning(NamedTuple):
     factors: tuple[float, float] = (1.0, 1.0)
     """On the networks' learning rates and weight decays."""
     active: Tensor | None = None
-    """The two branches of each network that move, ``[E, 2]``; None for all."""
+    """The two branches of each network that are updated, ``[E, 2]``; None for all."""
     branches: int = 1
 
 
-def are_finite(values: Sequence[Tensor], networks: int) -> Tensor:
-    """Of which networks all values are finite, bool ``[E]``; ``values`` are ``[E, ...]`` each."""
-    largest = [torch.linalg.vector_norm(value.reshape(networks, -1), math.inf, dim=1) for value in values]
-    return torch.stack(largest).isfinite().all(0)
+def squared_norms(updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
+    """The squared norm of each network's gradient, ``[E]``; not finite where a value of the gradient is not."""
+    if kernels.usable(updates[0].parameter):
+        from torch_dcl.fleet.kernels import sgd
 
-
-def may_step(losses: Tensor, gradients: Sequence[Tensor | None]) -> Tensor:
-    """Which networks may take a step, bool ``[E]``: those whose losses and gradients are finite.
-
-    On a GPU only the gradients of biases and scales are looked at: to look at all of them took 5 % of a step of small
-    networks. A value that is not finite on its way back through a layer reaches that
-    layer's bias. What escapes this, a sum that overflows in a weight alone, is found at the end of the epoch.
-
-    Args:
-        losses: Of each network.
-        gradients: ``[E, ...]`` each; None for a parameter that is not used.
-    """
-    there = [gradient for gradient in gradients if gradient is not None]
-    if losses.is_cuda and there:
-        there = [g for g in there if g.dim() <= 2] or [min(there, key=Tensor.numel)]
-    # A sum is finite only where all its terms are, and 0 times anything else is NaN.
-    rows = [losses[:, None], *(gradient.reshape(len(losses), -1).to(losses.dtype) for gradient in there)]
-    sums = torch.cat(rows, 1).sum(1) if losses.is_cuda else torch.stack([row.sum(1) for row in rows]).sum(0)
-    return sums * 0 == 0
+        return sgd.squared_norms([update.gradient for update in updates])
+    return torch.stack([update.gradient.to(dtype).flatten(1).square().sum(1) for update in updates]).sum(0)
 
 
 def sgd_(
-    parameters: Sequence[Learning], rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool
-) -> None:
-    """One step of SGD in place, as torch.optim.SGD does it; a network at rate 0 and an idle branch stay as they are.
+    updates: Sequence[Update], rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool,
+    alive: Tensor,
+) -> None:  # fmt: skip
+    """One step of SGD in place, as torch.optim.SGD does it. Networks at rate 0 and idle branches are not updated.
+
+    New weights or moments that are not finite are not stored, and their network is no longer alive.
 
     Args:
-        parameters: At least one.
+        updates: At least one.
         rate: Learning rates, ``[E]``.
-        decay: Weight decays.
-        scale: What gradients are multiplied by; None for 1.
-        momentum: Of all.
-        nesterov: Whether momentum looks ahead.
+        decay: Weight decays, ``[E]``.
+        scale: Factors on the gradients, ``[E]``; None for 1.
+        momentum: Momentum of all networks.
+        nesterov: Whether to use Nesterov momentum.
+        alive: Set to False for networks whose update is not finite, bool ``[E]``.
     """
-    if kernels.usable(parameters[0].parameter):
+    if kernels.usable(updates[0].parameter):
         from torch_dcl.fleet.kernels import sgd
 
         sgd.sgd_(
-            [one.parameter.detach() for one in parameters], [one.moment for one in parameters],
-            [one.gradient.contiguous() for one in parameters], [low_copy(one.parameter) for one in parameters],
-            [one.factors[0] for one in parameters], [one.factors[1] for one in parameters],
-            [one.active for one in parameters], [one.branches for one in parameters],
-            lr=rate, weight_decay=decay, clip=scale, momentum=momentum, nesterov=nesterov,
+            [update.parameter.detach() for update in updates], [update.moment for update in updates],
+            [update.gradient for update in updates], [low_copy(update.parameter) for update in updates],
+            [update.factors[0] for update in updates], [update.factors[1] for update in updates],
+            [update.active for update in updates], [update.branches for update in updates],
+            lr=rate, weight_decay=decay, clip=scale, momentum=momentum, nesterov=nesterov, alive=alive,
         )  # fmt: skip
         return
-    for learning in parameters:
-        _move(learning, rate, decay, scale, momentum, nesterov)
+    for update in updates:
+        _apply(update, rate, decay, scale, momentum, nesterov, alive)
 
 
-def _move(
-    learning: Learning, rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool
+def _apply(
+    update: Update, rate: Tensor, decay: Tensor, scale: Tensor | None, momentum: float, nesterov: bool, alive: Tensor
 ) -> None:
-    parameter, m, g, (lr_factor, wd_factor), active, branches = learning
+    parameter, m, g, (lr_factor, wd_factor), active, branches = update
     p = parameter.detach()
 
     def across(values: Tensor) -> Tensor:
@@ -97,10 +83,13 @@ def _move(
     if scale is not None:
         g = g * across(scale)
     g = g + across(decay) * wd_factor * p
-    fresh = momentum * m + g
-    step = g + momentum * fresh if nesterov else fresh
-    m.copy_(torch.where(moves, fresh, m))
-    p.copy_(torch.where(moves, p - across(rate) * lr_factor * step, p))
+    new_m = momentum * m + g
+    new_p = p - across(rate) * lr_factor * (g + momentum * new_m if nesterov else new_m)
+    finite = (new_p.flatten(1).sum(1) + new_m.flatten(1).sum(1)) * 0 == 0  # quicker than isfinite of every value
+    alive &= finite | (rate == 0)
+    moves = moves & across(finite)
+    m.copy_(torch.where(moves, new_m, m))
+    p.copy_(torch.where(moves, new_p, p))
     copy = low_copy(parameter)
     if copy is not None:
         copy.detach().copy_(p)

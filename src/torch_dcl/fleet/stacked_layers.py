@@ -1,8 +1,7 @@
-"""Stacked layers: E layers of one kind, one of each network, as one module over ``[E, B, ...]``.
+"""Stacked layers: E layers of one class, one from each network, as one module over ``[E, B, ...]``.
 
 A stacked layer has the parameters and buffers of the plain one under the same names, with the networks as a first
-dimension, so that row i of a stack's state is the state of network i. A layer of another kind is added with
-`register_stacked`.
+dimension, so that row i of a stack's state is the state of network i. `register_stacked` adds further classes.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ _BUILDERS: dict[type[nn.Module], Build] = {}
 
 
 def register_stacked(kind: type[nn.Module], build: Build) -> None:
-    """Say how layers of a kind are stacked.
+    """Register how layers of a class are stacked.
 
     ::
 
@@ -37,39 +36,43 @@ def register_stacked(kind: type[nn.Module], build: Build) -> None:
         register_stacked(Scale, StackedScale)
 
     Args:
-        kind: The plain layer's class. It is matched exactly, because a subclass may compute something else.
-        build: Called with the E plain layers, one of each network; returns the module that stands for them. Parameters
-            and buffers carry the names that they have in the plain layer (`StackedLayer` sees to that). A module with
-            a method ``advance(seed, step)`` has it called at the start of every step, with int64 ``[E]`` and a count.
+        kind: The class of the plain layer. Subclasses are not included: they may compute something else.
+        build: Called with the E plain layers, one from each network; returns the stacked module. Its parameters and
+            buffers must have their names in the plain layer, as in a `StackedLayer`. If it has a method
+            ``advance(seed, step)``, it is called at the start of every step, with int64 ``[E]`` and the step's number.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise TypeError(f"register_stacked wants the class of a layer, got {kind!r}")
+        raise TypeError(f"register_stacked needs the class of a layer, got {kind!r}")
     _BUILDERS[kind] = build
 
 
 def is_registered(layer: nn.Module) -> bool:
-    """Whether layers of this kind can be stacked."""
+    """Whether layers of this class can be stacked."""
     return type(layer) in _BUILDERS
 
 
 def build_stacked(layers: Sequence[nn.Module], name: str) -> nn.Module:
-    """Stack layers, or say what can be done about it when their kind is not known."""
+    """Stack layers of a registered class.
+
+    Raises:
+        TypeError: Their class is not registered.
+    """
     kind = type(layers[0])
     if kind not in _BUILDERS:
         known = sorted(known.__name__ for known in _BUILDERS)
         raise TypeError(
-            f"layer {name!r} is a {kind.__name__}, and nothing says how to stack that; "
-            f"register_stacked({kind.__name__}, build) does. Known: {', '.join(known)}"
+            f"layer {name!r} is a {kind.__name__}, which is not registered for stacking; "
+            f"call register_stacked({kind.__name__}, build) first. Registered: {', '.join(known)}"
         )
     return _BUILDERS[kind](layers)
 
 
 class StackedLayer(nn.Module):
-    """A base for stacked layers: parameters and buffers of the plain ones, stacked, under their names.
+    """Base class of stacked layers: stacks the parameters and buffers of the plain layers under their names.
 
     Args:
-        layers: The plain layers, one of each network. The first one is kept as ``plain`` for its settings, without
-            being a submodule.
+        layers: The plain layers, one from each network. The first one is available as ``plain`` for its settings; it is
+            not a submodule.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -84,11 +87,11 @@ class StackedLayer(nn.Module):
 
     plain: Any
     lowers = False
-    """Whether the forward pass reads its parameters through `operations.lowered`, so that low copies serve it."""
+    """Whether the forward pass reads its parameters through `operations.lowered`, and so can use low copies."""
 
 
 class _Each(StackedLayer):
-    """A layer without parameters that treats every image alike: networks and images become one batch."""
+    """A layer without parameters that treats every image alike: networks and images are one batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.plain(x.flatten(0, 1))
@@ -113,7 +116,7 @@ class _Flatten(StackedLayer):
 
 
 class StackedLinear(StackedLayer):
-    """Linear layers: one batched product."""
+    """Linear layers as one batched product."""
 
     lowers = True
     weight: Tensor
@@ -126,9 +129,9 @@ class StackedLinear(StackedLayer):
 
 
 class StackedConv2d(StackedLayer):
-    """Convolutions; on a GPU those of stride 1 without dilation and groups run as our kernels.
+    """Convolutions; on a GPU those with stride 1, without dilation and groups, run as our kernels.
 
-    ``pool`` and ``relu`` are set by the stack where a pooling of 2 × 2 and a ReLU follow: they are one kernel then.
+    The stack sets ``pool`` and ``relu`` where 2 × 2 max pooling and a ReLU follow: one kernel computes all three.
     """
 
     lowers = True
@@ -141,7 +144,7 @@ class StackedConv2d(StackedLayer):
 
     @property
     def simple(self) -> bool:
-        """Whether `operations.conv` can do it."""
+        """Whether `operations.conv` supports it."""
         plain = self.plain
         return bool(plain.stride == (1, 1) and plain.dilation == (1, 1) and plain.groups == 1)
 
@@ -153,8 +156,8 @@ class StackedConv2d(StackedLayer):
             return operations.conv(self._padded(x), self.weight, bias, pool=self.pool, relu=self.relu)
         weight = operations.lowered(self.weight, x)
         bias = None if bias is None else operations.lowered(bias, x).flatten()
-        side_by_side = self._padded(x).transpose(0, 1).flatten(1, 2)
-        y = F.conv2d(side_by_side, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups)
+        grouped = self._padded(x).transpose(0, 1).flatten(1, 2)
+        y = F.conv2d(grouped, weight.flatten(0, 1), bias, plain.stride, 0, plain.dilation, E * plain.groups)
         return y.view(B, E, -1, *y.shape[2:]).transpose(0, 1)
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -204,7 +207,7 @@ class StackedDropout(StackedLayer):
         self.drawn_from: tuple[Tensor, Tensor] | None = None
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
-        """Take the seeds and the step to draw from; they are looked at when the mask is drawn."""
+        """Set the seeds and the step; they are read when the mask is drawn."""
         self.drawn_from = (seed, step)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,7 +216,7 @@ class StackedDropout(StackedLayer):
         if not self.training or p == 0:
             return x
         if self.drawn_from is None:
-            raise RuntimeError("dropout of a stack wants seeds and a step: call stack.advance(seed, step) first")
+            raise RuntimeError("dropout of a stack needs seeds and a step: call stack.advance(seed, step) first")
         seed, step = self.drawn_from
         return operations.dropout(x, seed, self.layer, step, p)
 
@@ -237,7 +240,7 @@ class StackedFusion(StackedLayer):
             self.norm = nn.ModuleList(build_stacked([norm[t] for norm in norms], "fusion.norm") for t in range(T))
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
-        """Draw the active branches of a step, as `torch_dcl.advance_branches_` does for a plain network."""
+        """Draw the active branches of a step, as `torch_dcl.advance_branches_` does in a plain network."""
         if self.plain.strategy == "stochastic":
             self.key[:, 0].copy_(seed)
             self.key[:, 1].fill_(self.layer)
@@ -245,7 +248,7 @@ class StackedFusion(StackedLayer):
             operations.draw_pairs_(self.active, seed, self.layer, step, self.plain.branches)
 
     def respond(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All responses ``[E, T, B, K2]`` before their ReLU, and the biases that are still to be added."""
+        """All responses ``[E, T, B, K2]`` before the ReLU, and the biases that are not added yet."""
         plain, bias = self.plain, getattr(self, "bias", None)
         if len(set(plain.widths)) == 1:
             pre = operations.project(y, self.weight, plain.branches)

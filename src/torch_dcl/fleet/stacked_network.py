@@ -1,7 +1,7 @@
 """A stack: E networks of one architecture as one module.
 
-The first network is traced, and every layer in the trace is replaced by the stacked layer of all networks. What comes
-in is ``[E, B, C, H, W]``, one batch for each network; what goes out is ``[E, B, classes]``.
+The first network is traced, and every layer in the trace is replaced by the stacked layer of all networks. The input is
+``[E, B, C, H, W]``, one batch for each network; the output is ``[E, B, classes]``.
 """
 
 import operator
@@ -33,14 +33,14 @@ _EXTRA_STATE = "_extra_state"
 class Stack(nn.Module):
     """E networks of one architecture as one module.
 
-    Parameters and buffers have the names that they have in a plain network and one more dimension in front, so
-    ``stack.network(i)`` is a plain network again.
+    Parameters and buffers have the names of a plain network's and one more dimension in front; ``stack.network(i)``
+    returns network i as a plain module.
 
     Args:
-        networks: At least one; of one architecture, each with its own weights.
+        networks: At least one; all of one architecture, each with its own weights.
 
     Raises:
-        TypeError: A layer of a kind that nobody registered, or something in the forward pass that is not a layer.
+        TypeError: A layer of a class that is not registered, or a call in the forward pass that cannot be stacked.
         ValueError: No network, or networks that differ in more than their weights.
     """
 
@@ -61,14 +61,14 @@ class Stack(nn.Module):
         for name, module in self.body.named_modules():
             if isinstance(module, StackedDropout):
                 module.layer = zlib.crc32(name.encode())
-            if isinstance(module, StackedFusion):  # the name of the DCL layer, as in torch_dcl.stochastic
+            if isinstance(module, StackedFusion):  # by the name of the DCL layer, as in torch_dcl.stochastic
                 module.layer = zlib.crc32(name.removesuffix(".fusion").encode())
-        object.__setattr__(self, "_template", deepcopy(first).cpu())  # not a part of the stack
+        object.__setattr__(self, "_template", deepcopy(first).cpu())  # not a submodule
         known = self.body.state_dict().keys()
-        self._apart = [
-            {name: t.detach().cpu().clone() for name, t in _everything(network).items() if name not in known}
+        self._unused = [
+            {name: t.detach().cpu().clone() for name, t in _all_state(network).items() if name not in known}
             for network in networks
-        ]  # what the forward pass does not use
+        ]  # state that the forward pass does not use
         self.train(first.training)
 
     _template: nn.Module
@@ -79,42 +79,42 @@ class Stack(nn.Module):
         return y
 
     def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Mean losses ``[E]``, and the gradient of each parameter that learns, in the order of `named_stacked`."""
+        """Mean losses ``[E]``, and the gradient of each trainable parameter, in the order of `named_stacked`."""
         losses = cross_entropy(self(images), labels).mean(1)
         leaves = [leaf(parameter) for _, parameter in self.named_stacked() if parameter.requires_grad]
         return losses, list(torch.autograd.grad(losses.sum(), leaves))
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
-        """Draw what is drawn once a step, dropout masks and branches, for seeds ``[E]`` and a count."""
+        """Draw dropout masks and active branches for a step, from seeds ``[E]`` and the step's number."""
         for module in self.body.modules():
             advance = getattr(module, "advance", None)
             if callable(advance):
                 advance(seed, step)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Keep copies of float32 parameters in a lower type for the products to read."""
+        """Keep low-precision copies of float32 parameters, which products read."""
         for module in self.body.modules():
             if getattr(module, "lowers", False):
                 for parameter in module.parameters(recurse=False):
                     keep_low_copy(parameter, dtype if dtype != parameter.dtype else None)
 
     def branch_parameters(self) -> dict[str, tuple[StackedFusion, int]]:
-        """Parameters of which only the active branches move in a step, with the layer that knows which."""
-        found = {}
+        """Parameters of which a step updates only the active branches, with the layer that draws these."""
+        by_name = {}
         for name, module in self.body.named_modules():
             fusion = getattr(module, "fusion", None)
             if isinstance(fusion, StackedFusion) and fusion.plain.strategy == "stochastic":
                 if len(set(fusion.plain.widths)) > 1 or fusion.norm is not None:
                     raise TypeError(
-                        f"layer {name!r}: the stochastic strategy in a stack wants branches of one width and no "
+                        f"layer {name!r}: the stochastic strategy in a stack needs branches of one width and no "
                         "norm_layer; give the layer one width, or train it outside of a stack"
                     )
                 for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
-                    found[f"{name}.{part}"] = (fusion, fusion.plain.branches)
-        return found
+                    by_name[f"{name}.{part}"] = (fusion, fusion.plain.branches)
+        return by_name
 
     def step_buffers(self) -> list[Tensor]:
-        """Everything that a step may write to beside the parameters, ``[E, ...]`` each."""
+        """The buffers that a step may write to, ``[E, ...]`` each."""
         return list(self.body.buffers())
 
     def state_of(self, index: int) -> dict[str, Tensor]:
@@ -124,24 +124,24 @@ class Stack(nn.Module):
         return {**rows, **common_state(self._template)}
 
     def network(self, index: int) -> nn.Module:
-        """One network by itself, on the CPU, with its weights copied."""
+        """A copy of one network as a plain module on the CPU."""
         model: nn.Module = deepcopy(self._template)
         state = {name: value.detach().cpu().clone() for name, value in self.state_of(index).items()}
-        apart = self._apart[index]
+        unused = self._unused[index]
         needed = model.state_dict().keys()
-        model.load_state_dict({**{n: t for n, t in apart.items() if n in needed}, **state}, assign=True)
+        model.load_state_dict({**{n: t for n, t in unused.items() if n in needed}, **state}, assign=True)
         for name, buffer in model.named_buffers():
-            if name in apart:
-                buffer.copy_(apart[name])
+            if name in unused:
+                buffer.copy_(unused[name])
         return model
 
     def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names that they have in a plain network."""
+        """Stacked parameters, by their names in a plain network."""
         return self.body.named_parameters()
 
 
 class _Tracer(torch.fx.Tracer):
-    """Stops at every layer that can be stacked, and at torch's own; follows everything else."""
+    """Treats layers that can be stacked and torch's own as leaves, and traces into everything else."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_registered(m) or super().is_leaf_module(m, module_qualified_name)
@@ -153,7 +153,7 @@ def _trace(network: nn.Module) -> torch.fx.Graph:
     except torch.fx.proxy.TraceError as error:
         raise TypeError(
             f"{type(network).__name__} cannot be stacked: its forward pass depends on values ({error}); "
-            "write it without branches on tensors, or train the networks one at a time"
+            "write it without branches on tensors, or pass stacked=False"
         ) from error
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     if len(inputs) != 1:
@@ -165,26 +165,26 @@ _ELEMENTWISE = {torch.relu, F.relu, torch.add, operator.add, operator.mul, opera
 
 
 def _flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
-    """Flatten of a plain network, with the networks in front."""
+    """`torch.flatten` of a plain network, with one more dimension in front."""
     if start_dim < 1:
         raise TypeError("flatten over the batch cannot be stacked; use flatten(1)")
     return x.flatten(start_dim + 1, end_dim if end_dim < 0 else end_dim + 1)
 
 
 def _mean(x: Tensor, dim: int | tuple[int, ...], keepdim: bool = False) -> Tensor:
-    """Mean over dimensions of a plain network, with the networks in front."""
+    """`Tensor.mean` of a plain network, with one more dimension in front."""
     return x.mean([d + 1 for d in ((dim,) if isinstance(dim, int) else dim)], keepdim)
 
 
 def _is_mean_of_an_image(node: torch.fx.Node) -> bool:
-    """Whether a node is a mean over dimensions that are counted from the front, and none of them is the batch."""
+    """Whether a node is a mean over dimensions counted from the front, and none of them is the batch."""
     dims: Any = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
     dims = (dims,) if isinstance(dims, int) else dims
     return (node.op, node.target) == ("call_method", "mean") and all(isinstance(d, int) and d > 0 for d in dims)
 
 
 def _rewrite(graph: torch.fx.Graph) -> None:
-    """Turn calls that are not layers into what they mean with one more dimension in front."""
+    """Replace calls that are not layers by their equivalents with one more dimension in front."""
     for node in list(graph.nodes):
         if node.op in ("placeholder", "output", "call_module"):
             continue
@@ -199,14 +199,14 @@ def _rewrite(graph: torch.fx.Graph) -> None:
             ("call_method", "relu"), ("call_method", "relu_"), ("call_method", "contiguous"),
         ):  # fmt: skip
             raise TypeError(
-                f"the forward pass calls {name!r}, and nothing says what that is with one more dimension in front; "
-                "use a layer for it (nn.Flatten, nn.MaxPool2d, …), or register_stacked a layer of your own around it"
+                f"the forward pass calls {name!r}, and it is not known what to call with one more dimension in front; "
+                "use a layer for it (nn.Flatten, nn.MaxPool2d, …), or register_stacked a layer of your own"
             )
     graph.lint()
 
 
 def _merge(graph: torch.fx.Graph, layers: dict[str, nn.Module]) -> None:
-    """Let a convolution do the 2 × 2 max pooling and the ReLU behind it, in whichever order they come."""
+    """Merge 2 × 2 max pooling and ReLU, in either order, into the convolution before them."""
     for node in list(graph.nodes):
         layer = layers.get(node.target) if node.op == "call_module" else None
         if not isinstance(layer, StackedConv2d) or not layer.simple:
@@ -227,7 +227,7 @@ def _merge(graph: torch.fx.Graph, layers: dict[str, nn.Module]) -> None:
 
 
 def _is_relu(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
-    if node.op == "call_module":  # exactly: a subclass may compute something else
+    if node.op == "call_module":  # the exact class: a subclass may compute something else
         return type(getattr(layers[str(node.target)], "plain", None)) is nn.ReLU
     return node.target in (torch.relu, F.relu, "relu", "relu_")
 
@@ -248,8 +248,8 @@ def _both(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
 
 
-def _everything(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, also those that a state dict leaves out."""
+def _all_state(network: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, non-persistent ones included."""
     return {**dict(network.named_buffers()), **network.state_dict()}
 
 
@@ -259,12 +259,12 @@ def stacked_state(body: nn.Module) -> dict[str, Tensor]:
 
 
 def common_state(network: nn.Module) -> dict[str, Tensor]:
-    """The rest of a state dict, which all networks have in common: ε of DCL layers."""
+    """The extra state of a state dict, equal in all networks: ε of DCL layers."""
     return {name: value for name, value in network.state_dict().items() if name.endswith(_EXTRA_STATE)}
 
 
 def _settings(network: nn.Module) -> list[tuple[str, type, dict[str, object]]]:
-    """What two networks must agree in: every module's kind, and its numbers, words and tuples."""
+    """What networks of a stack must agree in: the class of every module, and its numbers, strings and tuples."""
     plain = (int, float, str, tuple, type(None))
     return [
         (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "advanced"})
@@ -279,22 +279,22 @@ def _check_alike(networks: Sequence[nn.Module]) -> None:
     names: dict[int, str] = {}
     for name, parameter in first.named_parameters(remove_duplicate=False):
         if id(parameter) in names:
-            raise TypeError(f"{names[id(parameter)]!r} and {name!r} are one parameter; a stack cannot keep them tied")
+            raise TypeError(f"{names[id(parameter)]!r} and {name!r} are tied; a stack does not support tied parameters")
         names[id(parameter)] = name
     shapes = {name: (value.shape, value.dtype) for name, value in first.state_dict().items()}
     wanted = _settings(first)
     for i, network in enumerate(networks[1:], 1):
         if network.training != first.training:
-            raise ValueError(f"network {i} of the stack is in another mode (train or eval) than network 0")
+            raise ValueError(f"network {i} of the stack is not in the mode of network 0; call train() or eval() on all")
         found = _settings(network)
         if found != wanted:
             where = next((a[0] for a, b in zip(found, wanted, strict=False) if a != b), "")
             raise ValueError(
-                f"network {i} of the stack is of another architecture than network 0"
-                f"{f' (layer {where!r})' if where else ''}; stack them apart"
+                f"network {i} of the stack has another architecture than network 0"
+                f"{f' (layer {where!r})' if where else ''}; use one stack for each architecture"
             )
         if {name: (value.shape, value.dtype) for name, value in network.state_dict().items()} != shapes:
             raise ValueError(
-                f"network {i} of the stack is of another architecture than network 0 (other parameters); "
-                "stack them apart"
+                f"network {i} of the stack has another architecture than network 0 (other parameters); "
+                "use one stack for each architecture"
             )

@@ -1,8 +1,8 @@
-"""Networks side by side: E networks of one architecture, each run by itself as the plain module that it is.
+"""E networks of one architecture that are not stacked: each runs as the plain module that it is.
 
-Where one network fills a GPU there is nothing to win by computing layers of many as one. What a fleet wants of them is
-the same as of a `Stack`: their state in one place, one more dimension in front, and randomness that is a function of
-each network's own (seed, layer, step).
+Where one network fills a GPU, stacking the layers of many gains nothing. A fleet needs the same of these networks as of
+a `Stack`: their state in one place, with one more dimension in front, and randomness that is a function of each
+network's own (seed, layer, step).
 """
 
 import contextlib
@@ -24,35 +24,35 @@ from torch_dcl.layers import _DCL
 __all__ = ["Unstacked"]
 
 _ARCHITECTURES = 64
-"""How many architectures of one class are compiled in a process; torch stops at 8 by itself."""
+"""How many architectures of one class are compiled in a process. Torch's own limit is 8."""
 
 
 _COMPILE: dict[str, Any] = {"shape_padding": False}
-"""A batch of a hundred is no multiple of eight, and torch would pad it wherever a trial of a few runs while it compiles
-says that this is faster: how a product is rounded would depend on what else the GPU did just then. Nothing is lost: the
-LeNet variant's columns were 1 to 5 % faster without on an H200, BigNet's within 1 %, both against eager runs."""
+"""A batch of 100 is no multiple of 8, and torch pads it where a few timed runs during compilation say that this is
+faster: rounding would depend on what else the GPU did at that moment. Nothing is lost without padding: on an H200 the
+LeNet variant's columns were 1 to 5 % faster, BigNet's within 1 %, both against eager runs."""
 
 
 class Unstacked(nn.Module):
     """E plain networks, with the interface of a `Stack`.
 
-    ``body`` holds the state of all under the names of a plain network, with the networks as a first dimension. Weights
-    of convolutions lie channels last there, ``[E, N, KH, KW, C]``. The networks that run read it through views: in a
-    low precision the copy that the optimiser keeps, batch norms apart, which stay in float32.
+    ``body`` holds the state of all networks under the names of a plain one, with the networks as a first dimension.
+    Weights of convolutions are stored channels last, ``[E, N, KH, KW, C]``. The networks that run are views of this
+    state; in a low precision, of the copies that the optimiser maintains. Batch norms stay in float32.
 
-    Any network will do whose randomness is `nn.Dropout` and the stochastic strategy of DCL layers.
+    Any network is accepted whose only randomness is `nn.Dropout` and the stochastic strategy of DCL layers.
 
     Args:
-        networks: At least one; of one architecture, each with its own weights. They are copied.
-        compile: Whether `torch.compile` makes each forward pass.
-        streams: On a GPU, how many networks run at a time, each on a stream of its own. It does not change what is
-            computed, and takes the memory of so many.
-        deterministic: Whether what is compiled must give the same bits every time. Otherwise torch tries on a GPU how
-            sums are formed fastest.
+        networks: At least one; all of one architecture, each with its own weights. They are copied.
+        compile: Whether to compile each forward pass with `torch.compile`.
+        streams: On a GPU, how many networks run concurrently, each on a stream of its own. Results do not depend on it;
+            memory grows with it.
+        deterministic: Whether compiled code must be deterministic. Otherwise torch times several ways to form sums on a
+            GPU and takes the fastest.
 
     Raises:
         ValueError: No network, or networks that differ in more than their weights.
-        TypeError: Tied weights, or a stochastic layer whose idle branches cannot be held still.
+        TypeError: Tied weights, or a stochastic layer whose idle branches cannot be excluded from the update.
     """
 
     _template: nn.Module
@@ -68,26 +68,27 @@ class Unstacked(nn.Module):
             raise ValueError(f"streams must be at least 1, got {streams}")
         self.size, self.compiles, self.streams = len(networks), compile, min(streams, len(networks))
         self.deterministic = deterministic
-        self._side: list[torch.cuda.Stream] = []
+        self._streams: list[torch.cuda.Stream] = []
         self._flat: list[Tensor] = []
         self.body = deepcopy(networks[0])
         for name, module in self.body.named_modules():
             same = [network.get_submodule(name) for network in networks]
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    values = torch.stack([_laid_out(getattr(part, key).detach()) for part in same])
+                    rows = [_to_channels_last(getattr(part, key).detach()).contiguous() for part in same]
+                    values = torch.stack(rows)
                     module._parameters[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = torch.stack([getattr(part, key) for part in same])
-        # Not parts of this module: what runs are views of its state.
+        # Not submodules: these are views of the state above.
         object.__setattr__(self, "_template", deepcopy(networks[0]).cpu())
         object.__setattr__(self, "_networks", [])
         object.__setattr__(self, "_run", [])
         self.train(networks[0].training)
 
     def train(self, mode: bool = True) -> "Unstacked":
-        """Set the mode of all networks."""
+        """Set the mode (train or eval) of all networks."""
         super().train(mode)
         for network in self.__dict__.get("_networks", ()):
             network.train(mode)
@@ -95,31 +96,31 @@ class Unstacked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[E, B, ...]`` to ``[E, B, classes]``."""
-        return torch.stack([self._one(i, x[i]) for i in range(self.size)])
+        return torch.stack([self._logits_of(i, x[i]) for i in range(self.size)])
 
     def gradients(self, images: Tensor, labels: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Mean losses ``[E]``, and the gradient of each parameter that learns, in the order of `named_stacked`.
+        """Mean losses ``[E]``, and the gradient of each trainable parameter, in the order of `named_stacked`.
 
-        One network after another, so that only ``streams`` keep what their backward pass needs. None stands for a
-        parameter that the forward pass does not use.
+        Networks run one after another, so that at most ``streams`` of them hold activations for the backward pass. None
+        stands for a parameter that the forward pass does not use.
         """
-        losses, found = [], []
+        losses, by_network = [], []
         for i, network in enumerate(self._networks):
-            with self._beside(i, images):
-                loss = operations.cross_entropy(self._one(i, images[i])[None], labels[i : i + 1]).mean()
+            with self._stream_of(i, images):
+                loss = operations.cross_entropy(self._logits_of(i, images[i])[None], labels[i : i + 1]).mean()
                 leaves = [parameter for parameter in network.parameters() if parameter.requires_grad]
-                found.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+                by_network.append(torch.autograd.grad(loss, leaves, allow_unused=True))
                 losses.append(loss.detach())
-        for stream in self._side:
+        for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
         gradients: list[Tensor | None] = []
-        for of_all in zip(*found, strict=True):
-            there = [_in_memory(g) for g in of_all if g is not None]
-            gradients.append(None if not there else there[0][None] if self.size == 1 else torch.stack(there))
+        for by_parameter in zip(*by_network, strict=True):
+            used = [_to_channels_last(g) for g in by_parameter if g is not None]
+            gradients.append(None if not used else used[0][None] if self.size == 1 else torch.stack(used))
         return torch.stack(losses), gradients
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
-        """Draw what is drawn once a step, dropout masks and branches, for seeds ``[E]`` and a count."""
+        """Draw dropout masks and active branches for a step, from seeds ``[E]`` and the step's number."""
         for i, network in enumerate(self._networks):
             for module in network.modules():
                 if isinstance(module, _Dropout):
@@ -132,12 +133,12 @@ class Unstacked(nn.Module):
             operations.draw_pairs_(fusion.active, seed, layer, step, fusion.branches)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Make the networks that run, from the state where it lies now, with products in a type."""
+        """Build the networks that run, as views of the state where it is now, with products in the given type."""
         for module in self.body.modules():
             for parameter in module.parameters(recurse=False):
                 lowers = dtype != parameter.dtype and not isinstance(module, _BatchNorm)
                 keep_low_copy(parameter, dtype if lowers else None)
-        self._flat[:] = _side_by_side_in_memory(self.body)
+        self._flat[:] = _join_buffers(self.body)
         self._networks[:] = [self._views(i) for i in range(self.size)]
         options = _COMPILE | {"deterministic": self.deterministic}
         self._run[:] = [
@@ -145,31 +146,31 @@ class Unstacked(nn.Module):
         ]
 
     def step_buffers(self) -> list[Tensor]:
-        """Everything that a step may write to beside the parameters, ``[E, ...]`` each."""
+        """The buffers that a step may write to, ``[E, ...]`` each."""
         return self._flat
 
     def branch_parameters(self) -> dict[str, tuple[Any, int]]:
-        """Parameters of which only the active branches move in a step, with the layer that knows which."""
-        found = {}
+        """Parameters of which a step updates only the active branches, with the layer that draws these."""
+        by_name = {}
         for name, fusion in _stochastic(self.body):
             if len(set(fusion.widths)) > 1 or fusion.norm is not None:
                 raise TypeError(
-                    f"layer {name!r}: the stochastic strategy in a fleet wants branches of one width and no "
+                    f"layer {name!r}: the stochastic strategy in a fleet needs branches of one width and no "
                     "norm_layer; give the layer one width, or train it outside of a fleet"
                 )
             for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
-                found[f"{name}.{part}"] = (fusion, fusion.branches)
-        return found
+                by_name[f"{name}.{part}"] = (fusion, fusion.branches)
+        return by_name
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state dict of one network."""
-        laid_out = {name for name, _ in self.body.named_parameters()}
+        parameters = {name for name, _ in self.body.named_parameters()}
         state = stacked_state(self.body)
-        rows = {name: _natural(v[index]) if name in laid_out else v[index] for name, v in state.items()}
+        rows = {name: _to_channels_first(v[index]) if name in parameters else v[index] for name, v in state.items()}
         return {**rows, **common_state(self._template)}
 
     def network(self, index: int) -> nn.Module:
-        """One network by itself, on the CPU, with its weights copied."""
+        """A copy of one network as a plain module on the CPU."""
         model: nn.Module = deepcopy(self._template)
         state = {
             n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in self.state_of(index).items()
@@ -177,19 +178,19 @@ class Unstacked(nn.Module):
         model.load_state_dict(state, assign=True)
         buffers = dict(self.body.named_buffers())
         for name, buffer in model.named_buffers():
-            if name not in state:  # one that a state dict leaves out
+            if name not in state:  # not persistent
                 buffer.copy_(buffers[name][index])
         return model
 
     def named_stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the names that they have in a plain network."""
+        """Stacked parameters, by their names in a plain network."""
         return self.body.named_parameters()
 
     def check_randomness(self, size: Sequence[int]) -> None:
-        """Run two images ``[C, H, W]`` through a copy, and refuse a network that draws random numbers of torch's own.
+        """Refuse networks that use torch's random number generator, found by running two images ``[C, H, W]``.
 
         Raises:
-            TypeError: It does. Its results would depend on what ran before.
+            TypeError: They do. Their results would depend on what ran before.
         """
         trial = _with_drawn_dropout(self.network(0)).train()
         for module in trial.modules():
@@ -203,28 +204,28 @@ class Unstacked(nn.Module):
             trial(torch.zeros(2, *size, dtype=like.dtype))
             if not torch.equal(before, torch.get_rng_state()):
                 raise TypeError(
-                    f"{type(trial).__name__} draws random numbers of torch's own in its forward pass, which depend on "
-                    "what ran before; use nn.Dropout for that, which a fleet draws from each network's seed"
+                    f"{type(trial).__name__} uses torch's random number generator in its forward pass, so its results "
+                    "would depend on what ran before; use nn.Dropout, which a fleet draws from each network's seed"
                 )
 
-    def _beside(self, index: int, images: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """The stream that a network runs on, behind what was asked for so far; what is allocated there stays there."""
+    def _stream_of(self, index: int, images: Tensor) -> contextlib.AbstractContextManager[Any]:
+        """The stream that a network runs on, after all work issued so far. Its allocations stay on that stream."""
         if self.streams == 1 or not images.is_cuda:
             return contextlib.nullcontext()
-        if not self._side:
-            self._side.extend(torch.cuda.Stream(images.device) for _ in range(self.streams))  # type: ignore[no-untyped-call]
-        stream = self._side[index % self.streams]
+        if not self._streams:
+            self._streams.extend(torch.cuda.Stream(images.device) for _ in range(self.streams))  # type: ignore[no-untyped-call]
+        stream = self._streams[index % self.streams]
         if index < self.streams:
             stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
-    def _one(self, index: int, x: Tensor) -> Tensor:
+    def _logits_of(self, index: int, x: Tensor) -> Tensor:
         if x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        # What is compiled is the training step's; evaluation has batches of other sizes.
+        # Only training is compiled: evaluation has batches of other sizes.
         logits: Tensor
         if self.compiles and self.training:
-            # Fleets of many architectures may share the code of a forward pass; none may run uncompiled unnoticed.
+            # Many architectures may share one forward method; none may silently run uncompiled.
             with torch._dynamo.config.patch(recompile_limit=_ARCHITECTURES, fail_on_recompile_limit_hit=True):
                 logits = self._run[index](x)
         else:
@@ -232,17 +233,17 @@ class Unstacked(nn.Module):
         return logits
 
     def _views(self, index: int) -> nn.Module:
-        """A network whose parameters and buffers are a row of the state."""
+        """A network whose parameters and buffers are views of one row of the state."""
         network = _with_drawn_dropout(deepcopy(self._template)).train(self.training)
         for name, module in network.named_modules():
             if isinstance(module, _Dropout):
                 continue
-            of_all = self.body.get_submodule(name)
-            for key, parameter in of_all._parameters.items():
+            stacked = self.body.get_submodule(name)
+            for key, parameter in stacked._parameters.items():
                 if parameter is not None:
-                    row = _natural(leaf(parameter).detach()[index])
+                    row = _to_channels_first(leaf(parameter).detach()[index])
                     module._parameters[key] = nn.Parameter(row, requires_grad=parameter.requires_grad)
-            for key, buffer in of_all._buffers.items():
+            for key, buffer in stacked._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = buffer[index]
             if isinstance(module, _DCL):
@@ -251,7 +252,7 @@ class Unstacked(nn.Module):
 
 
 class _Dropout(nn.Module):
-    """Dropout whose mask is a function of the network's seed, the layer and the step, as `StackedDropout`'s is."""
+    """Dropout whose mask is a function of the network's seed, the layer and the step, as in `StackedDropout`."""
 
     def __init__(self, p: float, name: str) -> None:
         super().__init__()
@@ -263,13 +264,13 @@ class _Dropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         if self.drawn_from is None:
-            raise RuntimeError("dropout of a fleet wants seeds and a step: call advance(seed, step) first")
+            raise RuntimeError("dropout of a fleet needs seeds and a step: call advance(seed, step) first")
         seed, step = self.drawn_from
         return operations.dropout(x[None], seed, self.layer, step, self.p)[0]
 
 
 def _with_drawn_dropout(network: nn.Module) -> nn.Module:
-    """The network with every `nn.Dropout` replaced, in place; a subclass may do something else and stays."""
+    """Replace every `nn.Dropout` in place. Subclasses are kept: they may compute something else."""
     for name, module in list(network.named_modules()):
         for key, child in module._modules.items():
             if type(child) is nn.Dropout:
@@ -285,10 +286,10 @@ def _stochastic(body: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _side_by_side_in_memory(body: nn.Module) -> list[Tensor]:
-    """Make all buffers of one type views of one tensor, in place, so that a step keeps and restores them at once.
+def _join_buffers(body: nn.Module) -> list[Tensor]:
+    """Make all buffers of one type views of one tensor, in place, so that a step copies and restores them at once.
 
-    The draws of stochastic layers stay by themselves: kernels read them row by row.
+    The draws of stochastic layers stay separate: kernels read them row by row.
     """
     flat = []
     by_type: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
@@ -298,23 +299,19 @@ def _side_by_side_in_memory(body: nn.Module) -> list[Tensor]:
                 flat.append(buffer)
             elif buffer is not None:
                 by_type.setdefault(buffer.dtype, []).append((module, key, buffer))
-    for found in by_type.values():
-        together = torch.cat([buffer.reshape(len(buffer), -1) for _, _, buffer in found], 1)
-        flat.append(together)
-        sizes = [buffer[0].numel() for _, _, buffer in found]
-        for (module, key, buffer), part in zip(found, torch.split(together, sizes, 1), strict=True):
+    for buffers in by_type.values():
+        joined = torch.cat([buffer.reshape(len(buffer), -1) for _, _, buffer in buffers], 1)
+        flat.append(joined)
+        sizes = [buffer[0].numel() for _, _, buffer in buffers]
+        for (module, key, buffer), part in zip(buffers, torch.split(joined, sizes, 1), strict=True):
             module._buffers[key] = part.view(buffer.shape)
     return flat
 
 
-def _laid_out(values: Tensor) -> Tensor:
-    """Weights of a convolution channels last in memory and in shape, everything else as it is."""
-    return _in_memory(values).contiguous()
-
-
-def _in_memory(values: Tensor) -> Tensor:
+def _to_channels_last(values: Tensor) -> Tensor:
+    """A view of the weights of a convolution with the channels last; other values as they are."""
     return values.permute(0, 2, 3, 1) if values.dim() == 4 else values
 
 
-def _natural(values: Tensor) -> Tensor:
+def _to_channels_first(values: Tensor) -> Tensor:
     return values.permute(0, 3, 1, 2) if values.dim() == 4 else values

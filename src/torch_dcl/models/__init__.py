@@ -1,9 +1,9 @@
 """The paper's baseline networks as plain modules, and the bilinear layers that it compares with.
 
-The networks know nothing of DCL: a DCL network is always one of these, or any other, after conversion;
-:func:`variant_plan` has the paper's names for what it converts. The layers
-carry the paper's names (``conv1``, ``fc1``, ...; in AlexNet ``fc6`` to ``fc8``), so that a plan can point at them.
-Every network has its image size as ``input_size``, channels first.
+The networks contain no DCL layers: a DCL network is one of these, or any other network, after conversion, and
+:func:`variant_plan` builds the plans of the paper's variants. Layers have the paper's names (``conv1``, ``fc1``, ...;
+in AlexNet ``fc6`` to ``fc8``), so that a plan can refer to them. Every network has its image size as ``input_size``,
+channels first.
 """
 
 from torch_dcl.models.alexnet import AlexNet, alexnet

@@ -1,4 +1,4 @@
-"""What the networks share: checks with a remedy in the message, and two initialisers."""
+"""Shared by the networks: checks of their arguments, and two initialisers."""
 
 import torch.fx
 from torch import Tensor, nn
@@ -11,14 +11,14 @@ torch.fx.wrap("check_images")
 
 
 def check_images(x: Tensor, expected: tuple[int, int | None, int | None], network: str) -> None:
-    """Refuse a batch of images that the network cannot take.
+    """Refuse a batch of images of a shape that the network does not accept.
 
-    Only the shape is looked at, so the check costs nothing on the device and leaves no trace in a compiled graph.
+    Only the shape is read, so the check costs nothing on the device and adds nothing to a compiled graph.
 
     Args:
         x: The batch.
-        expected: Channels, height and width; None where every size will do.
-        network: The name for the message.
+        expected: Channels, height and width; None where any size is accepted.
+        network: The name of the network, for the message.
 
     Raises:
         ValueError: ``x`` is not ``[N, channels, height, width]``.

@@ -1,8 +1,7 @@
-"""Two layers of torch whose forward pass takes a shorter way on a GPU, to the same results up to rounding.
+"""Two torch layers with a faster forward pass on a GPU, and the same results up to rounding.
 
-Parameters, settings and everything else are as in their base classes, and where the shorter way is not open they run as
-these do: on a CPU, in float64, while a network is exported, under ``torch.func`` transforms, in another memory layout
-than channels_last, and with ``TORCH_DCL_KERNELS=0``.
+Parameters and settings are those of their base classes. They run as these do on a CPU, in float64, during export, under
+``torch.func`` transforms, in memory layouts other than channels_last, and with ``TORCH_DCL_KERNELS=0``.
 """
 
 from typing import Any
@@ -18,14 +17,14 @@ __all__ = ["QuickConv2d", "QuickResponseNorm"]
 
 
 class QuickResponseNorm(nn.LocalResponseNorm):
-    """``nn.LocalResponseNorm`` as one kernel each way.
+    """``nn.LocalResponseNorm`` as one kernel forward and one backward.
 
-    It computes in float32 and gives the type of its input. Under autocast torch's own gives float32.
+    It computes in float32 and returns the type of its input. Under autocast torch's own returns float32.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__module__ = nn.LocalResponseNorm.__module__  # of this object: torch.fx keeps whole what is from torch.nn
+        self.__module__ = nn.LocalResponseNorm.__module__  # torch.fx does not trace into torch.nn
 
     def forward(self, x: Tensor) -> Tensor:
         """As the base class."""
@@ -35,38 +34,38 @@ class QuickResponseNorm(nn.LocalResponseNorm):
 class QuickConv2d(nn.Conv2d):
     """``nn.Conv2d`` of few channels with a stride, as a convolution of many channels without one.
 
-    Tensor cores take channels by eights, so three are padded with five of zeros. Here the pixels of a stride's square
-    become the channels of one cell, and so do the weights, padded to whole cells: 3 × 11 × 11 with stride 4 is
-    48 × 3 × 3.
+    Tensor cores process channels in groups of eight, so three channels are padded with five of zeros. Here the pixels
+    of each stride × stride cell become channels, and so do the weights, padded to whole cells: 3 × 11 × 11 with stride
+    4 is 48 × 3 × 3.
     """
 
     stands_for = nn.Conv2d
-    """What it is to those who ask for the class, as conversion does."""
+    """The class that conversion treats it as."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__module__ = nn.Conv2d.__module__  # of this object: torch.fx keeps whole what is from torch.nn
+        self.__module__ = nn.Conv2d.__module__  # torch.fx does not trace into torch.nn
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._takes(input, weight):
+        if self._is_faster(input, weight):
             return conv_of_cells(input, weight, bias, self.stride)
         y: Tensor = super()._conv_forward(input, weight, bias)
         return y
 
-    def _takes(self, x: Tensor, weight: Tensor) -> bool:
+    def _is_faster(self, x: Tensor, weight: Tensor) -> bool:
         if min(self.stride) == 1 or self.padding != (0, 0) or self.dilation != (1, 1) or self.in_channels >= 8:
             return False
         if self.groups != 1 or x.dim() != 4 or not dispatch.fits((x, weight), matched=False):
             return False
         (C, *image), (_, channels, *kernel) = x.shape[1:], weight.shape
         if channels != C or any(side < k for side, k in zip(image, kernel, strict=True)):
-            return False  # torch says what is wrong with it
+            return False  # torch raises the error
         return any(t.is_contiguous(memory_format=torch.channels_last) for t in (x, weight))
 
 
 def conv_of_cells(x: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, ...]) -> Tensor:
     """``F.conv2d(x, weight, bias, stride)`` as a convolution without stride of cells of ``stride`` pixels."""
-    if torch.is_autocast_enabled(x.device.type):  # first, so that what follows moves fewer bytes
+    if torch.is_autocast_enabled(x.device.type):  # cast first, so that fewer bytes are moved
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     sizes = list(zip(x.shape[2:], weight.shape[2:], stride, strict=True))

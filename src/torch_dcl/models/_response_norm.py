@@ -1,7 +1,7 @@
-"""Which path a local response normalisation takes: the kernel where it can, plain torch everywhere else.
+"""Local response normalisation: by a kernel where one can run, by plain torch everywhere else.
 
-The kernel is an operation of torch (``torch.ops.torch_dcl.response_norm``). It takes part where those of `dispatch` do,
-and where the channels lie next to each other in memory, as in channels_last.
+The kernel is a torch operation (``torch.ops.torch_dcl.response_norm``). It runs where those of `dispatch` do, if the
+channels are contiguous in memory, as in channels_last.
 """
 
 from typing import Any
@@ -15,15 +15,15 @@ from torch_dcl.kernels import dispatch, unit
 
 __all__ = ["response_norm"]
 
-_LARGEST = 15  # channels around each; every one is a line of the kernel
+_LARGEST = 15  # channels in a window; the kernel is unrolled over them
 
 
 def response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    """:func:`torch.nn.functional.local_response_norm`, by a kernel where there is one.
+    """:func:`torch.nn.functional.local_response_norm`, by a kernel where one can run.
 
-    The kernel computes in float32 and gives the type of x, also under autocast, where torch's own gives float32.
+    The kernel computes in float32 and returns the type of x, also under autocast, where torch's own returns float32.
     """
-    if _takes(x, size, alpha, k):
+    if _kernel_accepts(x, size, alpha, k):
         dispatch.note("response_norm", "kernel")
         if torch.compiler.is_compiling():
             compiled: Tensor = torch.ops.torch_dcl.response_norm(x, size, alpha, beta, k)
@@ -34,15 +34,15 @@ def response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> 
     return F.local_response_norm(x, size, alpha, beta, k)
 
 
-def _takes(x: Tensor, size: int, alpha: float, k: float) -> bool:
-    # A window of even size is not its own mirror image; and unless s > 0, what is beyond the ends may become NaN.
+def _kernel_accepts(x: Tensor, size: int, alpha: float, k: float) -> bool:
+    # A window of even size is not symmetric; and unless s > 0, values beyond the ends may become NaN.
     if size % 2 == 0 or not 0 < size <= _LARGEST or alpha < 0 or k <= 0 or x.dim() < 3:
         return False
     return dispatch.fits((x,)) and x.movedim(1, -1).is_contiguous()
 
 
 class _Norm(torch.autograd.Function):
-    """What ``torch.ops.torch_dcl.response_norm`` is, with less to do for each call."""
+    """The same as ``torch.ops.torch_dcl.response_norm``, with less overhead for each call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
@@ -53,7 +53,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: torch's own has one
+        if torch.is_grad_enabled():  # for a second derivative, which torch's own has
             (dx,) = unit.again(_reference, grads[0], (x,), ctx.settings)
         else:
             dx = _backward_kernel(grads[0], x, *ctx.settings)
@@ -79,11 +79,11 @@ def _backward_kernel(grad: Tensor, x: Tensor, size: int, alpha: float, beta: flo
 
 
 def _around(x: Tensor, size: int) -> Tensor:
-    """Sums over the ``size`` channels around each."""
+    """Sums over windows of ``size`` channels."""
     return F.pad(x.movedim(1, -1), (size // 2, size // 2)).unfold(-1, size, 1).sum(-1).movedim(-1, 1)
 
 
-# The operations of torch. On a CPU they are torch's own, so that they can be checked there.
+# The torch operations. On a CPU they are computed by plain torch, so that they can be tested there.
 
 
 @torch.library.custom_op("torch_dcl::response_norm", mutates_args=())

@@ -1,8 +1,9 @@
-"""Local response normalisation across channels that lie next to each other in memory, one pass each way.
+"""Local response normalisation across channels that are contiguous in memory, one pass forward and one backward.
 
-With ``s = k + α/n · Σ x²`` over the n channels around each, ``z = x · s^-β``; backward forms s once more from x. A
-thread has the channels of one wide load as variables of their own, so that a sum over neighbours is a sum of variables.
-What lies beyond the load on either side is loaded again: another thread has just fetched it, so it is at hand.
+With ``s = k + α/n · Σ x²`` over the window of n channels, ``z = x · s^-β``; backward recomputes s from x. A thread
+holds the channels of one wide load as separate variables, so that a sum over neighbours is a sum of variables.
+Neighbours beyond the load on either side are loaded again: another thread has just fetched them, so they are in the
+cache.
 """
 
 import torch
@@ -26,7 +27,7 @@ def _halves(t, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _apart(t, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _columns(t, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The columns of ``[BLOCK, WIDTH]``."""
     if WIDTH == 1:
         return (tl.reshape(t, (BLOCK,)),)
@@ -39,14 +40,14 @@ def _apart(t, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         return a, b, c, d
     else:
         even, odd = _halves(t, 8, BLOCK)
-        a, c, e, g = _apart(even, 4, BLOCK)
-        b, d, f, h = _apart(odd, 4, BLOCK)
+        a, c, e, g = _columns(even, 4, BLOCK)
+        b, d, f, h = _columns(odd, 4, BLOCK)
         return a, b, c, d, e, f, g, h
 
 
 @triton.jit
-def _together(columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """``[BLOCK, WIDTH]`` of its columns."""
+def _from_columns(columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``[BLOCK, WIDTH]`` from its columns."""
     if WIDTH == 1:
         whole = columns[0]
     elif WIDTH == 2:
@@ -62,7 +63,7 @@ def _together(columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _locate(size, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """The program's first group, its groups within, their places in their rows, and whether there is one."""
+    """The program's first group, the groups relative to it, their indices in their rows, and a mask of valid ones."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     group = tl.arange(0, BLOCK)
     place = (group + (first % GROUPS).to(tl.int32)) % GROUPS
@@ -74,14 +75,14 @@ def _around(
     x, first, group, place, inside,
     REACH: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each group's channels and those of REACH groups to either side, in float32; 0 beyond the row."""
+    """The channels of each group and of REACH groups on either side, in float32; 0 beyond the row."""
     at = x + first * WIDTH
     within = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     values = ()
     for step in tl.static_range(-REACH, REACH + 1):
         there = inside & (place >= -step) & (place < GROUPS - step)
         loaded = tl.load(at + (within + step * WIDTH), mask=there[:, None], other=0.0)
-        values += _apart(loaded.to(tl.float32), WIDTH, BLOCK)
+        values += _columns(loaded.to(tl.float32), WIDTH, BLOCK)
     return values
 
 
@@ -117,7 +118,7 @@ def _norm_forward(
         power, _ = _powers(_scale(values, i, k, share, HALF), beta, THREE_QUARTERS)
         columns += ((values[i] * power).to(out.dtype.element_ty),)
     within = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out + first * WIDTH + within, _together(columns, WIDTH, BLOCK), mask=inside[:, None])
+    tl.store(out + first * WIDTH + within, _from_columns(columns, WIDTH, BLOCK), mask=inside[:, None])
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def _norm_backward(
     first, group, place, inside = _locate(size, GROUPS, BLOCK)
     values = _around(x, first, group, place, inside, REACH, GROUPS, WIDTH, BLOCK)
     grads = _around(grad, first, group, place, inside, REACH, GROUPS, WIDTH, BLOCK)
-    # The own term of every output, and what every value around passes to its neighbours: g · x · s^(-β-1).
+    # The direct term of every output, and what every value of the window adds to its neighbours: g · x · s^(-β-1).
     own, passed = (), ()
     for i in tl.static_range(REACH * WIDTH - HALF, (REACH + 1) * WIDTH + HALF):
         power, inverse = _powers(_scale(values, i, k, share, HALF), beta, THREE_QUARTERS)
@@ -143,13 +144,13 @@ def _norm_backward(
             total += passed[j]
         columns += ((own[i + HALF] - slope * values[REACH * WIDTH + i] * total).to(out.dtype.element_ty),)
     within = group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    tl.store(out + first * WIDTH + within, _together(columns, WIDTH, BLOCK), mask=inside[:, None])
+    tl.store(out + first * WIDTH + within, _from_columns(columns, WIDTH, BLOCK), mask=inside[:, None])
 
 
 def _settings(x: Tensor, size: int, alpha: float, beta: float, k: float) -> tuple[tuple[int], dict[str, object]]:
-    """The grid, and what both kernels are told."""
+    """The grid, and the arguments of both kernels."""
     C = x.shape[1]
-    width = min(16 // x.element_size(), C & -C)  # loads of 16 bytes, as long as they do not reach over the row's end
+    width = min(16 // x.element_size(), C & -C)  # loads of 16 bytes, where they end with the row
     groups = x.numel() // width
     return (cdiv(groups, _BLOCK),), {
         "size": groups, "k": float(k), "share": alpha / size, "beta": float(beta),
@@ -159,7 +160,7 @@ def _settings(x: Tensor, size: int, alpha: float, beta: float, k: float) -> tupl
 
 
 def _rows(x: Tensor) -> Tensor:
-    """The same values with every position's channels next to each other; a copy where they are not."""
+    """The same values with contiguous channels; a copy where they are not."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
@@ -169,8 +170,8 @@ def norm_forward(x: Tensor, size: int, alpha: float, beta: float, k: float) -> T
     if x.numel():
         rows = _rows(x)
         z = out if rows.stride() == out.stride() else torch.empty_like(rows)
-        grid, told = _settings(x, size, alpha, beta, k)
-        _norm_forward[grid](rows, z, **told)
+        grid, arguments = _settings(x, size, alpha, beta, k)
+        _norm_forward[grid](rows, z, **arguments)
         if z is not out:
             out.copy_(z)
     return out
@@ -182,8 +183,8 @@ def norm_backward(grad: Tensor, x: Tensor, size: int, alpha: float, beta: float,
     if x.numel():
         rows = _rows(x)
         dx = out if rows.stride() == out.stride() else torch.empty_like(rows)
-        grid, told = _settings(x, size, alpha, beta, k)
-        _norm_backward[grid](_rows(grad), rows, dx, slope=2 * alpha * beta / size, **told)
+        grid, arguments = _settings(x, size, alpha, beta, k)
+        _norm_backward[grid](_rows(grad), rows, dx, slope=2 * alpha * beta / size, **arguments)
         if dx is not out:
             out.copy_(dx)
     return out

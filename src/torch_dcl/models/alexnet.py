@@ -28,14 +28,14 @@ class AlexNet(nn.Module):
     which is 0.03 % less. ``fc6`` alone holds 37,748,736.
 
     Inferred: no groups, since with Caffe's two groups in ``conv2``, ``conv4`` and ``conv5`` the count would be 60.95M.
-    From Caffe: local response normalisation over 5 channels (α 0.0001, β 0.75) between ReLU and pooling, in the first
-    two stages, which the abbreviation leaves out; and the start, weights from N(0, 0.01²), in ``fc6`` and ``fc7`` from
-    N(0, 0.005²), biases 0.1 in ``conv2``, ``conv4``, ``conv5``, ``fc6`` and ``fc7`` and 0 elsewhere. The input is on
-    the scale of 0 to 255 with the mean subtracted.
+        From Caffe: local response normalisation over 5 channels (α 0.0001, β 0.75) between ReLU and pooling, in the
+        first two stages, which the abbreviation leaves out; and the initialisation: weights from N(0, 0.01²), in
+        ``fc6`` and ``fc7`` from N(0, 0.005²), biases 0.1 in ``conv2``, ``conv4``, ``conv5``, ``fc6`` and ``fc7`` and 0
+        elsewhere. The input is on the scale of 0 to 255 with the mean subtracted.
 
-    On a GPU in channels_last (``model.to(memory_format=torch.channels_last)``) the normalisations are kernels and
-    ``conv1`` a convolution of 4 × 4 pixels a cell, with the same weights and the same results up to rounding. Under
-    autocast the normalisations give the type of their input, where torch's own give float32.
+    On a GPU in channels_last (``model.to(memory_format=torch.channels_last)``) the normalisations run as kernels and
+    ``conv1`` as a convolution of cells of 4 × 4 pixels, with the same weights and the same results up to rounding.
+    Under autocast the normalisations return the type of their input, where torch's own return float32.
 
     Args:
         num_classes: Outputs of the last layer, ``fc8``.
@@ -75,7 +75,7 @@ class AlexNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew from Caffe's gaussians, with biases of 0.1 where Caffe has them."""
+        """Reinitialise from Caffe's gaussians, with biases of 0.1 where Caffe has them."""
         for layer in (self.conv1, self.conv3, self.fc8):
             _common.normal_(layer, std=0.01)
         for layer in (self.conv2, self.conv4, self.conv5):

@@ -27,10 +27,10 @@ class BigNet(nn.Module):
     Weights, without biases: 5,732,032 + 1024 · ``num_classes``, so 5,742,272 for 10 classes; the paper's 5.74M.
 
     Inferred, because the paper does not say: the 24×24 input (``fc1`` sees 256 · 3 · 3 = 2304 values, and only this
-    meets the 5.74M), and the start. The default of Torch7, U(±1/√fan_in), shrinks the signal in each of the eleven
-    layers, which the original met with a learning rate of 1.0. The paper trains at 0.01, so this network starts from
-    He's N(0, 2 / fan_in), which keeps the signal, biases 0, and from N(0, 0.01²) in the last layer, where no ReLU
-    follows.
+    meets the 5.74M), and the initialisation. The default of Torch7, U(±1/√fan_in), shrinks the signal in each of the
+    eleven layers, for which the original compensates with a learning rate of 1.0. The paper trains at 0.01, so this
+    network starts from He's N(0, 2 / fan_in), which preserves the signal, with biases 0, and from N(0, 0.01²) in the
+    last layer, where no ReLU follows.
 
     Args:
         num_classes: Outputs of the last layer, ``fc3``.
@@ -76,7 +76,7 @@ class BigNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew from He's N(0, 2 / fan_in), and N(0, 0.01²) in ``fc3``; biases 0."""
+        """Reinitialise from He's N(0, 2 / fan_in), and N(0, 0.01²) in ``fc3``; biases 0."""
         for layer in self.children():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 _common.normal_(layer, std=math.sqrt(2 / layer.weight[0].numel()))

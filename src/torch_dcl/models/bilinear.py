@@ -1,9 +1,9 @@
-"""Bilinear layers, to compare DCL with.
+"""Bilinear layers, for comparison with DCL.
 
-Section 3.3 of Wang et al., "Deep Collaborative Learning for Visual Recognition", 2017, sets DCL beside the bilinear CNN
-of Lin et al., "Bilinear CNN Models for Fine-grained Visual Recognition", 2015. The two texts describe different
-layers, so both stand here: the paper's, with a weight for every pair of channels at every position, and that of Lin
-et al., which pools the products over all positions and has no weight.
+Section 3.3 of Wang et al., "Deep Collaborative Learning for Visual Recognition", 2017, compares DCL with the bilinear
+CNN of Lin et al., "Bilinear CNN Models for Fine-grained Visual Recognition", 2015. The two texts describe different
+layers, so both are here: the paper's, with a weight for every pair of channels at every position, and that of Lin
+et al., which pools the products over all positions and has no weights.
 """
 
 import math
@@ -19,7 +19,7 @@ class BilinearFusion(nn.Module):
     """The paper's bilinear form, position by position: ``z_k = Σ_ij U_ijk · y1_i · y2_j``.
 
     There is no root, no activation and no bias. With ``U_ijk = W1_ik · W2_jk`` it is the product of two linear maps,
-    which is what DCL with T = 2 takes the root of: DCL needs m1 + m2 weights for each output, this layer m1 · m2.
+    of which DCL with T = 2 takes the root: DCL needs m1 + m2 weights for each output, this layer m1 · m2.
 
     All orders of summation cost about out · m1 · m2 multiply-adds at each position. The one with the smallest
     intermediate result is used: the outer product (m1 · m2 values), or U contracted with one input (out · m1 or
@@ -46,7 +46,7 @@ class BilinearFusion(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew from N(0, 1 / (m1 · m2))."""
+        """Reinitialise from N(0, 1 / (m1 · m2))."""
         nn.init.normal_(self.weight, std=1 / math.sqrt(self.m1 * self.m2))
 
     def extra_repr(self) -> str:

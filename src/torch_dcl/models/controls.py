@@ -1,4 +1,4 @@
-"""Layers to set beside a DCL layer of the same weights: what the product is worth, and what it is not."""
+"""Control layers with the weights of a DCL layer, which show what the product contributes."""
 
 import math
 from typing import Any
@@ -24,17 +24,17 @@ class SummedLinear(DCLLinear):
         **arguments: As for `DCLLinear`.
 
     Raises:
-        ValueError: The stochastic strategy was asked for; a sum has nothing to draw.
+        ValueError: The stochastic strategy, which a sum does not have.
     """
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
         if arguments.get("strategy", "deterministic") != "deterministic":
-            raise ValueError("SummedLinear takes all branches; use the deterministic strategy")
+            raise ValueError("SummedLinear sums all branches; use the deterministic strategy")
         super().__init__(in_features, out_features, **arguments)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start as the DCL layer does, but with the variance that the mean of T responses needs."""
+        """Initialise as the DCL layer, but with the variance that the mean of T responses needs."""
         super().reset_parameters()
         for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
             bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * math.sqrt(self.branches / 3)
@@ -47,7 +47,7 @@ class SummedLinear(DCLLinear):
         return self.responses(x).z
 
     def responses(self, x: Tensor) -> Responses:
-        """Look inside: all branches y, their responses v and the mean z."""
+        """All branches y, their responses v and the mean z."""
         y = self._activate(self.branch(x))
         v = tuple(F.relu(pre) for pre in self.fusion.respond(y))
         return Responses(self.fusion.split(y), v, torch.stack(v).mean(0))

@@ -21,11 +21,11 @@ class LeNet(nn.Module):
     Weights, without biases: 425,500 + 500 · ``num_classes``, so 475,500 for two digits (100 classes) and 925,500 for
     three (1000 classes).
 
-    The ReLU stands behind each pooling. Max pooling picks the largest value and ReLU keeps the order, so
-    relu(pool(x)) = pool(relu(x)): the network is the same as with ReLU in front, on a quarter of the values.
+    The ReLU follows each pooling. Max pooling picks the largest value and ReLU is monotonic, so
+    relu(pool(x)) = pool(relu(x)): the network is the same as with the ReLU first, on a quarter of the values.
 
-    Inferred, because the paper does not say: the ReLU behind the convolutions (Caffe's LeNet has none there, and
-    trains worse for it), the ReLU between ``fc1`` and its dropout, and the start: Caffe's Xavier filler, weights from
+    Inferred, because the paper does not say: the ReLU after the convolutions (Caffe's LeNet has none there, and trains
+    worse for it), the ReLU between ``fc1`` and its dropout, and the initialisation: Caffe's Xavier filler, weights from
     U(±√(3 / fan_in)), biases 0.
 
     Args:
@@ -53,7 +53,7 @@ class LeNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew from U(±√(3 / fan_in)), biases 0."""
+        """Reinitialise from U(±√(3 / fan_in)), biases 0."""
         for layer in (self.conv1, self.conv2, self.fc1, self.fc2):
             _common.uniform_(layer, bound=math.sqrt(3 / layer.weight[0].numel()))
 

@@ -18,14 +18,15 @@ class LeNetCifar(nn.Module):
 
     Weights, without biases: 1,306,976 + 512 · ``num_classes``, so 1,312,096 for 10 classes.
 
-    Poolings round up, as Caffe's do: 32 → 16 → 8 → 4, and ``fc1`` sees 128 · 4 · 4 = 2048 values. The ReLU stands
-    behind each pooling; max pooling and ReLU commute, so this is the network with ReLU in front.
+    Poolings round up, as Caffe's do: 32 → 16 → 8 → 4, and ``fc1`` sees 128 · 4 · 4 = 2048 values. The ReLU follows each
+    pooling; max pooling and ReLU commute, so this is the network with the ReLU first.
 
-    The start is that of ``cifar10_full``: weights from N(0, 0.0001²) in ``conv1`` and N(0, 0.01²) elsewhere, biases 0.
-    The small first value belongs to its input, **raw values of 0 to 255 with the mean image subtracted**. Images
-    that are scaled down want ``conv1`` to start larger by the same factor, or they reach ``fc2`` as nearly nothing.
+    The initialisation is that of ``cifar10_full``: weights from N(0, 0.0001²) in ``conv1`` and N(0, 0.01²) elsewhere,
+    biases 0. The small first value is made for its input, **raw values of 0 to 255 with the mean image subtracted**.
+    For images that are scaled down, scale ``conv1`` up by the same factor, or almost no signal reaches ``fc2``.
 
-    Inferred, because the paper does not say: rounding up, ReLU behind the convolutions and ``fc1``, and the start.
+    Inferred, because the paper does not say: rounding up, ReLU after the convolutions and ``fc1``, and the
+    initialisation.
 
     Args:
         num_classes: Outputs of the last layer, ``fc2``.
@@ -55,7 +56,7 @@ class LeNetCifar(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew from N(0, 0.0001²) in ``conv1`` and N(0, 0.01²) elsewhere, biases 0."""
+        """Reinitialise from N(0, 0.0001²) in ``conv1`` and N(0, 0.01²) elsewhere, biases 0."""
         _common.normal_(self.conv1, std=1e-4)
         for layer in (self.conv2, self.conv3, self.fc1, self.fc2):
             _common.normal_(layer, std=0.01)

@@ -1,4 +1,4 @@
-"""Layers that multiply branches in other ways than DCL does, to set beside it at the same weights."""
+"""Layers that multiply branches in other ways than DCL, for comparison at equal weights."""
 
 import abc
 import math
@@ -14,20 +14,20 @@ from torch_dcl.models.bilinear import BilinearFusion
 __all__ = ["BilinearLinear", "GatedLinear", "StarLinear"]
 
 _TARGET = (1 - 1 / math.pi) / 6
-"""The variance of a ReLU layer's output for unit inputs, where the layer keeps a third of them, as torch's does."""
+"""The output variance of a ReLU layer whose pre-activations have variance 1/3, as torch's initialisation gives them."""
 
 
 class _Product(DCLLinear, abc.ABC):
-    """What the two below share: a DCL layer's branches and weights, fused otherwise."""
+    """Base class: the branches and weights of a DCL layer with another fusion."""
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
         if arguments.get("strategy", "deterministic") != "deterministic":
-            raise ValueError(f"{type(self).__name__} takes all branches; use the deterministic strategy")
+            raise ValueError(f"{type(self).__name__} uses all branches; choose the deterministic strategy")
         super().__init__(in_features, out_features, **arguments)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start with the variance of the ReLU layer that is replaced, biases 0."""
+        """Initialise to the output variance of the ReLU layer that is replaced, biases 0."""
         super().reset_parameters()
         for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
             bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * self._spread()
@@ -43,7 +43,7 @@ class _Product(DCLLinear, abc.ABC):
 
     @abc.abstractmethod
     def _spread(self) -> float:
-        """The standard deviation of the responses at the start."""
+        """The standard deviation of the responses at initialisation."""
 
     @abc.abstractmethod
     def _fused(self, pre: list[Tensor]) -> Tensor:
@@ -62,11 +62,11 @@ class StarLinear(_Product):
         **arguments: As for `DCLLinear`.
 
     Raises:
-        ValueError: The stochastic strategy was asked for.
+        ValueError: The stochastic strategy.
     """
 
     def _spread(self) -> float:
-        """Of n_t for which Π relu(n_t) has the variance wanted: spread^2T · (2^-T − (2π)^-T)."""
+        """The σ of n_t for which Π relu(n_t) has the target variance σ^2T · (2^-T − (2π)^-T)."""
         T = self.branches
         return float((_TARGET / (0.5**T - (2 * math.pi) ** -T)) ** (1 / (2 * T)))
 
@@ -78,7 +78,7 @@ class StarLinear(_Product):
 
 
 class GatedLinear(_Product):
-    """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``. No ReLU belongs behind it.
+    """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``, without a ReLU after it.
 
     Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches.
 
@@ -88,16 +88,18 @@ class GatedLinear(_Product):
         **arguments: As for `DCLLinear`.
 
     Raises:
-        ValueError: More or fewer than two branches, or the stochastic strategy, were asked for.
+        ValueError: Not two branches, or the stochastic strategy.
     """
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
         super().__init__(in_features, out_features, **arguments)
         if self.branches != 2:
-            raise ValueError(f"GatedLinear has a branch and its gate, so two branches, got {self.branches}")
+            raise ValueError(
+                f"GatedLinear needs two branches, one of them the gate, got {self.branches}; pass branches=2"
+            )
 
     def _spread(self) -> float:
-        """Of n_t for which n_1 · σ(n_2) has the variance wanted, with σ(n) taken as 1/2 + n/4."""
+        """The standard deviation of n_t for which n_1 · σ(n_2) has the target variance, with σ(n) ≈ 1/2 + n/4."""
         return math.sqrt(8 * (math.sqrt(1 / 16 + _TARGET / 4) - 1 / 4))
 
     def _fused(self, pre: list[Tensor]) -> Tensor:
@@ -105,10 +107,10 @@ class GatedLinear(_Product):
 
 
 class BilinearLinear(nn.Module):
-    """The paper's bilinear form behind two linear maps: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
+    """The paper's bilinear form after two linear maps: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
 
-    There is no root, no activation and no bias, and no ReLU belongs behind it. An output costs m1 · m2 weights, where
-    DCL's costs m1 + m2.
+    There is no root, no activation and no bias, and no ReLU after it. An output costs m1 · m2 weights, where DCL's
+    costs m1 + m2.
 
     Args:
         in_features: K1.
@@ -125,7 +127,7 @@ class BilinearLinear(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start with the variance of the ReLU layer that is replaced."""
+        """Initialise to the output variance of the ReLU layer that is replaced."""
         bound = math.sqrt(3 / self.branch.in_features)
         nn.init.uniform_(self.branch.weight, -bound, bound)
         self.fusion.reset_parameters()

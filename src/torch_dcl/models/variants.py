@@ -13,7 +13,7 @@ VARIANTS = ("A2", "A3S", "A3D", "B2", "B3S", "B3D")
 
 
 def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) -> Plan:
-    """The plan that turns one of the paper's baselines into a DCL variant.
+    """The plan that converts one of the paper's baselines into a DCL variant.
 
     ::
 
@@ -28,7 +28,7 @@ def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) 
             LeNet on the multi-digit sets, 1/4 for the others.
 
     Raises:
-        ValueError: a name that the paper does not have, or a layer that the network does not have.
+        ValueError: A name that is not in ``VARIANTS``, or a layer that the network does not have.
     """
     if name not in VARIANTS:
         raise ValueError(f"the paper has no variant {name!r}; choose from {', '.join(VARIANTS)}")
@@ -39,7 +39,7 @@ def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) 
     layer, module = layers[position]
     if fraction is None:
         fraction = 1 / 5 if isinstance(model, LeNet) else 1 / 4
-    # A product such as 500 · 1/5 may come out a hair above the whole number that it is.
+    # A product such as 500 · 1/5 may be rounded to slightly above a whole number.
     width = math.ceil(module.out_features * fraction - 1e-9)
     made = plan(
         model,

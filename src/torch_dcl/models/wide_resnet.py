@@ -15,10 +15,10 @@ __all__ = ["WideBlock", "WideResNet", "wide_resnet"]
 
 
 class WideBlock(nn.Module):
-    """Two 3×3 convolutions, each behind batch norm and ReLU, added to a shortcut.
+    """Two 3×3 convolutions, each after batch norm and ReLU, added to a shortcut.
 
     The shortcut is the input itself where the channels stay the same. Where they change it is a 1×1 convolution of the
-    input after the first batch norm and ReLU. Dropout stands behind the second ReLU.
+    input after the first batch norm and ReLU. Dropout follows the second ReLU.
 
     Args:
         in_channels: Channels of the input.
@@ -59,9 +59,9 @@ class WideResNet(nn.Module):
     Inferred: the paper says "16-layer WRN" and no width; its error rates fit WRN-16-4. The classifier ``fc`` is the
     only fully-connected layer, so what the paper calls the first one is the output layer here.
 
-    The start follows the authors' code: convolutions from He's N(0, 2 / fan_out), batch norms at scale 1 and shift 0,
-    ``fc`` from U(±1/√fan_in) with biases 0. The mean over all positions in front of ``fc`` lets the network take images
-    of any height and width; the paper's are 32×32.
+    The initialisation follows the authors' code: convolutions from He's N(0, 2 / fan_out), batch norms at scale 1 and
+    shift 0, ``fc`` from U(±1/√fan_in) with biases 0. The mean over all positions in front of ``fc`` lets the network
+    take images of any height and width; the paper's are 32×32.
 
     Args:
         depth: Number of layers, 6n + 4.
@@ -95,7 +95,7 @@ class WideResNet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: He's N(0, 2 / fan_out) in the convolutions, U(±1/√fan_in) in ``fc``, no shift anywhere."""
+        """Reinitialise: He's N(0, 2 / fan_out) in the convolutions, U(±1/√fan_in) in ``fc``, no shift anywhere."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

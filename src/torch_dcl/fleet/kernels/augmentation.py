@@ -1,6 +1,6 @@
-"""Images of stacked networks as their inputs: looked up, cut, mirrored and normalised in one go, with the labels.
+"""Inputs of stacked networks in one kernel: gather images and labels, crop, flip and normalise.
 
-What is computed is what `torch_dcl.fleet.augmentation.Augmenter` does in plain torch.
+The plain torch version is `torch_dcl.fleet.augmentation.Augmenter`.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ _BLOCK = 1024
 
 @triton.jit
 def _reflect(at, LENGTH: tl.constexpr):
-    """Places along a side; beyond its ends they turn back."""
+    """Indices along a side, reflected at its ends."""
     return (LENGTH - 1) - tl.abs((LENGTH - 1) - tl.abs(at))
 
 
 @triton.jit
 def _gather_inputs(
-    images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, count, batch,
+    images, image_of, labels, label_of, index, first, flipped, scale, shift, mean, out, out_labels, count, batch,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -42,7 +42,7 @@ def _gather_inputs(
         own = e * count + place
         top = tl.load(first + own).to(tl.int32)
         left = tl.load(first + tl.num_programs(1).to(tl.int64) * count + own).to(tl.int32)
-        column = tl.where(tl.load(mirrored + own), COLUMNS - 1 - column, column)
+        column = tl.where(tl.load(flipped + own), COLUMNS - 1 - column, column)
     else:
         top = (H - ROWS) // 2
         left = (W - COLUMNS) // 2
@@ -60,31 +60,31 @@ def _gather_inputs(
 
 def gather_inputs(
     images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, first: Tensor | None,
-    mirrored: Tensor | None, scale: Tensor, shift: Tensor, mean: Tensor | None, size: Sequence[int], dtype: torch.dtype,
+    flipped: Tensor | None, scale: Tensor, shift: Tensor, mean: Tensor | None, size: Sequence[int], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the places ``[E, B]``.
+    """Inputs ``[E, B, C, h, w]`` and labels ``[E, B]`` of the images at ``index``.
 
     Args:
-        images: Of all datasets, uint8 ``[D, N, C, H, W]``.
-        image_of: Which of them, ``[E]``.
-        labels: Of all datasets, ``[L, N]``.
-        label_of: Which of them, ``[E]``.
-        index: The places.
-        first: First row and first column of the crop of every image, int16 ``[2, E, N]``, from beyond the border where
-            there is padding; None for crops from the middle.
-        mirrored: Whether an image is mirrored, bool ``[E, N]``; None where ``first`` is.
-        scale: What pixels are multiplied by, float32 ``[C]``.
-        shift: What is added then.
-        mean: What is subtracted instead, float32 ``[C, H, W]``, or None.
+        images: Images of all datasets, uint8 ``[D, N, C, H, W]``.
+        image_of: The dataset of each network's images, ``[E]``.
+        labels: Labels of all datasets, ``[L, N]``.
+        label_of: The dataset of each network's labels, ``[E]``.
+        index: Indices of the images, ``[E, B]``.
+        first: First row and first column of the crop of every image, int16 ``[2, E, N]``, negative within the padding;
+            None for crops from the centre.
+        flipped: Whether an image is flipped horizontally, bool ``[E, N]``; None where ``first`` is None.
+        scale: Factor on pixels, float32 ``[C]``.
+        shift: What is added to the scaled pixels, float32 ``[C]``.
+        mean: A mean image to subtract instead, float32 ``[C, H, W]``, or None.
         size: Height and width of the inputs, ``[h, w]``.
-        dtype: Of the inputs; they are computed in float32.
+        dtype: Type of the inputs; they are computed in float32.
     """
     E, B = index.shape
     N, C, H, W = images.shape[1:]
     out = torch.empty(E, B, C, *size, dtype=dtype, device=images.device)
     out_labels = torch.empty(E, B, dtype=labels.dtype, device=images.device)
     _gather_inputs[(B, E, cdiv(C * size[0] * size[1], _BLOCK))](
-        images, image_of, labels, label_of, index, first, mirrored, scale, shift, mean, out, out_labels, N, B,
+        images, image_of, labels, label_of, index, first, flipped, scale, shift, mean, out, out_labels, N, B,
         C=C, H=H, W=W, ROWS=size[0], COLUMNS=size[1], DRAWN=first is not None, BLOCK=_BLOCK, **OPTIONS,
     )  # fmt: skip
     return out, out_labels

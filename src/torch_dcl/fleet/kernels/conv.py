@@ -1,10 +1,10 @@
 """Convolution, 2 × 2 max pooling and ReLU of E stacked networks: forward and both gradients, without an im2col.
 
-Images lie channels last, ``[E, B, H, W, C]``, so that the C·KW values under one row of a filter are neighbours in
+Images are channels last, ``[E, B, H, W, C]``, so that the C·KW values under one row of a filter are contiguous in
 memory, and a row of the filter is one contiguous piece of the matrix product. Weights are packed as
-``[E, KH, KW, C, N]`` with N padded to whole tiles. The product of one pooled position is formed four times, once for
-each of its four places; only the largest is written, with a byte that says which it was (4 where ReLU cut it off).
-Backward reads that byte. Sizes of images are constants of a kernel, so that no division by them is left in it.
+``[E, KH, KW, C, N]`` with N padded to whole tiles. The product of a pooled position is computed four times, once for
+each of its four places; only the largest is written, with a byte that says which it was (4 where the ReLU is zero).
+Backward reads that byte. Image sizes are constants of a kernel, so that no division by them remains.
 """
 
 import torch
@@ -20,7 +20,7 @@ __all__ = ["conv_backward_input", "conv_backward_weight", "conv_forward", "pack_
 
 @triton.jit
 def _columns(base, k, W: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr):
-    """Where the values under place k of a filter lie, k counting rows, then columns, then channels."""
+    """Addresses of the values under place k of a filter; k counts rows, then columns, then channels."""
     offset = (k // ROW) * W * C + k % ROW
     return base[:, None] + offset[None, :], (k < KH * ROW)[None, :]
 
@@ -99,7 +99,7 @@ def _forward_pooled(
     C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, RELU: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The four places of a pooled position at once: the values under all of them are read a single time."""
+    """The four places of a pooled position at once: the values under all of them are read only once."""
     e = tl.program_id(1).to(tl.int64)
     x = x_all + e * image_size
     w = w_all + e * (KH * ROW) * NP
@@ -131,7 +131,7 @@ def _forward_pooled(
 def _patch(
     step, W: tl.constexpr, C: tl.constexpr, ROW: tl.constexpr, KH: tl.constexpr, BK: tl.constexpr, FLAT: tl.constexpr
 ):
-    """Row and place in the row of a piece of the (KH + 1) x (KW + 1) values under four filters, and where they lie."""
+    """Row, place in the row and address of a piece of the (KH + 1) x (KW + 1) values under four filters."""
     WIDE: tl.constexpr = ROW + C
     if FLAT:
         k = step * BK + tl.arange(0, BK)
@@ -289,7 +289,7 @@ def _precision(x: Tensor) -> str:
 
 
 def _depth(row: int, x: Tensor) -> tuple[int, bool]:
-    """How much of a filter is multiplied at a time, and whether its rows are run together because they are short."""
+    """How much of a filter is multiplied at a time, and whether its rows are joined because they are short."""
     if row < 32:
         return 32, True
     if x.dtype == torch.float32:
@@ -303,7 +303,7 @@ def _lines(x: Tensor, low: int) -> int:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """``[E, N, C, KH, KW]`` to ``[E, KH, KW, C, NP]``, filled up with zeros."""
+    """``[E, N, C, KH, KW]`` to ``[E, KH, KW, C, NP]``, padded with zeros."""
     packed = weight.permute(0, 3, 4, 2, 1)
     return torch.nn.functional.pad(packed, (0, _padded(weight.shape[1]) - weight.shape[1])).contiguous()
 
