@@ -1,0 +1,262 @@
+"""Progress: a bar in a terminal, a plain line now and then elsewhere."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.progress import Progress as RichProgress
+
+__all__ = ["Bar", "error_console", "first_rank", "say_minutes"]
+
+EVERY = 5.0  # seconds between plain lines
+
+
+def first_rank() -> bool:
+    """Whether this process may speak: with torchrun, the first one alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say_minutes(seconds: float) -> str:
+    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+class _Lines:
+    """A console that is no terminal, without rich."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+
+    def print(self, line: str, **_: bool) -> None:
+        """Print a line on stderr, with a question mark for what its encoding does not have."""
+        if not self.quiet:
+            encoding = sys.stderr.encoding or "utf-8"
+            print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def error_console(*, quiet: bool = False) -> "Console | _Lines":
+    """A console on stderr, quiet in all processes but the first. Rich is loaded for a terminal alone."""
+    quiet = quiet or sys.stderr is None or not first_rank()
+    if quiet or not sys.stderr.isatty():
+        return _Lines(quiet=quiet)
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(stderr=True, highlight=False)
+
+
+class Bar:
+    """Progress of a long task, and inside of it of the step that is being done.
+
+    ::
+
+        with Bar(console, total=9, unit="networks") as bar:
+            bar.now("A2, 3 networks")
+            bar.inside(1, 24, "epochs")
+            bar.advance(3)
+
+    The time left is shown once a few steps are done, since the first ones say little.
+
+    Args:
+        on: The console.
+        total: Steps.
+        unit: What a step is, in the plural.
+        above: Something to show above the bar, asked for anew at every change; in a terminal alone.
+        every: Seconds between plain lines.
+        by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
+        expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
+    """
+
+    def __init__(
+        self,
+        on: "Console | _Lines",
+        total: int,
+        unit: str,
+        *,
+        above: "Callable[[], RenderableType] | None" = None,
+        every: float = EVERY,
+        by_step: bool = False,
+        expected: float | None = None,
+    ) -> None:
+        self.console, self.total, self.unit, self.every = on, total, unit, every
+        self.done, self.first, self.text = 0.0, 0.0, ""
+        self.step: tuple[int, int, str] | None = None
+        self.by_step, self.expected = by_step, expected
+        self._begun: tuple[float, int] | None = None
+        self._above = above
+        self._start = self._said = time.monotonic()
+        self._live: Live | None = None
+        self._outer: RichProgress | None = None
+        self._inner: RichProgress | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Bar":
+        self._start = self._said = time.monotonic()
+        if self.console.quiet:
+            return self
+        if not isinstance(self.console, _Lines) and self.console.is_terminal:
+            self._go_live(self.console)
+        else:
+            if self.expected is not None:
+                self._say()
+            self._thread = threading.Thread(target=self._beat, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def now(self, text: str) -> None:
+        """Say what is being done."""
+        self.text, self.step, self._begun = text, None, None
+        self._show()
+
+    def inside(self, done: int, total: int, unit: str) -> None:
+        """How far the step is that is being done.
+
+        Args:
+            done: Parts of it that are done.
+            total: Its parts.
+            unit: What a part is, in the plural.
+        """
+        self.step = (done, total, unit)
+        # What was done before this call says nothing of the time, and a first part takes longer than others.
+        if self._begun is None and done:
+            self._begun = (time.monotonic(), done)
+        self._show()
+
+    def begin_at(self, done: int, total: int | None = None) -> None:
+        """Steps that were done before this began, and do not count for the time left."""
+        self.done = self.first = float(done)
+        self.total = self.total if total is None else total
+        self._start = time.monotonic()
+        self._show()
+
+    def advance(self, steps: int = 1) -> None:
+        """Steps are done."""
+        self.reach(self.done + steps)
+
+    def reach(self, done: float) -> None:
+        """So many steps are done in all; a part of one counts as a part."""
+        self.done = min(float(self.total), done)
+        self._show()
+
+    def expect(self, share: float) -> None:
+        """Correct the seconds that are expected, once enough is done to tell.
+
+        Args:
+            share: The part of the work that is done.
+        """
+        if share >= 0.2:
+            self.expected = (time.monotonic() - self._start) / share
+        self._show()
+
+    def note(self, line: str) -> None:
+        """Print a line that stays."""
+        (self._live.console if self._live else self.console).print(line, markup=False, soft_wrap=True)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left, None while that is a guess."""
+        if self.by_step:
+            return self._left_of_step()
+        gone, did = time.monotonic() - self._start, self.done - self.first
+        if self.expected is not None:
+            return max(0.0, self.expected - gone)
+        few = did < max(2, 0.05 * (self.total - self.first)) or gone < 3
+        return None if few else gone / did * (self.total - self.done)
+
+    def _left_of_step(self) -> float | None:
+        if self._begun is None or self.step is None:
+            return None
+        since, first = self._begun
+        gone, did = time.monotonic() - since, self.step[0] - first
+        return None if not did or gone < 3 else gone / did * (self.step[1] - self.step[0])
+
+    def line(self) -> str:
+        """The state as a plain line."""
+        parts = [f"{int(self.done):,} of {self.total:,} {self.unit}", say_minutes(time.monotonic() - self._start)]
+        parts += [self._eta()] if self._eta() else []
+        parts += [self.text] if self.text else []
+        if self.step is not None:
+            done, total, unit = self.step
+            parts.append(f"{done} of {total} {unit}")
+        return " · ".join(parts)
+
+    def _eta(self) -> str:
+        left = self.left
+        of = " for this fleet" if self.by_step else ""
+        return f"about {say_minutes(left)} left{of}" if left is not None and self.done < self.total else ""
+
+    def _show(self) -> None:
+        """Take down how things are. In a terminal they are drawn a few times a second, whatever happens meanwhile."""
+        if self._live is not None and self._outer is not None and self._inner is not None:
+            first, second = self._outer.task_ids[0], self._inner.task_ids[0]
+            self._outer.update(first, total=self.total, completed=self.done, count=int(self.done), eta=self._eta())
+            done, total, unit = self.step or (0, None, "")  # without an end it only shows that something goes on
+            words = f"{done} of {total} {unit} · {self.text}" if self.step else self.text
+            self._inner.update(second, total=total, completed=done, text=words)
+        elif time.monotonic() - self._said >= self.every:
+            self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        self.console.print(self.line(), markup=False, soft_wrap=True)
+
+    def _beat(self) -> None:
+        """A line when nothing was said for a while, so that a long step does not look like a stop."""
+        while not self._stop.wait(min(1.0, self.every)):
+            if time.monotonic() - self._said >= self.every:
+                self._say()
+
+    def _go_live(self, console: "Console") -> None:
+        from rich.live import Live  # noqa: PLC0415
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+        self._outer = Progress(
+            SpinnerColumn(style="cyan"),
+            BarColumn(24, complete_style="cyan", finished_style="cyan"),
+            TextColumn(f"{{task.fields[count]:,}} of {{task.total:,.0f}} {self.unit}"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[eta]}[/dim]"),
+            console=console,
+        )
+        self._inner = Progress(
+            TextColumn(" "),
+            BarColumn(24, style="grey23", complete_style="grey58", finished_style="grey58"),
+            TextColumn("[dim]{task.fields[text]}[/dim]"),
+            console=console,
+        )
+        self._outer.add_task("", total=self.total, completed=int(self.done), count=int(self.done), eta="")
+        self._inner.add_task("", total=None, completed=0, text=self.text)
+        self._live = Live(
+            get_renderable=self._screen, console=console, transient=True, refresh_per_second=8
+        )  # fmt: skip
+        self._live.start()
+
+    def _screen(self) -> "RenderableType":
+        from rich.console import Group  # noqa: PLC0415
+
+        if self._outer is None or self._inner is None:
+            return ""
+        return Group(*([] if self._above is None else [self._above()]), self._outer, self._inner)
