@@ -62,7 +62,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for name, both in runs.items():
                 for i, run in enumerate(both):
-                    times[name][i].append(microseconds(run, arguments.calls))
+                    times[name][i].append(run(arguments.calls))
         medians = {name: [statistics.median(part) for part in both] for name, both in times.items()}
         for name, (forward, full) in medians.items():
             rows.append({
@@ -75,27 +75,33 @@ def main() -> None:
         write_rows(arguments.out, COLUMNS, rows)
 
 
-def steps(unit: nn.Module, x: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A forward pass in eval mode, and a step of training without its optimiser; both warm."""
+def steps(unit: nn.Module, x: torch.Tensor) -> tuple[Callable[[int], float], Callable[[int], float]]:
+    """The microseconds of a forward pass in eval mode, and of a step of training without its optimiser; both warm."""
     given = x.clone(memory_format=torch.preserve_format).requires_grad_()
     inputs = [given, *unit.parameters()]
     with torch.autocast("cuda", torch.bfloat16):
         grad = torch.randn_like(unit(given))
 
     def forward() -> None:
-        unit.eval()
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             unit(x)
 
     def full() -> None:
-        unit.train()
         with torch.autocast("cuda", torch.bfloat16):
             z = unit(given)
         torch.autograd.grad(z, inputs, grad)
 
-    for run in (forward, full):
-        microseconds(run, 10)
-    return forward, full
+    def timed(run: Callable[[], None], training: bool) -> Callable[[int], float]:
+        def microseconds_of(calls: int) -> float:
+            unit.train(training)
+            return microseconds(run, calls)
+
+        return microseconds_of
+
+    runs = timed(forward, False), timed(full, True)
+    for run in runs:
+        run(10)
+    return runs
 
 
 def microseconds(run: Callable[[], None], calls: int) -> float:

@@ -3,9 +3,14 @@
 import importlib
 import inspect
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch_dcl
+
+sys.path.insert(0, str(Path(__file__).parent))
+import command_page
 
 project = "torch-dcl"
 author = "The torch-dcl authors"
@@ -26,6 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autoclass_content = "class"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes as one list, each with its type
 napoleon_custom_sections = ["Shape"]
 default_role = "code"  # `x` in a docstring is code
 python_use_unqualified_type_names = True
@@ -121,8 +127,15 @@ def table_of_markdown(_app: Any, _what: str, _name: str, _object: Any, _options:
     lines[rows[0] : rows[-1] + 1] = made
 
 
+def add_reference(_app: Any, page: str, source: list[str]) -> None:
+    """Put the command's reference where its page has the mark."""
+    if page == "command":
+        source[0] = source[0].replace(command_page.MARK, command_page.reference())
+
+
 def setup(app: Any) -> None:
     """Add the above to the build."""
+    app.connect("source-read", add_reference)
     app.connect("missing-reference", find_public)
     app.connect("autodoc-process-docstring", plain_words, priority=400)  # before napoleon, at 500
     app.connect("autodoc-process-docstring", table_of_markdown)

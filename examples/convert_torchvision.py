@@ -4,7 +4,7 @@
     python examples/convert_torchvision.py vgg16 --only classifier.0 'features.2*' --images my-images/
     python examples/convert_torchvision.py resnet50 --budget 0.7 --weights none --init random
 
-It prints the plan, how closely each new layer meets the one it replaces, and how far the network's output has moved.
+It prints the plan, how closely each new layer matches the one it replaces, and how much the network's output changed.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/export_onnx.py resnet18
     python examples/export_onnx.py vgg16 --load vgg16-dcl.safetensors -o vgg16-dcl.onnx
 
-Needs the extra: pip install '.[onnx]'. The batch stays free; the image size is fixed. Ends with 1 where the two differ.
+Needs the extra: pip install '.[onnx]'. The batch size is dynamic, the image size is fixed. Exits with 1 if they differ.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     python examples/train_image_folder.py my-images/ --branches 3 --stochastic
     python examples/train_image_folder.py digits/ --make --size 32 --epochs 5                   # no images at hand
 
-The run folder (--out) has what was asked for, a line for every epoch, and a checked checkpoint. A run that was stopped
-goes on with the same command and --resume, and ends with the same weights.
+The run folder (--out) holds the arguments, a line for every epoch, and a checkpoint with a SHA-256. The same command
+with --resume continues a run that was stopped, and ends with the same weights.
 """
 
 import argparse

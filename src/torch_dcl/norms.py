@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -18,41 +18,36 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     first = norms[0]
     if not isinstance(first, _BatchNorm):
         return None
-    gammas: list[Tensor | None] = []
-    betas: list[Tensor | None] = []
-    means: list[Tensor | None] = []
-    variances: list[Tensor | None] = []
-    counts: list[Tensor | None] = []
+    training, momentum = first.training, first.momentum
+    alike = training, first.eps, momentum, first.track_running_stats
+    columns: list[tuple[Any, ...]] = []
     for norm in norms:
-        if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
+        if type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
             return None
-        if norm.training != first.training or norm.eps != first.eps or norm.momentum != first.momentum:
+        own = norm.__dict__  # a module looks a tensor up in three places, one after the other
+        if (own["training"], own["eps"], own["momentum"], own["track_running_stats"]) != alike or own["_modules"]:
+            return None  # the last is a parametrized one
+        columns.append((*own["_parameters"].values(), *own["_buffers"].values()))
+        if [*own["_parameters"], *own["_buffers"]] != _TENSORS:
             return None
-        if norm.track_running_stats != first.track_running_stats:
-            return None
-        if norm._modules:  # parametrized
-            return None
-        gammas.append(norm.weight)
-        betas.append(norm.bias)
-        means.append(norm.running_mean)
-        variances.append(norm.running_var)
-        counts.append(norm.num_batches_tracked)
-    if isinstance(first, nn.SyncBatchNorm) and first.training and _is_distributed():
+    if isinstance(first, nn.SyncBatchNorm) and training and _is_distributed():
         return None  # it exchanges its statistics with other processes
-    fixed = not first.training and means[0] is not None
-    if not fixed and not (first.training and first.track_running_stats):
-        means = variances = counts = []
-    groups: list[list[Any]] = []
+    gammas, betas, means, variances, counts = zip(*columns, strict=True)
+    fixed = not training and means[0] is not None
+    if not fixed and not (training and first.track_running_stats):
+        means = variances = counts = ()
+    groups: list[tuple[Any, ...]] = []
     for group in (gammas, betas, means, variances, counts):
         missing = [t is None for t in group]
         if any(missing):
             if not all(missing) or group is means or group is variances or (group is counts and not fixed):
                 return None
-            group = []  # noqa: PLW2901
+            group = ()  # noqa: PLW2901
         groups.append(group)
-    return Norms(groups[0], groups[1], groups[2], groups[3], groups[4], first.eps, first.momentum, fixed)
+    return Norms(*groups, alike[1], momentum, fixed)
 
 
+_TENSORS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 _PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 

@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 
 from torch_dcl.cli import plan
-from torch_dcl.cli.console import console, for_machines, say_minutes
-from torch_dcl.cli.progress import Bar, Listener
+from torch_dcl.cli.console import console, for_machines
+from torch_dcl.cli.run import Listener
 from torch_dcl.data import read_prepared
 from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.protocol import Progress
 from torch_dcl.experiments.recipes.demo import CAVEAT, COLUMNS, RATES, TRIED, choose_rates, verdict
+from torch_dcl.progress import Bar, say_minutes
 
 NET = """
 from torch import nn
@@ -387,14 +388,10 @@ def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
     assert raw.getvalue() == b"1.96 ? 0.03 ?\n"
 
 
-def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():
+def test_a_line_of_the_run_is_printed_as_it_is():
     out = io.StringIO()
-    bar = Bar(Console(file=out, width=100), 4, "networks")
-    listener = Listener(bar)
-    listener.report("fleet 1 of 4, A2, 100 classes: 2 networks in 0.4 s")
-    assert out.getvalue() == ""
-    listener.report("4 of 12 entries are done already")
-    assert out.getvalue() == "4 of 12 entries are done already\n"
+    Listener(Bar(Console(file=out, width=100), 4, "networks")).report("4 of 12 [b]entries[/b] are done already")
+    assert out.getvalue() == "4 of 12 [b]entries[/b] are done already\n"
 
 
 def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():

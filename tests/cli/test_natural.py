@@ -238,7 +238,7 @@ def test_two_processes_share_a_run(finished, folder, environment):
 
 
 def test_the_time_left_is_that_of_the_fleet_and_counts_only_what_was_done_now(monkeypatch):
-    from torch_dcl.cli import progress as bar
+    from torch_dcl import progress as bar
 
     clock = [0.0]
     monkeypatch.setattr(bar.time, "monotonic", lambda: clock[0])

@@ -1027,12 +1027,34 @@ def test_another_module_in_the_place_of_a_layer_or_norm_is_refused(tmp_path):
     [
         ({"width": 5}, "widths [5, 5], the file [4, 4]"),
         ({"branches": 3}, "widths [4, 4, 4], the file [4, 4]"),
-        ({"eps": 0.02}, "eps 0.02, the file 0.01"),
     ],
 )
 def test_other_dcl_layers_are_refused(tmp_path, arguments, expected):
     dcl.save_model(converted(), tmp_path / "m.safetensors")
     refused(tmp_path / "m.safetensors", converted(**arguments), "another architecture", f"'conv1' has {expected}")
+
+
+@pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
+def test_dcl_layers_that_are_there_take_over_the_epsilon_of_the_file(tmp_path, strategy):
+    path = tmp_path / "m.safetensors"
+    model = with_another_epsilon(converted(branches=3, strategy=strategy))
+    dcl.save_model(model, path)
+    other = converted(branches=3, strategy=strategy, eps=0.02, seed=1)
+    parameters = list(other.parameters())
+    dcl.load_model(other, path)
+    assert_same_network(other, model)
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("eps", [0.0, -0.5])
+def test_an_epsilon_that_layers_cannot_take_is_refused(tmp_path, eps):
+    path = tmp_path / "m.safetensors"
+    dcl.save_model(converted(), path)
+    tensors, content = contents(path)
+    content["layers"][-1]["eps"] = eps
+    tensors[f"{content['layers'][-1]['names'][0]}.fusion._extra_state"] = torch.tensor(eps, dtype=torch.float64)
+    forged = forge(tmp_path / "forged.safetensors", tensors, sealed(tensors, content))
+    refused(forged, converted(), "another architecture", "cannot take the file's: eps")
 
 
 def test_another_strategy_or_norm_in_a_dcl_layer_is_refused(tmp_path):

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import io
 import itertools
+import re
+import sys
 
 import pytest
 import torch
@@ -528,3 +531,55 @@ def test_planning_leaves_the_statistics_of_a_norm_that_always_trains():
     before = {name: value.clone() for name, value in model.named_buffers()}
     dcl.plan(model, input_size=(3, 8, 8), batch=2)
     assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def fitted(**arguments):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    return dcl.convert_(model, dcl.plan(model, (16,), width=4), init="fit", **arguments)
+
+
+def test_a_quick_fit_is_silent(capsys):
+    fitted()
+    fitted(progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_without_a_terminal_a_fit_begins_with_its_estimate_on_stderr(capsys):
+    assert fitted(progress=True).fits == fitted().fits
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.match(r"0 of 2 layers fitted · 0 s · about \d+ s left\n", err), err
+
+
+def test_a_fit_that_will_take_long_shows_its_progress(capsys, monkeypatch):
+    monkeypatch.setattr(apply, "measure_pace", lambda _: 1e-6)
+    fitted()
+    assert "0 of 2 layers fitted · 0 s · about " in capsys.readouterr().err
+    fitted(progress=False)
+    monkeypatch.setenv("RANK", "1")
+    fitted()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_in_a_terminal_a_fit_shows_a_bar_and_takes_it_away(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    fitted(progress=True)
+    shown = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert "of 2 layers fitted" in shown
+    assert terminal.getvalue().rstrip("\r\n").endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("progress", [1, "yes", 0.0])
+def test_progress_is_a_flag_or_none(progress):
+    with pytest.raises(TypeError, match=f"progress must be True, False or None .*, got {progress!r}"):
+        fitted(progress=progress)

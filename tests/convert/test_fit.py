@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, convert_, plan
-from torch_dcl.convert.assumption import assume
-from torch_dcl.convert.fit import fit_
+from torch_dcl.convert.assumption import _square, assume
+from torch_dcl.convert.branches import is_polished
+from torch_dcl.convert.fit import estimate_seconds, fit_
 from torch_dcl.convert.samples import collect_samples
 
 
@@ -89,6 +90,37 @@ def test_without_data_the_fit_holds_at_any_scale_of_the_inputs(branches):
     expected = distance(layer, plain, x)
     assert distance(layer, plain, 0.3 * x) == pytest.approx(expected, rel=0.2)
     assert distance(layer, plain, 10 * x) == pytest.approx(expected, rel=0.2)
+
+
+def test_a_large_layer_is_fitted_well_without_many_steps():
+    plain = linear(matrix(1792, 1792, power=0.5), bias=0.01)
+    assert not is_polished((448, 448), 1792)
+    layer = DCLLinear.like(plain, width=448)
+    report = fit_(layer, plain)
+    assert report.error < 0.058  # 0.0587 after the first start alone, or 149 noisy steps
+    assert distance(layer, plain, inputs(2048, 1792)) < 0.135
+
+
+def test_the_time_of_a_fit_is_estimated_from_its_size():
+    def seconds(*size, calibrated=False, normed=False, **arguments):
+        return estimate_seconds(DCLLinear(*size, **arguments), 1 / 188e9, calibrated=calibrated, normed=normed)
+
+    small = seconds(64, 64)
+    assert 0.1 < small < 1
+    assert seconds(256, 256) > small
+    assert seconds(1024, 256) > seconds(256, 256)
+    assert seconds(256, 256, calibrated=True) > seconds(256, 256)
+    assert seconds(256, 256, normed=True) > seconds(256, 256)
+    assert seconds(256, 256, branches=1, width=128) < seconds(256, 256)
+    # On two cores with 188 billion operations a second: 24 seconds for VGG16's classifier.0.
+    assert seconds(25088, 4096, device="meta") == pytest.approx(24, rel=0.2)
+
+
+@pytest.mark.parametrize("size", [(5, 3), (64, 64), (700, 1300), (513, 513)])
+def test_the_square_of_a_weight_is_formed_by_half_and_complete(size):
+    weight = inputs(*size)
+    wide = weight.double()
+    torch.testing.assert_close(_square(weight), wide @ wide.t(), rtol=1e-12, atol=1e-11)
 
 
 def test_many_branches():

@@ -3,6 +3,8 @@
 import copy
 import hashlib
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import safetensors.torch
@@ -11,7 +13,7 @@ from tests.convert.test_checkpoint import contents, converted, network, paths_in
 from torch import nn
 
 import torch_dcl as dcl
-from torch_dcl.convert import CheckpointError
+from torch_dcl.convert import CheckpointError, Choice, Comparison, Timing
 
 OTHERS = [None, True, 7, 0.5, "x", [], {}]
 """One value of every kind that JSON has."""
@@ -162,3 +164,43 @@ def test_a_plan_of_any_depth_is_refused():
     for depth in (1_000, 100_000):
         with pytest.raises(ValueError, match="not a plan"):
             dcl.Plan.from_json("[" * depth + "]" * depth)
+
+
+def planned():
+    """A network and a plan that says all that a plan can say."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 10))
+    times = {"plain": Timing(1.0, 2.0), "dcl": Timing(0.5, None), "low_rank": Timing(0.5, 1.0)}
+    plan = dcl.plan(model, (3, 8, 8))
+    rows = tuple(replace(row, timings=times, comparison=Comparison(1.0, 0.5, 0.1)) for row in plan.rows)
+    choice = Choice("compile", "infer", Comparison(2.0, 1.0, 0.1))
+    return model, replace(plan, rows=rows, timings=times, device="a GPU", choice=choice)
+
+
+def test_a_plan_that_says_all_comes_back():
+    _, plan = planned()
+    assert dcl.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_with_any_one_value_of_another_kind_is_refused_or_can_be_used():
+    model, plan = planned()
+    data = json.loads(plan.to_json())
+    refusals = 0
+    for place in paths_into(data):
+        for value in [*OTHERS, 0, -1, [1], ["x"], [[1]], math.nan, 10**400]:
+            altered = copy.deepcopy(data)
+            value_at(altered, place[:-1])[place[-1]] = value
+            try:
+                read = dcl.Plan.from_json(json.dumps(altered))
+                str(read), read.to_json(), read.only("0")
+                dcl.convert_(copy.deepcopy(model), read, init="random")
+            except ValueError:
+                refusals += 1
+    assert refusals > 500
+
+
+def test_a_refused_plan_names_what_is_of_another_kind():
+    data = json.loads(planned()[1].to_json())
+    data["rows"][1]["widths"] = ["a"]
+    with pytest.raises(ValueError, match=r"not a plan: 'rows.1.widths' is missing or of another kind"):
+        dcl.Plan.from_json(json.dumps(data))

@@ -164,3 +164,23 @@ def test_data_parallelism_over_processes_is_loaded_into_but_not_rebuilt(tmp_path
         assert all(a is b for a, b in zip(plain.modules(), modules, strict=True))
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_a_network_with_a_compiled_block_is_fitted_to_calibration_data(wrap):
+    mine, plain = network(), network()
+    plain.load_state_dict(mine.state_dict())
+    if wrap:
+        mine[0] = compiled(mine[0])
+    else:
+        mine[0].compile(backend="eager")
+    x = torch.randn(64, 32)
+    fits = []
+    for model in (mine.eval(), plain.eval()):
+        with torch.no_grad():
+            model(x)  # compiles it, as calibration runs it
+        plan = dcl.plan(model, (32,), width=4)
+        fits.append(list(dcl.convert_(model, plan, init="fit", calibration=[x]).fits.values()))
+    assert fits[0] == fits[1]
+    with torch.no_grad():
+        torch.testing.assert_close(mine(x), plain(x))

@@ -12,10 +12,23 @@ ADDED = {
     "dcl demo --epochs 8 --seeds 5 --out my-demo": "--images 100 --epochs 1 --seeds 1",
     "dcl plan torchvision:resnet18 --only layer4.0.conv1 --measure": "--input-size 3,32,32",
     "dcl plan torchvision:resnet18 --select faster --batch 16": "--input-size 3,32,32",
+    "dcl plan torchvision:vgg16 --measure --only 'classifier.*'": "--input-size 3,32,32",
+    "dcl plan vgg16 --measure --device cuda --batch 64 --dtype bfloat16": "--device cpu --batch 2 --input-size 3,32,32",
+    "dcl plan vgg16 --select faster --mode compile --phase infer --device cuda --batch 64": (
+        "--device cpu --mode eager --batch 2 --input-size 3,32,32"
+    ),
     "dcl run table1": f"--sets II-01 --models baseline,A2 --seeds 1 {TINY}",
     "dcl run table1 --sets II-01,III-10 --seeds 5": "--dry-run",
     "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --out runs/part": f"--seeds 1 {TINY}",
     "dcl run table1 --set epochs=12 --set batch=50 --out runs/short": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run table1 --sets II-01,III-10 --models baseline,A2 --seeds 5 --data mnist/": f"--seeds 1 {TINY}",
+    "dcl run table2 --networks bignet --data cifar10 --seeds 3 --minutes 9": (
+        "--smoke --networks lenet --models lenet --seeds 1"
+    ),
+    "dcl run chart --data cifar10 --smoke": "--dry-run",
+    "dcl run figures --set parts=filters,curves": (
+        "--smoke --set parts=filters --set filters=10,25 --seeds 1 --out runs/figures"
+    ),
     "dcl run mine.toml --out runs/mine": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run table1 --minutes 20 --out runs/slices": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run table2 --networks bignet --data cifar10 --seeds 3": (
@@ -32,6 +45,9 @@ ADDED = {
     "dcl run table1-search --models baseline,A2 --out runs/search": "--dry-run",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/": "--dry-run",
     "dcl data digits --sets II-01,III-10 --out data/digits": "--images 50",
+    "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits": "--images 50",
+    "dcl data digits --sets II-01": "--images 50",
+    "dcl data digits --mnist mnist/ --out data/digits": "--sets II-01 --images 50",
     "dcl data sheet -o sheet.png": "--sets II-01,III-10 --samples 2",
     "python examples/train_image_folder.py digits/ --make --size 32 --epochs 5": (
         "--network shufflenet_v2_x0_5 --only stage4.1.branch2.0 --epochs 1"
@@ -41,15 +57,29 @@ ADDED = {
 
 # Commands with a word that the reader is meant to fill in.
 FILLED = {
-    "dcl report RUN": "dcl report runs/table1",
+    "dcl plan my_package.nets:make --input-size 1,28,28": "dcl plan nets.py:make --input-size 3,28,28",
+    "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist": (
+        "dcl run knowledge --set network=nets.py:make --set weights=nets.py --data mnist --dry-run"
+    ),
+}
+
+# Commands that are run before a page, for what its reader has by then.
+BEFORE = {
+    "docs/command.md": [
+        "dcl run table2 --smoke --networks lenet --models lenet --seeds 1 --out runs/lenet",
+        "dcl run table2 --smoke --networks wrn --models wrn --seeds 1 --out runs/wrn",
+    ],
 }
 
 # Commands on several pages whose products no page uses later: the first page that has one runs it for all.
-ONCE = ("dcl demo", "dcl doctor", "dcl run table1 --dry-run")
+ONCE = ("dcl demo", "dcl doctor", "dcl run table1 --dry-run", "dcl run table1 --smoke")
 
 # Commands that are looked at and not run, because they would change the environment that the tests run in:
 # `make -n` must know the target, and pip's extras must be in pyproject.toml.
 LOOKED_AT = ("make", "pip")
+
+# Commands whose words are checked and that are not run, because they download.
+CHECKED = ("dcl data fetch mnist", "dcl data fetch cifar10", "dcl data fetch cifar10 --out data")
 
 # Python: what stands on a page, and what is run instead. Every text must occur in the page's snippets.
 TEXT = {
@@ -72,15 +102,6 @@ TEXT = {
         "for seed in range(3)": "for seed in range(1)",
     },
 }  # fmt: skip
-
-# What a page's snippets take as given. `model` is there already where they need it.
-GIVEN = {
-    "README.md": """
-import torch
-x = torch.randn(2, 256, 8, 8)
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-""",
-}
 
 # Packages that a page needs and the library does not.
 NEEDS = {"docs/command.md": ("timm",), "docs/convert.md": ("onnxscript", "onnxruntime")}

@@ -6,6 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs import command_page
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
@@ -18,6 +20,12 @@ PROSE = ("text",)
 OUTPUT = "<!-- output -->"  # before a block of text: it is what the block above prints
 
 _FENCE = re.compile(r"^(`{3,}|:{3,})\s*(\S*)")
+
+
+def text_of(page: str) -> str:
+    """A page as the site has it: the command's page with its generated reference."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return text.replace(command_page.MARK, command_page.reference()) if command_page.MARK in text else text
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,11 @@ class Block:
         return f"{self.page}, line {self.line}"
 
     def commands(self) -> list[str]:
-        """The commands of a block for the shell, one a line or between dots, without comments."""
+        """The commands of a block for the shell, one a line or between dots or &&, without comments."""
         found = []
         for line in self.text.splitlines():
             bare = line[: _comment(line)].strip()
-            found += [part.strip() for part in bare.split(" · ")] if bare else []
+            found += [part.strip() for part in re.split(r" · | && ", bare)] if bare else []
         return found
 
 
@@ -54,7 +62,7 @@ def blocks_of(page: str) -> list[Block]:
     """Every fenced block of a page, in order; directives of Sphinx are no code."""
     blocks: list[Block] = []
     fence, start, kept, output = None, 0, [], False
-    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(page).splitlines(), 1):
         if fence is None:
             if found := _FENCE.match(line):
                 fence, start, kept = found, number, []
@@ -72,5 +80,5 @@ def blocks_of(page: str) -> list[Block]:
 
 def spans_of(page: str) -> list[str]:
     """Code inside of sentences."""
-    text = re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^(`{3,})[^\n]*\n.*?^\1$", "", text_of(page), flags=re.M | re.S)
     return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]

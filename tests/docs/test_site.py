@@ -1,16 +1,22 @@
 """What the pages say of the package is so: names, options, links."""
 
+import ast
 import importlib
 import re
 import shlex
+import tomllib
+from typing import Annotated
 
 import pytest
+import typer
 import typer.main
-from tests.docs.pages import PAGES, ROOT, spans_of
+from tests.docs.pages import PAGES, ROOT, blocks_of, spans_of, text_of
 
+import torch_dcl as dcl
+from docs import command_page
 from torch_dcl.cli.app import app
 
-ROOMS = ["", ".convert", ".data", ".training", ".models", ".experiments", ".kernels"]
+ROOMS = ["", ".convert", ".data", ".fleet", ".models", ".experiments", ".kernels"]
 COMMAND = typer.main.get_command(app)
 HELP = {"--help", "-h", "--debug", "--version", "--install-completion", "--show-completion"}
 
@@ -44,10 +50,56 @@ def options_of(command):
 
 @pytest.mark.parametrize("verb", sorted(COMMAND.commands))
 def test_the_page_of_the_command_has_every_option(verb):
-    text = (ROOT / "docs/command.md").read_text()
-    (section,) = re.findall(rf"^## `dcl {verb}\b.*?(?=^## )", text, re.M | re.S)
-    rows = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(-[\w-]+)`", rows)) == options_of(COMMAND.commands[verb]) - HELP
+    (section,) = re.findall(rf"^## `dcl {verb}`\n.*?(?=^## |\Z)", text_of("docs/command.md") + "\n", re.M | re.S)
+    rows = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| `-"))
+    assert set(re.findall(r"`(-[\w-]+)", rows)) == options_of(COMMAND.commands[verb]) - HELP
+
+
+def test_the_page_of_the_command_has_a_section_for_every_verb():
+    text = text_of("docs/command.md")
+    assert command_page.MARK not in text
+    sections = re.findall(r"^(##+) `(dcl .*)`\n\n[A-Z].*\.$", text, re.M)
+    inner = [f"dcl data {verb}" for verb in COMMAND.commands["data"].commands]
+    assert sorted(name for _, name in sections) == sorted([*(f"dcl {verb}" for verb in COMMAND.commands), *inner])
+    assert all(len(marks) == len(name.split()) for marks, name in sections)
+
+
+def test_a_verb_as_markdown():
+    app = typer.Typer(rich_markup_mode="rich")
+
+    @app.callback()
+    def main() -> None:
+        """A group."""
+
+    @app.command()
+    def bake(
+        flour: Annotated[str, typer.Argument(help="Of what.", metavar="RYE|WHEAT")],
+        salt: Annotated[int, typer.Option("--salt", "-s", help="Grams.", metavar="G")] = 9,
+        oven: Annotated[str, typer.Option(help="Where.  [dim]\\[default: the hot one][/dim]", show_default=False)] = "",
+        dry: Annotated[bool, typer.Option("--dry-run", help="As --salt says.")] = False,
+    ) -> None:
+        """Bake [bold]bread[/bold].
+
+        \b
+        [bold]Examples[/bold]
+          dcl bake rye \\[soon]
+        """
+
+    assert command_page.section("dcl bake", typer.main.get_command(app).commands["bake"]) == [
+        "## `dcl bake`", "", "Bake bread.", "",
+        "```text", "dcl bake [OPTIONS] RYE|WHEAT", "```", "",
+        "```", "dcl bake rye [soon]", "```", "",
+        "| option | meaning |", "|---|---|",
+        r"| `RYE\|WHEAT` | Of what. |",
+        "| `--salt G`, `-s` | Grams. Default: `9`. |",
+        "| `--oven` | Where. Default: the hot one. |",
+        "| `--dry-run` | As `--salt` says. |", "",
+    ]  # fmt: skip
+
+
+def test_no_table_of_options_is_written_by_hand():
+    rows = re.findall(r"^\| `-.*", (ROOT / "docs/command.md").read_text(), re.M)
+    assert rows == []
 
 
 def targets():
@@ -56,6 +108,8 @@ def targets():
 
 def trouble_with(span):
     """What is wrong with a command inside of a sentence; it is looked at, not run."""
+    if span.split()[0] not in ("dcl", "make", "python"):
+        return ""
     try:
         words = shlex.split(span)
     except ValueError as error:
@@ -105,7 +159,7 @@ def test_a_wrong_command_inside_of_a_sentence_is_found(span, told):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_to_files_lead_somewhere(page):
-    text = (ROOT / page).read_text()
+    text = text_of(page)
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     broken = [link for link in links if "://" not in link and not (ROOT / page).parent.joinpath(link).exists()]
     assert broken == []
@@ -139,3 +193,62 @@ def test_the_files_of_the_picture_exist():
         if not line.startswith("docs/"):
             missing += [str(home / name) for name in names if not (home / name).is_file()]
     assert missing == []
+
+
+def test_the_files_to_open_for_a_change_exist():
+    (table,) = re.findall(
+        r"^\| to change \| open \|\n.*?\n\n", (ROOT / "docs/architecture.md").read_text(), re.M | re.S
+    )
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", table)
+    assert len(named) > 10
+    assert [name for name in named if not (ROOT / "src/torch_dcl" / name).exists()] == []
+
+
+def messages():
+    """Every text in the package's sources, with … for what is filled in."""
+    for path in (ROOT / "src/torch_dcl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_on_the_page_of_trouble_are_those_of_the_package():
+    quoted = re.findall(r"^`(.+)`\n: ", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    assert len(quoted) > 20
+    known = list(messages())
+    patterns = {text: re.compile(".*".join(map(re.escape, text.split("…"))), re.S) for text in quoted}
+    assert [text for text, pattern in patterns.items() if not any(map(pattern.search, known))] == []
+
+
+def test_the_readme_is_short():
+    """At most 900 words beside the code, as a newcomer has two minutes."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert len(text.split()) <= 900
+
+
+def test_the_plan_in_the_readme_is_that_of_vgg16():
+    from torchvision.models import vgg16
+
+    plan = dcl.plan(vgg16(), input_size=(3, 224, 224))
+    printed = [line.rstrip() for line in plan.table(120).splitlines()]
+    (block,) = [block for block in blocks_of("README.md") if block.language == "text"]
+    assert [line for line in block.text.splitlines() if line not in printed] == []
+    assert len(block.text.splitlines()) == 6
+    saved = [100 * (1 - row.weights_after / row.weights) for row in plan.rows if row.selected]
+    whole = 100 * (1 - plan.weights_after / plan.weights)
+    (shown,) = re.findall(
+        r"\*\*Weights:\*\* (\d+) to (\d+) % fewer.*?, (\d+) % fewer", (ROOT / "README.md").read_text()
+    )
+    assert [int(number) for number in shown] == [round(min(saved)), round(max(saved)), round(whole)]
+
+
+def test_the_workflow_calls_targets_that_exist_with_pythons_that_are_supported():
+    text = (ROOT / ".github/workflows/ci.yml").read_text()
+    called = set(re.findall(r"run: make ([a-z-]+)", text))
+    assert {"lint", "docs", "test"} <= called <= targets()
+    versions = set(re.findall(r'"(3\.\d+)"', text))
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert {"3.11", "3.13"} <= versions
+    assert {f"Programming Language :: Python :: {version}" for version in versions} <= set(classifiers)

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.columns import build
-from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, classes_of, find_mnist, make_sets, read_mnist
+from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, classes_of, find_digits, make_sets, read_mnist
 from torch_dcl.experiments.protocol import Job, Trained
 from torch_dcl.experiments.runner import plan_fleets
 from torch_dcl.experiments.settings import SettingError, with_settings
@@ -241,8 +241,8 @@ def test_there_may_be_no_drop():
 
 def test_a_folder_without_mnist_is_refused(tmp_path):
     with pytest.raises(SettingError, match="has no idx files of MNIST"):
-        find_mnist(str(tmp_path))
-    assert find_mnist("excerpt") is None
+        find_digits(str(tmp_path))
+    assert find_digits("excerpt") is None
 
 
 def test_every_image_is_asked_for_where_all_are():

@@ -120,6 +120,23 @@ def test_a_last_line_that_is_whole_but_no_json_is_an_error(tmp_path):
         RunFolder(tmp_path, {}, format=1).read("outcomes")
 
 
+NESTED = '{"a": ' * 200_000 + "1" + "}" * 200_000
+
+
+def test_a_record_that_is_nested_beyond_measure_is_damaged(tmp_path):
+    (tmp_path / "outcomes.jsonl").write_text('{"a": 1}\n' + NESTED + "\n")
+    with pytest.raises(RunError, match=r"line 2, is damaged .*remove the line, or the folder"):
+        RunFolder(tmp_path, {}, format=1).read("outcomes")
+
+
+@pytest.mark.parametrize("look", [RunFolder.look, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()])
+def test_a_recipe_that_is_nested_beyond_measure_is_damaged(tmp_path, look):
+    (tmp_path / "recipe.json").write_text(NESTED)
+    with pytest.raises(RunError, match=r"recipe.json is damaged .*write the recipe again"):
+        look(tmp_path)
+    assert not is_locked(tmp_path / "lock")
+
+
 def test_every_flipped_bit_of_a_record_is_found(tmp_path):
     folder = RunFolder(tmp_path, {})
     for error in (1.96, 2.5):

@@ -266,24 +266,46 @@ KINDS = {
 
 
 def at_once(kind, dtype):
-    """Whether stage 2 is one kernel. Images as torch has them by default are turned for it, but not in full float32."""
-    apart = KINDS[kind][2] == torch.contiguous_format and "conv" in kind and "one position" not in kind
+    """Whether stage 2 is one kernel. Images as torch has them by default are turned for it, but not in full float32.
+
+    Images of one position or of one channel lie in both layouts.
+    """
+    apart = KINDS[kind][2] == torch.contiguous_format and "conv" in kind and "of one channel" not in kind
+    apart = apart and "one position" not in kind
     return not apart or dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
 
 
-def layer_case(kind, settings, training, device, dtype):
-    """A layer with its kernels, and beside it without them, against the same layer in float64.
+def in_float64(layer):
+    """The same layer in float64 on the CPU, but for its branch outputs: they are rounded as the layer rounds them.
 
-    What a layer rounds between its stages moves gradients where a response is near zero, with kernels or without.
+    Where a response is near zero, a branch output's last bit decides whether there is a gradient at all, and how steep
+    it is. So both must start stage 2 from the same numbers for their difference to be the error of what comes behind.
     """
+    exact = deepcopy(layer).to("cpu", torch.float64)
+
+    def rounded(construct, low):
+        def run(x, *parameters):
+            y, like = construct(x, *parameters), layer.branch.weight
+            with torch.no_grad():
+                error = low(*(None if t is None else t.to(like) for t in (x, *parameters))).to(y) - y
+            return y + error
+
+        return run
+
+    exact._construct = rounded(exact._construct, layer.branch)
+    exact._run_branch = rounded(exact._run_branch, layer._run_branch)
+    return exact
+
+
+def layer_case(kind, settings, training, device, dtype):
+    """A layer with its kernels, and beside it without them, against the same layer in float64."""
     torch.manual_seed(0)
     make, shape, memory = KINDS[kind]
     layer, x = make(**settings).to(memory_format=memory), torch.randn(shape).to(memory_format=memory)
     layer = layer.to(dtype).train(training)
     advance_branches_(layer, 3)
-    wide = deepcopy(layer).double()
-    advance_branches_(wide, 3)
     layer = layer.to(device)
+    wide = in_float64(layer)
     given, exact = x.to(device, dtype).requires_grad_(), x.to(dtype).double().requires_grad_()
     with dispatch.watch() as ran:
         z = layer(given)
@@ -349,8 +371,8 @@ def fixed_norm_case(kind, settings, device, dtype):
     _as_trained(layer)
     if layer.fusion.bias is not None:
         nn.init.normal_(layer.fusion.bias)
-    layer = layer.to(dtype)
-    wide, layer = deepcopy(layer).double(), layer.to(device)
+    layer = layer.to(device, dtype)
+    wide = in_float64(layer)
     given, fuse = x.to(device, dtype), "fuse_pairs" if layer.strategy == "stochastic" else "fuse_branches"
     path, errors = {f"{'project_and_fuse' if at_once(kind, dtype) else fuse}: kernel": 1}, {}
     with torch.no_grad(), dispatch.disabled():
@@ -367,10 +389,17 @@ def fixed_norm_case(kind, settings, device, dtype):
     return errors
 
 
+@torch.no_grad()
+def _moderate(wide, x):
+    """Where no response is so close to zero that a gradient says more of rounding than of its arithmetic."""
+    pre = deepcopy(wide.fusion).respond(wide._construct(x))
+    return torch.stack([p.abs() > 0.05 for p in pre]).all(0)
+
+
 def _learned(layer, wide, given, exactly_given, path):
     """z and gradients of a layer, with kernels and without, against another in float64."""
     names, found = ["z", "x", *(name for name, _ in layer.named_parameters())], []
-    state = deepcopy(layer.state_dict())
+    state, moderate = deepcopy(layer.state_dict()), _moderate(wide, exactly_given)
     for model, x, off in ((layer, given, False), (layer, given, True), (wide, exactly_given, True)):
         if off and model is layer:  # the running statistics were moved
             model.load_state_dict(state)
@@ -378,7 +407,7 @@ def _learned(layer, wide, given, exactly_given, path):
         with dispatch.watch() as ran, dispatch.disabled() if off else contextlib.nullcontext():
             z = model(own)
         assert off or dict(ran) == path, ran
-        grad = torch.randn(z.shape, generator=torch.Generator().manual_seed(9)).to(given.dtype).to(z)
+        grad = (torch.randn(z.shape, generator=torch.Generator().manual_seed(9)) * moderate).to(given.dtype).to(z)
         buffers = {name: value.clone() for name, value in model.named_buffers() if value.is_floating_point()}
         found.append([z, *torch.autograd.grad(z, [own, *model.parameters()], grad), *buffers.values()])
     errors = {}
@@ -419,8 +448,8 @@ def batch_norm_case(kind, settings, mean, device, dtype):
         _as_trained(layer)
     if layer.fusion.bias is not None:
         nn.init.normal_(layer.fusion.bias)
-    layer = layer.to(dtype)
-    wide, layer = deepcopy(layer).double(), layer.to(device)
+    layer = layer.to(device, dtype)
+    wide = in_float64(layer)
     path = {f"{'project_and_fuse' if at_once(kind, dtype) else 'fuse_branches'}: kernel": 1}
     errors = _learned(layer, wide, x.to(device, dtype), x.to(dtype).double(), path)
     counts = [int(value) for name, value in layer.named_buffers() if name.endswith("num_batches_tracked")]
@@ -447,8 +476,8 @@ def compiled_norm_case(training, device, dtype):
     make, shape, memory = KINDS["conv"]
     layer, x = make(**NORMS["T=2 bias"][1]).train(training), torch.randn(shape)
     _as_trained(layer)
-    layer = layer.to(dtype=dtype, memory_format=memory)
-    wide, layer = deepcopy(layer).double(), layer.to(device)
+    layer = layer.to(device, dtype, memory_format=memory)
+    wide = in_float64(layer)
     given = x.to(device, dtype, memory_format=memory)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with dispatch.watch() as ran, torch.set_grad_enabled(training):
@@ -474,8 +503,9 @@ CASES["batch norm, compiled"] = functools.partial(compiled_norm_case, True)
 def two_forwards_case(device, dtype):
     """Two forward passes before one backward pass, the second under activation checkpointing."""
     torch.manual_seed(0)
-    layer = DCLConv2d(6, 20, 3, width=8, norm_layer=nn.BatchNorm2d, bias=False).to(dtype)
-    wide, layer = deepcopy(layer).double(), layer.to(device, memory_format=torch.channels_last)
+    layer = DCLConv2d(6, 20, 3, width=8, norm_layer=nn.BatchNorm2d, bias=False)
+    layer = layer.to(device, dtype, memory_format=torch.channels_last)
+    wide = in_float64(layer)
     x = torch.randn(2, 2, 6, 5, 7).to(dtype)
     found = []
     for model, given, off in ((layer, x.to(device), False), (wide, x.double(), True)):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from torch_dcl.progress import first_rank, say_minutes
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,11 +32,6 @@ __all__ = [
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _aside = False
-
-
-def first_rank() -> bool:
-    """Whether this process may speak: with torchrun, the first one alone."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def several() -> bool:
@@ -163,18 +160,6 @@ _DEBUG = inspect.Parameter(
     default=False,
     annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
 )
-
-
-def say_minutes(seconds: float) -> str:
-    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    if whole < 48 * 3600:
-        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
-    return f"{seconds / 86400:.1f} days"
 
 
 def say_state(state: "State") -> str:

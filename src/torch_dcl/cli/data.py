@@ -19,7 +19,7 @@ from torch_dcl.cli.console import (
     print_json,
     read_device,
 )
-from torch_dcl.cli.progress import Bar
+from torch_dcl.progress import Bar
 
 __all__ = ["AsJson", "AsJsonEnd", "data_app", "what_is_here"]
 
@@ -192,11 +192,11 @@ def write_digits(
     from torch_dcl.data import Dataset, write_prepared
     from torch_dcl.data.digits import SIZES, generate, segment, source
     from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.experiments.digits import find_mnist
+    from torch_dcl.experiments.digits import find_digits
 
     if images is not None and images < 1:
         raise UsageError(f"--images must be at least 1, not {images}")
-    place, folder = read_device(device), find_mnist(mnist)
+    place, folder = read_device(device), find_digits(mnist)
     make_folder(out)
     cut = {split: segment(folder, split) for split in SIZES}
     screen = console()
@@ -238,14 +238,14 @@ def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) ->
     """Draw the contact sheet."""
     from torch_dcl.data.layouts import LAYOUTS
     from torch_dcl.data.sheet import contact_sheet
-    from torch_dcl.experiments.digits import find_mnist
+    from torch_dcl.experiments.digits import find_digits
 
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {path} does not")
     check_output(path)
     if samples < 1:
         raise UsageError(f"--samples must be at least 1, not {samples}")
-    contact_sheet(path, mnist=find_mnist(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])
+    contact_sheet(path, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])
     console().print(f"{len(sets)} sets drawn in {path}", markup=False)
 
 

@@ -13,14 +13,15 @@ import typer
 
 from torch_dcl.cli.config import Task, make_task
 from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
-from torch_dcl.cli.progress import Bar, Listener
+from torch_dcl.progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch_dcl.experiments.protocol import Progress
     from torch_dcl.experiments.runner import Failure, Summary
 
-__all__ = ["RESUME_ME", "dry_run", "run_demo", "run_task"]
+__all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
 
 RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
@@ -181,3 +182,36 @@ def _use_free_cores() -> int:
     threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - busy))
     torch.set_num_threads(threads)
     return threads
+
+
+class Listener:
+    """Takes what the training rooms tell of their progress, and moves a bar over networks.
+
+    Args:
+        bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
+        first: What is done before the first fleet.
+    """
+
+    def __init__(self, bar: Bar, first: str = "building networks") -> None:
+        self.bar, self.first = bar, first
+        self._before = 0.0
+        self._size = 0
+
+    def begin(self, before: int, total: int) -> None:
+        """So many networks were done before, and so many there are in all."""
+        self.bar.begin_at(before, total)
+        self._before, self._size = float(before), 0
+        self.bar.now(self.first)
+
+    def on_epoch(self, at: "Progress") -> None:
+        """A fleet is so far."""
+        if at.epoch == 0:
+            self._before, self._size = self._before + self._size, at.networks
+            fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""
+            self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
+        self.bar.inside(at.epoch, at.epochs, "epochs")
+        self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
+
+    def report(self, line: str) -> None:
+        """Print a line that stays."""
+        self.bar.note(line)

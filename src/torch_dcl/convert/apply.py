@@ -1,13 +1,13 @@
 """``convert_``: put DCL layers in the places that a plan names."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, check_values, fit_
+from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, measure_pace
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
@@ -28,10 +28,12 @@ from torch_dcl.convert.units import (
     thawed,
 )
 from torch_dcl.layers import _DCL
+from torch_dcl.progress import Bar, error_console
 from torch_dcl.stochastic import seed_branches_
 
 __all__ = ["Conversion", "convert_"]
 
+QUICK = 2.0  # seconds that a fit may take without a word
 Init = Literal["random", "fit"]
 _Unit = tuple[Row, nn.Module, nn.Module | None, nn.Module | None]
 """A row, its layer, its batch norm, and its ReLU if that can go."""
@@ -69,6 +71,7 @@ def convert_(
     calibration: Iterable[Any] | None = None,
     seed: int = 0,
     check: bool = True,
+    progress: bool | None = None,
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
@@ -93,6 +96,8 @@ def convert_(
             eval mode without gradients. If the converted network fails where the plain one does not, nothing is
             converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
             no example, and one on the meta device nothing to run: nothing is checked.
+        progress: Whether "fit" shows its progress on stderr: a bar in a terminal, a line now and then elsewhere. None
+            shows it where the fit is expected to take two seconds or more.
 
     Returns:
         What was done, with the fit's errors.
@@ -102,7 +107,7 @@ def convert_(
             converted, values that cannot be fitted, or a network that would fail afterwards.
         TypeError: an argument of the wrong kind.
     """
-    _check(model, plan, init, calibration, seed)
+    _check(model, plan, init, calibration, seed, progress)
     units = [(row, *_find(model, row)) for row in plan.selected]
     trial = Trial(model, plan.inputs if check and units else None)
     samples = {}
@@ -115,22 +120,23 @@ def convert_(
         build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
         for row, module, norm, _ in units
     ]
-    fits: dict[str, FitReport] = {}
+    fits = {}
     with all_or_nothing(model):
         _swap_units(model, units, layers)
         if layers:
             leave_fast_paths(model)
             seed_branches_(model, seed)
         trial.verify(model)  # before the fit, which may take minutes
-        for (row, module, norm, _), layer in zip(units, layers, strict=True):
-            if init == "fit":
-                trained = None if norm is None else thawed(norm)
-                fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
+        if init == "fit":
+            fits = _fit_units(units, layers, samples, seed, progress)
+        for (_, module, norm, _), layer in zip(units, layers, strict=True):
             carry_flags(layer, module, norm)
     return Conversion(tuple(row for row, *_ in units), fits)
 
 
-def _check(model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] | None, seed: int) -> None:
+def _check(
+    model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] | None, seed: int, progress: bool | None
+) -> None:
     """Refuse wrong arguments."""
     if init not in get_args(Init):
         raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
@@ -145,6 +151,8 @@ def _check(model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] 
         raise TypeError(f"seed must be a whole number, got {seed!r}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must be at least -2**63 and below 2**64, got {seed}")
+    if not isinstance(progress, bool | None):
+        raise TypeError(f"progress must be True, False or None (where the fit takes long), got {progress!r}")
 
 
 def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
@@ -176,3 +184,25 @@ def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
         if relu is not None:
             swap(model, names[relu], AbsorbedReLU().train(relu.training))
+
+
+def _fit_units(
+    units: Sequence[_Unit], layers: Sequence[_DCL], samples: Mapping[str, Tensor], seed: int, progress: bool | None
+) -> dict[str, FitReport]:
+    """Fit every layer to its unit."""
+    fits: dict[str, FitReport] = {}
+    times = []
+    if progress is not False and layers:
+        pace = measure_pace(layers[0])
+        for (row, _, norm, _), layer in zip(units, layers, strict=True):
+            times.append(estimate_seconds(layer, pace, calibrated=row.name in samples, normed=norm is not None))
+    is_shown = sum(times) >= QUICK if progress is None else progress
+    with Bar(error_console(quiet=not is_shown), len(layers), "layers fitted", expected=sum(times)) as bar:
+        for i, ((row, module, norm, _), layer) in enumerate(zip(units, layers, strict=True), 1):
+            bar.now(row.name)
+            trained = None if norm is None else thawed(norm)
+            fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
+            bar.advance()
+            if is_shown:
+                bar.expect(sum(times[:i]) / sum(times))
+    return fits

@@ -17,6 +17,7 @@ __all__ = ["TINY", "Components", "assume", "decompose"]
 OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
 DOUBT = 0.05  # how far a known variance may be missed, in units of itself, before it outweighs the first guess
 NEWTON_STEPS = 30
+BLOCK = 512  # rows and columns of a product that are formed at a time
 TINY = 1e-30
 
 Components = tuple[Tensor, Tensor]
@@ -31,12 +32,14 @@ def assume(weight: Tensor, deviation: Tensor, *, by_channel: bool) -> Components
         deviation: ``[K2]``, the standard deviations of the outputs.
         by_channel: Whether each of them is known. If not, only their total counts.
     """
-    wide = weight.double()
-    F = torch.cat((wide, math.sqrt(OFFSET) * wide.sum(1, keepdim=True)), 1)
+    offset = math.sqrt(OFFSET) * weight.sum(1, keepdim=True, dtype=torch.float64)
     frame = None
-    if F.shape[1] < F.shape[0]:
-        frame, F = torch.linalg.qr(F)
-    values, vectors = _eigen(F @ F.t())
+    if weight.shape[1] + 1 < weight.shape[0]:
+        frame, F = torch.linalg.qr(torch.cat((weight.double(), offset), 1))
+        moment = F @ F.t()
+    else:
+        moment = _square(weight).addmm_(offset, offset.t())
+    values, vectors = _eigen(moment)
     vectors = vectors if frame is None else frame @ vectors
     values = values / values.sum().clamp(min=TINY) + values.square() / values.square().sum().clamp(min=TINY)
     variance = deviation.double().square()
@@ -50,6 +53,18 @@ def assume(weight: Tensor, deviation: Tensor, *, by_channel: bool) -> Components
 def decompose(moment: Tensor) -> Components:
     """The principal components of outputs with this covariance."""
     return _scale(*_eigen(moment))
+
+
+def _square(weight: Tensor) -> Tensor:
+    """``weight·weightᵀ`` in float64: half of it, in blocks, since it is symmetric and a copy in float64 is large."""
+    size = len(weight)
+    lower = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
+    for column in range(0, weight.shape[1], BLOCK):
+        wide = weight[:, column : column + BLOCK].double()
+        for row in range(0, size, BLOCK):
+            rows = slice(row, row + BLOCK)
+            lower[rows, : rows.stop].addmm_(wide[rows], wide[: rows.stop].t())
+    return lower.tril_().add_(lower.tril(-1).t())
 
 
 def _eigen(moment: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ dead.
 import math
 from collections.abc import Sequence
 from itertools import combinations
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -17,14 +18,15 @@ from torch import Tensor
 from torch_dcl.convert.assumption import TINY
 from torch_dcl.functional import fuse_branches
 
-__all__ = ["Branches", "Rows", "Task", "relative_error", "solve"]
+__all__ = ["BATCH", "STEPS", "Branches", "Rows", "Task", "is_polished", "relative_error", "solve"]
 
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
 SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may agree on at the start
+STRENGTHS = (0.8, 0.6)  # of the features that belong to one branch, in units of T; the start has 1
 NUDGE = 0.01  # how far branches that start alike are pushed apart
 STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
-MIN_STEPS, WORK = 64, 2**28  # fewer steps where all of them together would touch more than so many weights
+WORK = 2**28  # no steps where all of them together would touch more than so many weights
 
 Rows = tuple[Tensor, Tensor]
 """Features u and the pre-activations a that belong to them, row by row."""
@@ -89,16 +91,33 @@ def _mean_square(x: Tensor) -> float:
 
 
 def solve(task: Task, probe: Rows, widths: Sequence[int], pairs: bool, generator: torch.Generator) -> Branches:
-    """The best start, polished, unless that made it worse on rows that took no part."""
+    """The best start, weakened or polished if that made it better on rows that took no part.
 
-    def loss(branches: Branches) -> float:
-        return relative_error(branches, probe, each=True)
+    A large layer is not polished: the steps that there is time for see too few rows for its many directions. What they
+    add is noise.
+    """
+
+    def measured(branches: Branches) -> tuple[float, Branches]:
+        return relative_error(branches, probe, each=True), branches
 
     T = len(widths)
     groups = list(combinations(range(T), 2 if pairs else T))
-    shared = sorted({min(round(share * min(widths)), len(task.basis)) for share in (SHARES if T > 1 else SHARES[-1:])})
-    start = min((_start(task, widths, s, groups, generator) for s in shared), key=loss)
-    return min(start, _polish(start, math.sqrt(loss(start)), task, generator), key=loss)
+    shares = sorted({min(round(share * min(widths)), len(task.basis)) for share in (SHARES if T > 1 else SHARES[-1:])})
+    starts = ((*measured(_start(task, widths, s, groups, generator)), s) for s in shares)
+    error, start, shared = min(starts, key=itemgetter(0))
+    found = [(error, start)]
+    # The product of the branches adds what none of them means, the more so the stronger the features of one branch are.
+    for strength in STRENGTHS if T > 1 else ():
+        weaker = [torch.cat((W[:shared], strength * W[shared:])) for W in start.W]
+        found.append(measured(start._replace(W=weaker)))
+    if is_polished(widths, start.W[0].shape[1]):
+        found.append(measured(_polish(start, math.sqrt(error), task, generator)))
+    return min(found, key=itemgetter(0))[1]
+
+
+def is_polished(widths: Sequence[int], out_channels: int) -> bool:
+    """Whether a layer is small enough to be polished."""
+    return STEPS * sum(widths) * out_channels <= WORK
 
 
 def _start(
@@ -141,9 +160,8 @@ def _polish(start: Branches, error: float, task: Task, generator: torch.Generato
     rates += sizes + [strength.new_tensor(0.2 * error)] * len(c)
     state = [(p, rate, torch.zeros_like(p), torch.zeros_like(p)) for p, rate in zip([*Q, *W, *c], rates, strict=True)]
     state = state if task.learns else state[: -len(c)]
-    steps = max(MIN_STEPS, min(STEPS, WORK // sum(W_t.numel() for W_t in W)))
-    for step in range(1, steps + 1):
-        pace = RATE * (1 + math.cos(math.pi * (step - 1) / steps)) / 2 / (1 - BETAS[0] ** step)
+    for step in range(1, STEPS + 1):
+        pace = RATE * (1 + math.cos(math.pi * (step - 1) / STEPS)) / 2 / (1 - BETAS[0] ** step)
         gradients = _gradients(out, *task.rows(BATCH, generator))
         for (p, rate, first, second), gradient in zip(state, gradients, strict=False):
             first.lerp_(gradient, 1 - BETAS[0])

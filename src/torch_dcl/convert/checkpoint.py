@@ -34,6 +34,7 @@ from torch_dcl.convert.units import (
 )
 from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
+from torch_dcl.functional import check_eps
 from torch_dcl.layers import _DCL
 
 __all__ = ["CheckpointError", "load_model", "save_model"]
@@ -92,9 +93,9 @@ def load_model(model_or_factory: nn.Module | Callable[[], nn.Module], path: str 
 
     Args:
         model_or_factory: What makes the plain network (``torchvision.models.vgg16``), or the network itself, plain or
-            with the same DCL layers. It is converted in place; a network that the file does not fit is left alone.
-            A DCL layer with a ``branch_activation``, or with another norm than a batch norm, must be there already.
-            Of a network in a wrapper (see :func:`save_model`) the one inside is loaded.
+            with the same DCL layers, whose ε becomes that of the file. It is converted in place; a network that the
+            file does not fit is left alone. A DCL layer with a ``branch_activation``, or with another norm than a batch
+            norm, must be there already. Of a network in a wrapper (see :func:`save_model`) the one inside is loaded.
         path: The file.
 
     Returns:
@@ -231,9 +232,14 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
         layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
         if layer is not module:
             changes[module] = layer
-        difference = _difference(_describe_layer(layer), entry)
+        # ε is state: a layer that is there already takes over the file's.
+        difference = _difference({**_describe_layer(layer), "eps": entry["eps"]}, entry)
         if difference:
             raise _misfit(path, f"{entry['names'][0]!r} has {difference}")
+        try:
+            check_eps(entry["eps"], layer.fusion.fused)
+        except ValueError as error:
+            raise _misfit(path, f"{entry['names'][0]!r} cannot take the file's: {error}") from error
     absorbed = [_place(names, places, path) for places in content["absorbed"]]
     norms = [norm for norm in absorbed if not isinstance(norm, AbsorbedNorm)]
     for norm in norms:

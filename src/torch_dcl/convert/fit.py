@@ -13,6 +13,7 @@ matrices", 2004).
 """
 
 import math
+import time
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from torch_dcl.convert.assumption import TINY, assume, decompose
-from torch_dcl.convert.branches import Branches, Rows, Task, relative_error, solve
+from torch_dcl.convert.branches import BATCH, STEPS, Branches, Rows, Task, is_polished, relative_error, solve
 from torch_dcl.layers import _DCL
 
-__all__ = ["FitReport", "check_values", "fit_"]
+__all__ = ["FitReport", "check_values", "estimate_seconds", "fit_", "measure_pace"]
 
 MIN_SAMPLES = 8
 BEYOND = 1e6  # how many times larger than the median, and than 1, a trained value may be
@@ -71,8 +72,7 @@ def fit_(
     """
     plain, norm = _check(layer, plain, norm, samples)
     fusion = layer.fusion
-    # Eigenvectors want float64, which not every device has.
-    device = plain.weight.device if plain.weight.is_cuda else torch.device("cpu")
+    device = _device_of(plain)
     with torch.autocast(device.type, enabled=False):
         generator = torch.Generator(device).manual_seed(seed)
         unit = _Unit.of(plain, norm, samples, device)
@@ -86,6 +86,42 @@ def fit_(
             width = min(sum(fusion.widths), fusion.out_channels)
             low_rank_error = relative_error(solve(task, probe, (width,), False, generator), held)
     return FitReport(error, low_rank_error, fusion.eps)
+
+
+def measure_pace(layer: _DCL) -> float:
+    """Seconds of an operation in float32 on the device that fits this layer, by one product of matrices."""
+    square = torch.ones(1024, 1024, device=_device_of(layer.branch), dtype=torch.float32)
+    square @ square  # the first product of a device takes longer
+    begin = time.perf_counter()
+    float((square @ square)[0, 0])
+    return (time.perf_counter() - begin) / 2**31
+
+
+def estimate_seconds(layer: _DCL, pace: float, *, calibrated: bool, normed: bool) -> float:
+    """About how long `fit_` will take. The factors are those of layers of 512 and of 4096 channels on two cores.
+
+    Args:
+        layer: The DCL layer.
+        pace: What `measure_pace` gives.
+        calibrated: Whether there are samples.
+        normed: Whether there is a batch norm.
+    """
+    fusion = layer.fusion
+    K2, width, inputs = fusion.out_channels, sum(fusion.widths), layer.branch.weight[0].numel()
+    rank, solutions = min(K2, inputs), min(fusion.branches, 2)
+    # An operation in float64 counts as two.
+    operations = 2 * inputs * K2 * (rank + width) + (26 + 26 * calibrated + 120 * normed) * rank**3
+    operations += 2 * 8192 * solutions * (K2 * rank + (K2 + rank) * width)
+    if not is_polished(fusion.widths, K2):
+        return pace * operations
+    operations += 4 * STEPS * BATCH * solutions * (K2 * rank + (2 * rank + 3 * K2) * width)
+    return pace * operations + 1e-3 * STEPS * solutions  # a step is some sixty calls
+
+
+def _device_of(plain: nn.Module) -> torch.device:
+    """Where to fit: eigenvectors want float64, which not every device has."""
+    weight: Tensor = plain.weight  # type: ignore[assignment]
+    return weight.device if weight.is_cuda else torch.device("cpu")
 
 
 class _Unit(NamedTuple):

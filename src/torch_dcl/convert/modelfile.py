@@ -1,5 +1,6 @@
 """The file of a converted network: its seal, what is wrong with one that cannot be read, and the form of what it says.
 
+The form of a plan's JSON is here too, since both may come from elsewhere.
 A network is not needed for any of this; whether the file fits one is the business of `torch_dcl.convert.checkpoint`.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["KEY", "NORMS", "VERSION", "CheckpointError", "digest_of", "read_checked"]
+__all__ = ["KEY", "NORMS", "PLAN", "VERSION", "CheckpointError", "digest_of", "find_flaw", "read_checked"]
 
 VERSION = 1
 KEY = "torch_dcl"
@@ -70,7 +71,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
         )
-    if flaw := _flaw(content, _FORM) or _wrong_tie(content["shared"], tensors):
+    if flaw := find_flaw(content, _FORM) or _wrong_tie(content["shared"], tensors):
         raise CheckpointError(f"{not_ours}: {flaw!r} in its description is missing or of another kind")
     return tensors, content
 
@@ -107,19 +108,48 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither NaN nor beyond a float
 
 
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
 def _each(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) is list and all(holds(item) for item in value)
+
+
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether it holds, or there is no value."""
+    return lambda value: value is None or value is ... or holds(value)
+
+
+def _is_timing(value: Any) -> bool:
+    """Milliseconds of a forward, and of a forward with its backward, which may be None."""
+    return type(value) is list and len(value) == 2 and _is_time(value[0]) and _or_none(_is_time)(value[1])
+
+
+def _are_timings(*names: str) -> Callable[[Any], bool]:
+    """Whether there are timings of all these, perhaps of others in pairs, or none at all."""
+
+    def holds(value: Any) -> bool:
+        if type(value) is not dict or not value.keys() >= {*names} or not all(map(_is_timing, value.values())):
+            return False
+        return ("plain, captured" in value) == ("dcl, captured" in value)
+
+    return _or_none(holds)
 
 
 def _is_optional_part(value: Any) -> bool:
     """None, or a norm or an activation: its kind and settings, which are known of batch norms alone."""
     if value is None:
         return True
-    return not _flaw(value, {"type": _is(str)}) and not (value["type"] in NORMS and _flaw(value, _BATCH_NORM))
+    return not find_flaw(value, {"type": _is(str)}) and not (value["type"] in NORMS and find_flaw(value, _BATCH_NORM))
 
 
 def _is_geometry(value: Any) -> bool:
-    return any(not _flaw(value, form) for form in (_LINEAR, _CONVOLUTION))
+    return any(not find_flaw(value, form) for form in (_LINEAR, _CONVOLUTION))
 
 
 _is_integer, _is_text, _is_flag = _is(int), _is(str), _is(bool)
@@ -158,8 +188,40 @@ _FORM = {
 }
 """What version 1 writes: a dictionary has these keys, a list items of one form, and for any other value this holds."""
 
+_are_counts, _are_texts = _each(_is_count), _each(_is_text)
+_is_comparison = _or_none(lambda value: _each(_is_number)(value) and len(value) == 3 and min(value[:2]) > 0)
+_ROW = {
+    **dict.fromkeys(("name", "kind", "status", "reason", "strategy"), _is_text),
+    **dict.fromkeys(("in_channels", "out_channels", "calls", "macs", "macs_after"), _is_count),
+    **dict.fromkeys(("weights", "weights_after", "parameters", "parameters_after"), _is_count),
+    **dict.fromkeys(("norm", "relu"), _or_none(_is_text)),
+    **dict.fromkeys(("eps", "paying_ratio"), _or_none(_is_number)),
+    "aliases": _are_texts,
+    "kernel": _are_counts,
+    "widths": _are_counts,
+    "selected": _is_flag,
+    "channels_last": _or_none(_is_flag),
+    "timings": _are_timings("plain", "dcl", "low_rank"),
+    "comparison": _is_comparison,
+}
+_CHOICE = {
+    "mode": lambda value: value in ("eager", "compile", "graph"),
+    "phase": lambda value: value in ("train", "infer"),
+    "network": _is_comparison,
+}
+PLAN = {
+    "rows": [_ROW],
+    "weights": _is_count,
+    "parameters": _is_count,
+    "example": _is_text,
+    "device": _or_none(_is_text),
+    "timings": _are_timings("plain", "dcl"),
+    "choice": _or_none(lambda value: not find_flaw(value, _CHOICE)),
+}
+"""The same for a plan. What a plan of an earlier version lacks, or has as null, is None or missing."""
 
-def _flaw(value: Any, form: Any, place: str = "") -> str:
+
+def find_flaw(value: Any, form: Any, place: str = "") -> str:
     """Where a description first departs from its form; empty if nowhere."""
     if isinstance(form, dict):
         if not isinstance(value, dict):
@@ -171,5 +233,5 @@ def _flaw(value: Any, form: Any, place: str = "") -> str:
         inner = [(str(i), item, form[0]) for i, item in enumerate(value)]
     else:
         return "" if form(value) else place
-    flaws = (_flaw(item, part, f"{place}.{key}".removeprefix(".")) for key, item, part in inner)
+    flaws = (find_flaw(item, part, f"{place}.{key}".removeprefix(".")) for key, item, part in inner)
     return next((flaw for flaw in flaws if flaw), "")

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from torch_dcl.convert.modelfile import PLAN, find_flaw
 from torch_dcl.convert.table import render
 from torch_dcl.fusion import Strategy
 
@@ -28,8 +29,6 @@ UNCAPTURED = "cannot be captured as a CUDA graph"
 Mode = Literal["eager", "compile", "graph"]
 Phase = Literal["train", "infer"]
 Pattern = str | Callable[[str, nn.Module], bool]
-GROWS = "would not shrink"
-"""How the reason of a unit begins that has no fewer weights as a DCL layer."""
 
 
 class Timing(NamedTuple):
@@ -262,6 +261,8 @@ class Plan:
             raise ValueError(
                 f"the plan is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"
             )
+        if flaw := find_flaw(data, PLAN):
+            raise ValueError(f"not a plan: {flaw!r} is missing or of another kind; write plans with Plan.to_json()")
         try:
             rows = tuple(_read_row(row) for row in data.pop("rows"))
             times = {"timings": _read_timings(data["timings"]), "choice": _read_choice(data.get("choice"))}

@@ -1,7 +1,9 @@
 """Listen to the layers of a network while calibration data runs through it."""
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -57,7 +59,7 @@ def collect_samples(
     handles = [listen(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
-        with evaluating(model):
+        with evaluating(model), _uncompiled():
             for batch in [calibration] if isinstance(calibration, Tensor | dict) else calibration:
                 batches += 1
                 inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
@@ -70,6 +72,12 @@ def collect_samples(
     if silent := ", ".join(repr(name) for name in layers if name not in kept):
         raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
     return {name: rows for name, (_, rows) in kept.items()}
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run parts that were compiled as they were written: compiled before, they do not call our hooks."""
+    compiles = "torch._dynamo" in sys.modules  # where nothing is compiled, do not load the compiler
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def _move(inputs: Any, device: torch.device) -> Any:

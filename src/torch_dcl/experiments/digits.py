@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_dcl.data._segments import read_digits
 from torch_dcl.data.digits import SIZES, generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
+from torch_dcl.data.mnist import FILES, find_mnist
 from torch_dcl.data.sources import places
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.paper_numbers import SETS
@@ -39,7 +40,7 @@ from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
     "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
-    "find_mnist", "make_sets", "mnist_in", "read_mnist", "read_sets",
+    "find_digits", "make_sets", "read_mnist", "read_sets",
 ]  # fmt: skip
 
 BATCH = 100
@@ -70,19 +71,7 @@ def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
     return Digits(read_digits(folder, "train"), read_digits(folder, "test"), source(folder))
 
 
-_FIRST = "train-images-idx3-ubyte"
-
-
-def mnist_in(place: Path) -> Path | None:
-    """The folder with MNIST's idx files in or below a place; None where there is none."""
-    for inside in ("MNIST/raw", "mnist", "."):
-        folder = place / inside
-        if any((folder / name).is_file() for name in (_FIRST, f"{_FIRST}.gz")):
-            return folder
-    return None
-
-
-def find_mnist(given: str | None) -> Path | None:
+def find_digits(given: str | None) -> Path | None:
     """The folder with MNIST's idx files; None for the embedded digits.
 
     Args:
@@ -94,11 +83,11 @@ def find_mnist(given: str | None) -> Path | None:
     if given == "excerpt":
         return None
     if given in (None, "", "auto"):
-        return next((folder for place in places() if (folder := mnist_in(place)) is not None), None)
-    folder = mnist_in(Path(str(given)).expanduser())
+        return next((folder for place in places() if (folder := find_mnist(place)) is not None), None)
+    folder = find_mnist(Path(str(given)).expanduser())
     if folder is None:
         raise SettingError(
-            f"{given} has no idx files of MNIST ({_FIRST}, gzipped or not, there or in MNIST/raw); "
+            f"{given} has no idx files of MNIST ({FILES['train'][0]}, gzipped or not, there or in MNIST/raw); "
             "leave the option out for the embedded excerpt"
         )
     return folder
@@ -241,7 +230,7 @@ class DigitRecipe(Recipe[C]):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Read MNIST."""
-        self.digits = read_mnist(find_mnist(self.config.data))
+        self.digits = read_mnist(find_digits(self.config.data))
         report(f"written with {self.digits.source}")
 
     def asked(self) -> dict[str, Any]:
@@ -274,7 +263,7 @@ class DigitRecipe(Recipe[C]):
         sets = len({job.data.partition("@")[0] for job in jobs})
         gib = largest * PER_NETWORK + sets * per_network * 28 * 28 / 2**30
         speed, measured = _speed(self.device)
-        digits, epochs = source(find_mnist(config.data)), f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
+        digits, epochs = source(find_digits(config.data)), f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
         elsewhere = f"; about {say_time(images / H200)} on an H200" if self.device == "cpu" else ""
         words = {
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",

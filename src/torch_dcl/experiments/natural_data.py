@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data import Dataset, load
+from torch_dcl.data.mnist import find_mnist
 from torch_dcl.data.sources import places
-from torch_dcl.experiments.digits import mnist_in
 from torch_dcl.experiments.natural_networks import (
     DATA,
     TrainingRecipe,
@@ -163,7 +163,7 @@ def tensors_of(data: Dataset) -> list[Tensor]:
 def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
     """Whether files of a named set are in the usual places, or in a folder alone, judged by their names."""
     if name == "mnist":
-        return any(mnist_in(place) is not None for place in places(root))
+        return any(find_mnist(place) is not None for place in places(root))
     return any((place / file).exists() for place in places(root) for file in _FILES[name])
 
 

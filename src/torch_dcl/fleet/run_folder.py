@@ -108,7 +108,7 @@ class RunFolder:
             recipe = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise RunError(f"{os.fspath(path)} is no run folder: it has no recipe.json") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
         if not isinstance(recipe, dict):
             raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
@@ -150,7 +150,7 @@ class RunFolder:
                 try:
                     if line:
                         records.append(_record(line, checked=self.format > 1))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if number < len(lines) - 1:
                         raise RunError(
                             f"{path}, line {number + 1}, is damaged ({error}); remove the line, or the folder"
@@ -180,6 +180,7 @@ def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
 
     Raises:
         ValueError: It is not JSON, or its checksum is missing or wrong.
+        RecursionError: It is nested too deep.
     """
     if checked:
         match = _CHECKED.fullmatch(line)

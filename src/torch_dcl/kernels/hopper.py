@@ -305,7 +305,7 @@ class _Described(Launch):
     def __call__(self, *given: Any) -> None:
         """Launch on tensors, descriptions of tensors, and None."""
         addresses = [value.data_ptr() if isinstance(value, Tensor) else value for value in given]
-        self.start(given, addresses, not any(address & 15 for address in addresses if isinstance(address, int)))
+        self.start(given, addresses)
 
 
 @kept

@@ -14,19 +14,24 @@ from torch import Tensor
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
 from torch_dcl.kernels.launcher import Launch, is_traced, kept
-from torch_dcl.kernels.project import by_branch, by_weights, weight_gradient
+from torch_dcl.kernels.project import ON_CHIP, by_branch, by_weights, weight_gradient
 from torch_dcl.kernels.sizes import cdiv
 
-__all__ = ["kept_backward", "kept_forward"]
+__all__ = ["in_one", "kept_backward", "kept_forward"]
 
 
 @triton.jit
 def _products(
-    acc, y, w, p, n, k, P, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr
-):
+    acc, y, w, low, p, n, k, P, ROUNDED: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Branch t's products of a few filters, added to the others'."""
     rows = tl.load(y + p[:, None] * (T * M) + t * M + k[None, :], mask=(p < P)[:, None] & (k < M)[None, :], other=0.0)
-    weights = tl.load(w + (t * M + k)[:, None] * N + n[None, :], mask=(k < M)[:, None] & (n < N)[None, :], other=0.0)
+    at, inside = (t * M + k)[:, None] * N + n[None, :], (k < M)[:, None] & (n < N)[None, :]
+    weights = tl.load(w + at, mask=inside, other=0.0).to(rows.dtype)
+    if ROUNDED:
+        first = tl.where(tl.program_id(0) == 0, M, 0)
+        tl.store(low + at, weights, mask=(k < first)[:, None] & (n < N)[None, :])
     return tl.dot(rows, weights, acc, input_precision=PRECISION)
 
 
@@ -42,7 +47,7 @@ def _respond(acc, bias, pre, n, mask, t: tl.constexpr, N: tl.constexpr, BIAS: tl
 
 @triton.jit
 def _kept_forward(
-    y, w, bias, pre, out, P, eps, floor,
+    y, w, bias, pre, out, low, P, eps, floor, ROUNDED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -54,10 +59,10 @@ def _kept_forward(
     acc2 = tl.zeros((BM, BN), tl.float32)
     for first in range(0, M, BK):
         k = first + tl.arange(0, BK)
-        acc0 = _products(acc0, y, w, p, n, k, P, 0, N, M, T, PRECISION)
-        acc1 = _products(acc1, y, w, p, n, k, P, 1, N, M, T, PRECISION)
+        acc0 = _products(acc0, y, w, low, p, n, k, P, ROUNDED, 0, N, M, T, PRECISION)
+        acc1 = _products(acc1, y, w, low, p, n, k, P, ROUNDED, 1, N, M, T, PRECISION)
         if T == 3:
-            acc2 = _products(acc2, y, w, p, n, k, P, 2, N, M, T, PRECISION)
+            acc2 = _products(acc2, y, w, low, p, n, k, P, ROUNDED, 2, N, M, T, PRECISION)
     mask = (p < P)[:, None] & (n < N)[None, :]
     at = p[:, None] * N + n[None, :]
     size = (tl.zeros((), tl.int64) + P) * N
@@ -133,17 +138,23 @@ def _kept_backward(
             tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=n < tl.where(filters == 0, N, 0))
 
 
-def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool) -> Tensor:
-    """What `project.project_forward` does; give the responses before their ReLU, ``[T, P, K2]``.
+def kept_forward(
+    y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool,
+    low: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What `project.Projection` does; give the responses before their ReLU, ``[T, P, K2]``.
 
-    A bias is added before a product is rounded, so that a response keeps its sign.
+    A bias is added before a product is rounded, so that a response keeps its sign. Weights are of another type than y,
+    and ``low`` is written, only where it all is `in_one` kernel.
     """
     P, N = len(y), weight.shape[1]
-    if _forward_in_one(P, T) and y.dtype != torch.float32:
+    if in_one(P, T, y.dtype):
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
-        of_bias = None if bias is None else bias.dtype
-        launch = _forward_launch(P, y.shape[1] // T, T, N, y.dtype, eps, pairs, of_bias, y.device)
-        launch(y, weight, y if bias is None else bias, pre, z)
+        launch = _forward_launch(
+            P, y.shape[1] // T, T, N, y.dtype, weight.dtype, eps, pairs, None if bias is None else bias.dtype,
+            low is not None, y.device,
+        )  # fmt: skip
+        launch(y, weight, y if bias is None else bias, pre, z, y if low is None else low)
         return pre
     parts, weights = by_branch(y, T), weight.view(T, -1, N)
     if bias is None:
@@ -162,18 +173,21 @@ def kept_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: i
 
 @kept
 def _forward_launch(
-    P: int, M: int, T: int, N: int, dtype: torch.dtype, eps: float, pairs: bool, bias: torch.dtype | None,
-    device: torch.device,
+    P: int, M: int, T: int, N: int, dtype: torch.dtype, of_weight: torch.dtype, eps: float, pairs: bool,
+    bias: torch.dtype | None, rounded: bool, device: torch.device,
 ) -> Launch:  # fmt: skip
+    del device  # a part of what tells launches apart
     tiles, options = _tiles(P, N, T)
+    stage = T * tiles["BK"] * (tiles["BM"] * dtype.itemsize + tiles["BN"] * of_weight.itemsize)
+    options["num_stages"] = max(1, min(options["num_stages"], ON_CHIP // stage))
     values = {"P": P, **constants(eps, 2 if pairs else T, dtype), "N": N, "M": M, "T": T, "PAIRS": pairs}
-    values |= {"BIAS": bias is not None, "PRECISION": "tf32", **tiles}
+    values |= {"BIAS": bias is not None, "PRECISION": "tf32", "ROUNDED": rounded, **tiles}
     return Launch(_kept_forward, (cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"])), values, {**options, **OPTIONS})
 
 
-def _forward_in_one(P: int, T: int) -> bool:
+def in_one(P: int, T: int, dtype: torch.dtype) -> bool:
     """Whether one kernel is faster than cuBLAS's products and a fusion; on an H200, see ``results/small.csv``."""
-    return 0 < P <= (512 if T == 2 else 128)
+    return 0 < P <= (512 if T == 2 else 128) and dtype is not torch.float32
 
 
 def _tiles(P: int, N: int, T: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -29,37 +29,66 @@ __all__ = ["Statistics"]
 
 _SIDE = 64
 """Filters of a tile of the covariance."""
-_POSITIONS = 64
 _TILE = 16
 """Outputs of a program that turns moments into scales."""
+_IN_FLIGHT = 16_384
+"""Numbers that a program adds up at once: what it waits for is memory, which gives as many in the same time."""
+
+
+@triton.jit
+def _around(rows, columns, first, there, WIDTH: tl.constexpr):
+    """Values less those of the first row, in float32; zero beyond the last row."""
+    inside = there[:, None] & (columns < WIDTH)[None, :]
+    return tl.where(there[:, None], tl.load(rows + columns[None, :], mask=inside, other=0.0) - first[None, :], 0.0)
 
 
 @triton.jit
 def _moments(
-    y, parts, P, share, M: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, BM: tl.constexpr
-):
-    """Sums of y and of its products over a share of the positions, around the first row: means may be large."""
+    y, parts, P, share, M: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Sums of y and of its products over a share of the positions, around the first row: means may be large.
+
+    A program takes all branches together, whose WIDTH is T·M, or one of them, whose WIDTH is M. A difference of two
+    numbers of a half type is the sum of two such numbers, but for its last bits, so that products of these will do.
+    """
     i = tl.program_id(1) // TILES * BK + tl.arange(0, BK)
     j = tl.program_id(1) % TILES * BK + tl.arange(0, BK)
     own = y + tl.program_id(2) * M
-    first_i = tl.load(own + i, mask=i < M, other=0.0).to(tl.float32)
-    first_j = tl.load(own + j, mask=j < M, other=0.0).to(tl.float32)
+    kind = y.dtype.element_ty
+    first_i = tl.load(own + i, mask=i < WIDTH, other=0.0).to(tl.float32)
+    first_j = tl.load(own + j, mask=j < WIDTH, other=0.0).to(tl.float32)
     products = tl.zeros((BK, BK), tl.float32)
+    mixed = tl.zeros((BK, BK), tl.float32)
     sums = tl.zeros((BK,), tl.float32)
     start = tl.program_id(0).to(tl.int64) * share
     for step in range(0, share, BM):
         p = start + step + tl.arange(0, BM)
         there = (p < P) & (step + tl.arange(0, BM) < share)
         rows = own + p[:, None] * (T * M)
-        a = tl.load(rows + i[None, :], mask=there[:, None] & (i < M)[None, :], other=0.0).to(tl.float32)
-        b = tl.load(rows + j[None, :], mask=there[:, None] & (j < M)[None, :], other=0.0).to(tl.float32)
-        a = tl.where(there[:, None], a - first_i[None, :], 0.0)
-        b = tl.where(there[:, None], b - first_j[None, :], 0.0)
-        products = tl.dot(tl.trans(a), b, products, input_precision="tf32x3")
+        b = _around(rows, j, first_j, there, WIDTH)
+        a = b
+        if TILES > 1:
+            a = _around(rows, i, first_i, there, WIDTH)
         sums += tl.sum(b, 0)
-    to = parts + (tl.program_id(0).to(tl.int64) * T + tl.program_id(2)) * ((M + 1) * M)
-    tl.store(to + j, sums, mask=j < M)  # the same of every row of tiles
-    tl.store(to + (i + 1)[:, None] * M + j[None, :], products, mask=(i < M)[:, None] & (j < M)[None, :])
+        if kind == tl.float32:
+            products = tl.dot(tl.trans(a), b, products, input_precision="tf32x3")
+        else:
+            high_b = b.to(kind)
+            low_b = (b - high_b).to(kind)
+            high_a = a.to(kind)
+            products = tl.dot(tl.trans(high_a), high_b, products)
+            mixed = tl.dot(tl.trans(high_a), low_b, mixed)
+            if TILES > 1:
+                mixed = tl.dot(tl.trans((a - high_a).to(kind)), high_b, mixed)
+    if TILES == 1:  # then the other mixed products are the same, the other way round
+        mixed += tl.trans(mixed)
+    products += mixed
+    to = parts + (tl.program_id(0).to(tl.int64) * T + tl.program_id(2) + j // M) * ((M + 1) * M) + j % M
+    tl.store(to, sums, mask=j < WIDTH)  # the same of every row of tiles
+    same = (i // M)[:, None] == (j // M)[None, :]
+    inside = (i < WIDTH)[:, None] & (j < WIDTH)[None, :]
+    tl.store(to[None, :] + (i % M + 1)[:, None] * M, products, mask=same & inside)
 
 
 @triton.jit
@@ -84,17 +113,21 @@ def _scale_and_shift(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.c
 def _statistics_of(
     parts, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, count, epsilon, momentum,
     t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
-    BETA: tl.constexpr, TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    BETA: tl.constexpr, TRACK: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     inside = n < N
+    square = (k < M)[:, None] & (k < M)[None, :]
     sums = tl.zeros((BK,), tl.float32)
     C = tl.zeros((BK, BK), tl.float32)
-    for part in range(count):
+    for first in range(0, count, AT_ONCE):  # several parts at once, for their loads to overlap
+        part = first + tl.arange(0, AT_ONCE)
         own = parts + (part * T + t) * ((M + 1) * M)
-        sums += tl.load(own + k, mask=k < M, other=0.0)
-        C += tl.load(own + (k + 1)[:, None] * M + k[None, :], mask=(k < M)[:, None] & (k < M)[None, :], other=0.0)
+        there = part < count
+        sums += tl.sum(tl.load(own[:, None] + k[None, :], mask=there[:, None] & (k < M)[None, :], other=0.0), 0)
+        at = own[:, None, None] + ((k + 1)[:, None] * M + k[None, :])[None, :, :]
+        C += tl.sum(tl.load(at, mask=there[:, None, None] & square[None, :, :], other=0.0), 0)
     positions = tl.zeros((), tl.float32) + P
     sums /= positions
     C = C / positions - sums[:, None] * sums[None, :]
@@ -135,7 +168,7 @@ def _statistics(
     parts, y, w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, c0, c1, c2, known, low,
     P, count, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
-    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    TRACK: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
 
@@ -146,17 +179,17 @@ def _statistics(
     if tl.program_id(1) == 0:
         _statistics_of(
             parts, y, w, bias, g0, b0, m0, v0, c0, known, low, P, count, epsilon, momentum,
-            0, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+            0, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
         )  # fmt: skip
     elif tl.program_id(1) == 1:
         _statistics_of(
             parts, y, w, bias, g1, b1, m1, v1, c1, known, low, P, count, epsilon, momentum,
-            1, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+            1, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
         )  # fmt: skip
     elif T == 3:
         _statistics_of(
             parts, y, w, bias, g2, b2, m2, v2, c2, known, low, P, count, epsilon, momentum,
-            2, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
+            2, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
         )  # fmt: skip
 
 
@@ -275,19 +308,27 @@ class Statistics:
             values = {**sizes, "BM": 32, "BN": 128}
             self._find = Launch(_fixed, (cdiv(N, 128), T, cdiv(M, 32)), values, {"num_warps": 4, **OPTIONS})
             return
-        side = min(_SIDE, BK)
-        tiles = cdiv(M, side)
-        # A part is a sum of at least so many positions that writing and reading it costs less than they do.
-        parts = max(1, min(cdiv(P, 4 * max(_POSITIONS, M)), 2 * processors(device) // (tiles * tiles * T)))
-        share = cdiv(cdiv(P, parts), _POSITIONS) * _POSITIONS
-        self.parts = cdiv(P, share)
-        values = {"P": P, "share": share, "M": M, "T": T, "BK": side, "TILES": tiles, "BM": _POSITIONS}
-        options = {"num_warps": 4, "num_stages": 3, **OPTIONS}
-        self._add = Launch(_moments, (self.parts, tiles * tiles, T), values, options)
+        self._add = self._launch_moments(device)
+        self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if track else 0
         values = {**sizes, "P": P, "count": self.parts, "momentum": norms.momentum or 0.0, "TRACK": how}
-        options = {"num_warps": 8 if BK > _SIDE else 4, "num_stages": 3, **OPTIONS}
-        self._find = Launch(_statistics, (cdiv(N, _TILE), T), {**values, "BK": BK, "BN": _TILE}, options)
+        values |= {"AT_ONCE": max(1, _IN_FLIGHT // BK**2), "BK": BK, "BN": _TILE}
+        options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
+        self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
+
+    def _launch_moments(self, device: torch.device) -> Launch:
+        P, M, T = self.P, self.M, self.T
+        together = T * M <= _SIDE  # then rows are read whole, and what branches have in common is left out at the end
+        width = T * M if together else M
+        side = min(_SIDE, max(16, next_power_of_2(width)))
+        tiles, BM = cdiv(width, side), 4096 // side
+        programs = tiles * tiles * (1 if together else T)
+        # A part is a sum of at least so many positions that writing and reading it costs less than they do.
+        parts = max(1, min(cdiv(P, 4 * max(BM, M)), 2 * processors(device) // programs))
+        share = cdiv(cdiv(P, parts), BM) * BM
+        values = {"P": P, "share": share, "M": M, "T": T, "WIDTH": width, "BK": side, "TILES": tiles, "BM": BM}
+        grid = (cdiv(P, share), tiles * tiles, 1 if together else T)
+        return Launch(_moments, grid, values, {"num_warps": 4, "num_stages": 3, **OPTIONS})
 
     def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms) -> tuple[Tensor, Tensor]:
         """What the projection and its backward pass know of their norms, and the weights in the type of y.
@@ -352,9 +393,9 @@ class Statistics:
         values = {
             "P": self.P, "of_sums": of_sums, "sums_apart": sums_rows * N, "of_dws": of_dws, "dws_apart": dws_rows * N,
             "dws_first": (dws_rows - T * M) * N, "N": N, "M": M, "T": T, "FIXED": self.fixed,
-            "AT_ONCE": max(1, 256 // BK), "BK": BK, "BN": _TILE,
+            "AT_ONCE": _IN_FLIGHT // (BK * _TILE), "BK": BK, "BN": _TILE,
         }  # fmt: skip
-        return Launch(_gradients, (cdiv(N, _TILE), T), values, {"num_warps": 4, "num_stages": 2, **OPTIONS})
+        return Launch(_gradients, (cdiv(N, _TILE), T), values, {"num_warps": 8, "num_stages": 2, **OPTIONS})
 
 
 def _three(tensors: Sequence[Tensor], otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:

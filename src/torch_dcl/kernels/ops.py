@@ -153,12 +153,15 @@ def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) 
 def _op_project(
     y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z ``[P, K2]``; the weights as they were computed with; the responses, or nothing."""
-    plan, low = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None), weight.to(y.dtype, copy=True)
-    if not keep and launch.takes_hopper(plan, y, low) is not None:
-        return torch.ops.torch_dcl.hopper_project(y, low, bias, eps), low, y.new_empty(0)
-    z, (_, pre) = plan.forward(y, low, bias, None)
-    return z, low, y.new_empty(0) if pre is None else pre
+    """z ``[P, K2]``; the weights as they were computed with, or nothing if they are those given; likewise responses."""
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
+    if not keep and launch.takes_hopper(plan, y, weight) is not None:
+        low = weight.to(y.dtype)
+        z, pre = torch.ops.torch_dcl.hopper_project(y, low, bias, eps), None
+    else:
+        z, (low, pre) = plan.forward(y, weight, bias, None)
+    assert low is not None
+    return z, y.new_empty(0) if low is weight else low, y.new_empty(0) if pre is None else pre
 
 
 @operation("project_backward")
@@ -264,7 +267,7 @@ def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     y, weight, bias, *settings = inputs
     _, low, pre = output
     ctx.mark_non_differentiable(low, pre)
-    ctx.save_for_backward(y, low, bias, pre)
+    ctx.save_for_backward(y, low if low.numel() else weight, bias, pre)
     ctx.settings, ctx.dtype = settings, unit.gradient_type(y.dtype, weight)
 
 

@@ -20,12 +20,13 @@ __all__ = ["add_parts_", "backward", "backward_rows", "forward"]
 
 @triton.jit
 def _columns(
-    w, bias, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    w, bias, n, kind: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The weights of branch t for the outputs n, and the scale and the shift of their responses."""
     k = tl.arange(0, BK)
     weights = tl.load(w + (t * M + k)[:, None] * N + n[None, :], mask=(k < M)[:, None] & (n < N)[None, :], other=0.0)
+    weights = weights.to(kind)
     if NORM:
         scale = tl.load(bias + t * N + n, mask=n < N, other=0.0)
         return weights, scale, tl.load(bias + (T + t) * N + n, mask=n < N, other=0.0)
@@ -64,17 +65,32 @@ def _response(rows, w, scale, shift, NORM: tl.constexpr, BM: tl.constexpr, BN: t
 
 
 @triton.jit
+def _keep(
+    low, weights, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write weights as they were computed with; the first program of every few outputs does it."""
+    k = tl.arange(0, BK)
+    first = tl.where(tl.program_id(1) == 0, M, 0)
+    tl.store(low + (t * M + k)[:, None] * N + n[None, :], weights, mask=(k < first)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
 def _forward_pass(
-    y, w, bias, out, P, eps, floor, CAREFUL: tl.constexpr,
+    y, w, bias, out, low, P, eps, floor, CAREFUL: tl.constexpr, ROUNDED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z of this program's outputs at its positions; whether everything was moderate, as 0 or NaN."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    if ROUNDED:
+        _keep(low, w0, n, 0, N, M, BK)
+        _keep(low, w1, n, 1, N, M, BK)
+        if T == 3:
+            _keep(low, w2, n, 2, N, M, BK)
     seen = tl.zeros((BM,), tl.float32)
     for m in range(tl.program_id(1), tl.cdiv(P, BM), tl.num_programs(1)):
         p = tl.arange(0, BM).to(tl.int64) + m * BM
@@ -101,24 +117,26 @@ def _met(found):
 
 @triton.jit
 def forward(
-    y, w, bias, out, found, P, eps, floor, FOUND: tl.constexpr,
+    y, w, bias, out, low, found, P, eps, floor, FOUND: tl.constexpr, ROUNDED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z of a few outputs, position by position."""
+    """z of a few outputs, position by position; with ROUNDED the weights in the type of y, as well."""
     eps, floor = single(eps), single(floor)
     moderate = float("nan")
     if FOUND:
         moderate = _met(found)
     elif QUICK > 0:
         moderate = _forward_pass(
-            y, w, bias, out, P, eps, floor, False, N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION
-        )
+            y, w, bias, out, low, P, eps, floor, False, ROUNDED,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
     if moderate != 0:
         _forward_pass(
-            y, w, bias, out, P, eps, floor, True, N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION
-        )
+            y, w, bias, out, low, P, eps, floor, True, False,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -159,9 +177,9 @@ def _backward_pass(
     the responses are written if a later product wants them, which is to KEEP them.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
     size = (tl.zeros((), tl.int64) + P) * N  # P = 1 is a constant here, and has no type of its own
     kind = grad.dtype.element_ty
     seen = tl.zeros((BM,), tl.float32)
@@ -264,8 +282,8 @@ def _rows_pass(
     dy2 = tl.zeros((BM, BK if T == 3 else 1), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
-        w0, s0, b0 = _columns(w, bias, n, 0, N, M, T, BIAS, NORM, BN, BK)
-        w1, s1, b1 = _columns(w, bias, n, 1, N, M, T, BIAS, NORM, BN, BK)
+        w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+        w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
         mask = (p < P)[:, None] & (n < N)[None, :]
         g = tl.load(grad + p[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
         x0 = _product(rows0, w0, BM, BN, PRECISION)
@@ -274,7 +292,7 @@ def _rows_pass(
         b = respond(_affine(x1, s1, b1, NORM))
         c = b
         if T == 3:
-            w2, s2, b2 = _columns(w, bias, n, 2, N, M, T, BIAS, NORM, BN, BK)
+            w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, 2, N, M, T, BIAS, NORM, BN, BK)
             x2 = _product(rows2, w2, BM, BN, PRECISION)
             c = respond(_affine(x2, s2, b2, NORM))
         if CAREFUL:

@@ -32,7 +32,7 @@ class Plan:
         eps: ε.
         pairs: Whether to take the mean over pairs instead of fusing all.
         keep: Whether to keep the responses for the backward pass; not behind norms.
-        norms: The settings of norms with the types of their tensors, or None.
+        norms: `Norms` with types in the place of tensors, and whether there are biases before them; or None.
         tf32: Whether products of float32 may be of TF32.
         track: Whether to update running statistics.
     """
@@ -44,13 +44,15 @@ class Plan:
     ) -> None:  # fmt: skip
         from torch_dcl.kernels import moments, project  # noqa: PLC0415
 
-        del of_weight  # a part of what tells plans apart, as are the types of the norms' tensors
         self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
         width = shape[channels]
         P = 1
         for size in (*shape[:channels], *shape[channels + 1 :]):
             P *= size
         self.P, self.width, self.M = P, width, width // T
+        self.rounds = of_weight is not dtype
+        """Whether weights are of another type, as they are under autocast; that of the norms' tensors is a part of what
+        tells plans apart."""
         self.last = channels == len(shape) - 1
         """Whether the channels are the last dimension, as in a linear layer, so that there is one layout."""
         self.rows = launch.room_for(shape, channels)
@@ -62,12 +64,15 @@ class Plan:
         self.statistics = None
         norm = 0
         if norms is not None:
-            norm, of_bias = 2 - norms[0].fixed, torch.float32
-            self.statistics = moments.Statistics(P, self.M, T, N, device, norms[0], bias=norms[1], track=track)
+            settings = Norms(*norms[:-1])
+            norm, of_bias = 2 - settings.fixed, torch.float32
+            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norms[-1], track=track)
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
 
-    def forward(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None) -> tuple[Tensor, Known]:
-        """z, and what backward wants; the device of y must be the current one."""
+    def forward(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None, *, learns: bool = True
+    ) -> tuple[Tensor, Known]:
+        """z, and what backward wants if anything learns; the device of y must be the current one."""
         rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
         z = torch.empty_strided(self.z_shape, self.z_stride, dtype=y.dtype, device=y.device)
         known: Known
@@ -76,30 +81,32 @@ class Plan:
             self.projection(rows, low, about, z)
             known = (low, about)
         else:
-            low = (weight if weight.dtype is y.dtype else weight.to(y.dtype)).contiguous()
-            known = (low, self._project(rows, low, bias, z))
+            known = self._project(rows, weight.contiguous(), bias, z, learns)
         if self.turned and not self.last:
             z = launch.turn(z, self.channels, False, z.dtype)
         return z, known
 
-    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> Tensor | None:
-        """Write z; give the responses if they are kept."""
+    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, learns: bool) -> Known:
+        """Write z; give the weights in the type of y, and the responses if they are kept."""
+        from torch_dcl.kernels import kept as responses  # noqa: PLC0415
+        from torch_dcl.kernels import project  # noqa: PLC0415
+
+        hopper = None if self.keep else launch.takes_hopper(self, y, weight)
+        low, rounded = weight, None
+        if self.rounds:
+            if hopper is not None or not self.P or (self.keep and not responses.in_one(self.P, self.T, self.dtype)):
+                weight = low = weight.to(y.dtype)
+            else:  # a kernel rounds them on its way
+                low = rounded = torch.empty_like(weight, dtype=y.dtype) if learns else None
         if self.keep:
-            from torch_dcl.kernels import kept as responses  # noqa: PLC0415
-            from torch_dcl.kernels import project  # noqa: PLC0415
-
-            into = project.as_rows(z, weight.shape[1])
-            return responses.kept_forward(
-                project.as_rows(y, self.width), weight, bias, into, self.T, self.eps, self.pairs
-            )
-        hopper = launch.takes_hopper(self, y, weight)
+            rows, into = project.as_rows(y, self.width), project.as_rows(z, weight.shape[1])
+            pre = responses.kept_forward(rows, weight, bias, into, self.T, self.eps, self.pairs, rounded)
+            return low, pre
         if hopper is not None:
-            from torch_dcl.kernels import project  # noqa: PLC0415
-
             hopper.project_forward(project.as_rows(y, self.width), weight, bias, z, self.eps)
         else:
-            self.projection(y, weight, bias, z)
-        return None
+            self.projection(y, weight, bias, z, rounded)
+        return low, None
 
     def backward(
         self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
@@ -171,13 +178,15 @@ def plan_for(
     norms: Norms | None, *, track: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan for these, made once for all that have their sizes, types, layouts and settings."""
-    key = None
+    key: tuple[Any, ...] | None = None
     if norms is not None:
-        tensors = (norms.gammas, norms.betas, norms.means, norms.variances, norms.counts)
-        types = tuple(part[0].dtype if part else None for part in tensors)
-        there: Any = [part is not None for part in types]
-        key = norms._replace(**dict(zip(Norms._fields, there, strict=False))), bias is not None, types
-        track = track and bool(norms.means) and not norms.fixed
+        gammas, betas, means, variances, counts, epsilon, momentum, fixed = norms
+        track = track and not fixed and len(means) > 0
+        key = (
+            gammas[0].dtype if gammas else None, betas[0].dtype if betas else None, means[0].dtype if means else None,
+            variances[0].dtype if means else None, counts[0].dtype if counts else None, epsilon, momentum, fixed,
+            bias is not None,
+        )  # fmt: skip
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(
         y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,

@@ -17,11 +17,11 @@ from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
-__all__ = ["Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
+__all__ = ["ON_CHIP", "Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
 
 _SHALLOW = 64
 """Filters of a branch up to which nothing is short."""
-_ON_CHIP = 210_000
+ON_CHIP = 210_000
 """Bytes of shared memory that a program may take, of 227 KiB."""
 _MANY = 2048
 """Positions from which the products of the branches do better one by one."""
@@ -46,7 +46,7 @@ def _tiles(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside:
     else:
         at_once = 3
     BN = min(BN, max(16, next_power_of_2(N)))
-    if T * BK * size * (BN + stages * 64) > _ON_CHIP:
+    if T * BK * size * (BN + stages * 64) > ON_CHIP:
         stages = 1
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, **OPTIONS}
     if registers is not None:
@@ -84,8 +84,6 @@ class Projection:
             "PRECISION": "tf32" if tf32 else "ieee",
         }  # fmt: skip
         self._sizes = P, M, T, N, dtype.itemsize, processors(device)
-        grid, BN, options = _tiles(*self._sizes)
-        self._forward = Launch(passes.forward, grid, {**self._values, "BN": BN, "FOUND": False}, options)
         self.inside = T == 2 and M <= DEEPEST and dtype.itemsize == 2
         """Whether a program adds up the weights' gradient as it goes."""
         self.keep = not self.inside or (M > _SHALLOW and not norm)
@@ -94,22 +92,29 @@ class Projection:
         """Whether a kernel forms the gradients of the branch outputs, from those of z."""
         self._made: dict[object, Launch] = {}
 
-    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor) -> None:
+    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, low: Tensor | None = None) -> None:
         """Write z ``[P, K2]`` of branch outputs ``[P, T·M]``, weights ``[T·M, K2]`` and biases ``[T, K2]``.
 
-        All without gaps; y and z may have other shapes with the channels last in memory.
+        All without gaps; y and z may have other shapes with the channels last in memory. Weights of another type are
+        rounded to that of y on their way, and written to ``low`` if it is given.
         """
+        rounded = low is not None
+        launch = self._made.get((weight.dtype, rounded))
+        if launch is None:
+            grid, BN, options = _tiles(*self._sizes)
+            values = {**self._values, "BN": BN, "FOUND": False, "ROUNDED": rounded}
+            self._made[weight.dtype, rounded] = launch = Launch(passes.forward, grid, values, options)
         if self.P:
-            self._forward(y, weight, y if bias is None else bias, z, y)
+            launch(y, weight, y if bias is None else bias, z, y if low is None else low, y)
 
     def again(self, found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """z once more with care where another kernel's programs, of 64 by 64, found values that are too large."""
         launch = self._made.get("again")
         if launch is None:
-            values = {**self._values, "BN": 64, "FOUND": True}
+            values = {**self._values, "BN": 64, "FOUND": True, "ROUNDED": False}
             launch = Launch(passes.forward, (found.shape[1], found.shape[0]), values, {"num_warps": 4, **OPTIONS})
             self._made["again"] = launch
-        launch(y, weight, y if bias is None else bias, z, found)
+        launch(y, weight, y if bias is None else bias, z, y, found)
 
     def gradients(
         self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
@@ -163,13 +168,17 @@ class Projection:
         return dy
 
     def _launch_rows(self) -> Launch:
-        P, M, T, N, size, _ = self._sizes
-        deep = max(16, next_power_of_2(M)) * T * size > _SHALLOW * 2 * 2
-        # Deep branches have few positions: smaller tiles keep more of the GPU at work.
-        BM, BN = (32 if deep else 64), min(32, max(16, next_power_of_2(N)))
-        options: dict[str, Any] = {"num_warps": 4, "num_stages": 2 if deep else 3, **OPTIONS}
-        if not deep:
-            options["maxnreg"] = 168
+        P, M, T, N, size, side_by_side = self._sizes
+        filters = max(16, next_power_of_2(M)) * T * size
+        BM, BN, stages, registers = 64, 32, 3, None
+        if filters <= _SHALLOW * 2:
+            registers = 168
+        elif filters > _SHALLOW * 4 and cdiv(P, BM) < side_by_side:
+            BM, BN, stages = 32, 64, 2  # few positions: smaller tiles keep more of the GPU at work
+        options: dict[str, Any] = {"num_warps": 4, "num_stages": stages, **OPTIONS}
+        if registers is not None:
+            options["maxnreg"] = registers
+        BN = min(BN, max(16, next_power_of_2(N)))
         return Launch(passes.backward_rows, (cdiv(P, BM),), {**self._values, "BM": BM, "BN": BN}, options)
 
 

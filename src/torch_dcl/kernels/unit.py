@@ -63,15 +63,16 @@ def run(
         norms: Of the responses.
     """
     if not torch.is_grad_enabled():
-        return _compute(x, theta, weight, bias, settings, norms)[0]
+        return _compute(x, theta, weight, bias, settings, norms, False)[0]
     parameters = () if norms is None else (*norms.gammas, *norms.betas)
     z: Tensor = _Unit.apply(x, theta, weight, bias, settings, norms, *parameters)
     return z
 
 
 def _compute(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None
-) -> tuple[Tensor, Tensor | None, Tensor, Plan, Known]:
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
+    learns: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Plan, Known]:  # fmt: skip
     """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
     stage, channels, T, eps, pairs, keep, dtype = settings
     low, y = None, x
@@ -82,7 +83,7 @@ def _compute(
     if norms is not None and not norms.fixed and plan.P == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
     with kernels.on_device_of(x):
-        z, known = plan.forward(y, weight, bias, norms)
+        z, known = plan.forward(y, weight, bias, norms, learns=learns)
     return z, low, y, plan, known
 
 
@@ -103,7 +104,7 @@ class _Unit(torch.autograd.Function):
         ctx: Any, x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings,
         norms: Norms | None, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
-        z, low, y, ctx.plan, known = _compute(x, theta, weight, bias, settings, norms)
+        z, low, y, ctx.plan, known = _compute(x, theta, weight, bias, settings, norms, True)
         ctx.save_for_backward(x, theta, weight, bias, low, y, *known, *parameters)
         ctx.settings, ctx.norms = settings, norms
         return z

@@ -1,25 +1,61 @@
 """Progress: a bar in a terminal, a plain line now and then elsewhere."""
 
-import re
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from torch_dcl.cli.console import say_minutes
-
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
     from rich.progress import Progress as RichProgress
 
-    from torch_dcl.experiments.protocol import Progress
-
-__all__ = ["Bar", "Listener"]
+__all__ = ["Bar", "error_console", "first_rank", "say_minutes"]
 
 EVERY = 5.0  # seconds between plain lines
-FLEET = re.compile(r"^fleet \d+ of \d+, ")
+
+
+def first_rank() -> bool:
+    """Whether this process may speak: with torchrun, the first one alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say_minutes(seconds: float) -> str:
+    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+class _Lines:
+    """A console that is no terminal, without rich."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+
+    def print(self, line: str, **_: bool) -> None:
+        """Print a line on stderr, with a question mark for what its encoding does not have."""
+        if not self.quiet:
+            encoding = sys.stderr.encoding or "utf-8"
+            print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def error_console(*, quiet: bool = False) -> "Console | _Lines":
+    """A console on stderr, quiet in all processes but the first. Rich is loaded for a terminal alone."""
+    quiet = quiet or sys.stderr is None or not first_rank()
+    if quiet or not sys.stderr.isatty():
+        return _Lines(quiet=quiet)
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(stderr=True, highlight=False)
 
 
 class Bar:
@@ -41,22 +77,24 @@ class Bar:
         above: Something to show above the bar, asked for anew at every change; in a terminal alone.
         every: Seconds between plain lines.
         by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
+        expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
     """
 
     def __init__(
         self,
-        on: "Console",
+        on: "Console | _Lines",
         total: int,
         unit: str,
         *,
         above: "Callable[[], RenderableType] | None" = None,
         every: float = EVERY,
         by_step: bool = False,
+        expected: float | None = None,
     ) -> None:
         self.console, self.total, self.unit, self.every = on, total, unit, every
         self.done, self.first, self.text = 0.0, 0.0, ""
         self.step: tuple[int, int, str] | None = None
-        self.by_step = by_step
+        self.by_step, self.expected = by_step, expected
         self._begun: tuple[float, int] | None = None
         self._above = above
         self._start = self._said = time.monotonic()
@@ -68,9 +106,13 @@ class Bar:
 
     def __enter__(self) -> "Bar":
         self._start = self._said = time.monotonic()
-        if self.console.is_terminal and not self.console.quiet:
-            self._go_live()
-        elif not self.console.quiet:
+        if self.console.quiet:
+            return self
+        if not isinstance(self.console, _Lines) and self.console.is_terminal:
+            self._go_live(self.console)
+        else:
+            if self.expected is not None:
+                self._say()
             self._thread = threading.Thread(target=self._beat, daemon=True)
             self._thread.start()
         return self
@@ -119,6 +161,16 @@ class Bar:
         self.done = min(float(self.total), done)
         self._show()
 
+    def expect(self, share: float) -> None:
+        """Correct the seconds that are expected, once enough is done to tell.
+
+        Args:
+            share: The part of the work that is done.
+        """
+        if share >= 0.2:
+            self.expected = (time.monotonic() - self._start) / share
+        self._show()
+
     def note(self, line: str) -> None:
         """Print a line that stays."""
         (self._live.console if self._live else self.console).print(line, markup=False, soft_wrap=True)
@@ -129,6 +181,8 @@ class Bar:
         if self.by_step:
             return self._left_of_step()
         gone, did = time.monotonic() - self._start, self.done - self.first
+        if self.expected is not None:
+            return max(0.0, self.expected - gone)
         few = did < max(2, 0.05 * (self.total - self.first)) or gone < 3
         return None if few else gone / did * (self.total - self.done)
 
@@ -159,7 +213,7 @@ class Bar:
         if self._live is not None and self._outer is not None and self._inner is not None:
             first, second = self._outer.task_ids[0], self._inner.task_ids[0]
             self._outer.update(first, total=self.total, completed=self.done, count=int(self.done), eta=self._eta())
-            done, total, unit = self.step or (0, None, "")  # without an end it only shows activity
+            done, total, unit = self.step or (0, None, "")  # without an end it only shows that something goes on
             words = f"{done} of {total} {unit} · {self.text}" if self.step else self.text
             self._inner.update(second, total=total, completed=done, text=words)
         elif time.monotonic() - self._said >= self.every:
@@ -175,9 +229,9 @@ class Bar:
             if time.monotonic() - self._said >= self.every:
                 self._say()
 
-    def _go_live(self) -> None:
-        from rich.live import Live
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    def _go_live(self, console: "Console") -> None:
+        from rich.live import Live  # noqa: PLC0415
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
         self._outer = Progress(
             SpinnerColumn(style="cyan"),
@@ -185,58 +239,24 @@ class Bar:
             TextColumn(f"{{task.fields[count]:,}} of {{task.total:,.0f}} {self.unit}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[eta]}", style="dim", markup=False),
-            console=self.console,
+            console=console,
         )
         self._inner = Progress(
             TextColumn(" "),
             BarColumn(24, style="grey23", complete_style="grey58", finished_style="grey58"),
             TextColumn("{task.fields[text]}", style="dim", markup=False),
-            console=self.console,
+            console=console,
         )
         self._outer.add_task("", total=self.total, completed=int(self.done), count=int(self.done), eta="")
         self._inner.add_task("", total=None, completed=0, text=self.text)
         self._live = Live(
-            get_renderable=self._screen, console=self.console, transient=True, refresh_per_second=8
+            get_renderable=self._screen, console=console, transient=True, refresh_per_second=8
         )  # fmt: skip
         self._live.start()
 
     def _screen(self) -> "RenderableType":
-        from rich.console import Group
+        from rich.console import Group  # noqa: PLC0415
 
         if self._outer is None or self._inner is None:
             return ""
         return Group(*([] if self._above is None else [self._above()]), self._outer, self._inner)
-
-
-class Listener:
-    """Takes what the training rooms tell of their progress, and moves a bar over networks.
-
-    Args:
-        bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
-        first: What is done before the first fleet.
-    """
-
-    def __init__(self, bar: Bar, first: str = "building networks") -> None:
-        self.bar, self.first = bar, first
-        self._before = 0.0
-        self._size = 0
-
-    def begin(self, before: int, total: int) -> None:
-        """So many networks were done before, and so many there are in all."""
-        self.bar.begin_at(before, total)
-        self._before, self._size = float(before), 0
-        self.bar.now(self.first)
-
-    def on_epoch(self, at: "Progress") -> None:
-        """A fleet is so far."""
-        if at.epoch == 0:
-            self._before, self._size = self._before + self._size, at.networks
-            fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""
-            self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
-        self.bar.inside(at.epoch, at.epochs, "epochs")
-        self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
-
-    def report(self, line: str) -> None:
-        """Print a line, unless it only says that a fleet is done, which the bar shows."""
-        if not FLEET.match(line):
-            self.bar.note(line)
