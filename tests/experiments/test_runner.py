@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Job, Outcome, Recipe, content_hash
+from torch_dcl.experiments.protocol import Job, Outcome, Recipe, Silent, content_hash
 from torch_dcl.experiments.ranks import StopRequest
-from torch_dcl.experiments.runner import Silent, concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.runner import concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.run_folder import RunError, RunFolder

@@ -62,6 +62,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
 def _train(task: Task, stop: Any) -> "Summary":
     """Run with a bar, and print and draw the result."""
     from torch_dcl.experiments.runner import run
+    from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
 
     screen = console()
@@ -74,6 +75,7 @@ def _train(task: Task, stop: Any) -> "Summary":
             )  # fmt: skip
     if summary.result is not None:
         _print(screen, task.recipe.shown(summary.result, screen.width))
+        write_text(task.out / "result.txt", _as_text(task.recipe.shown(summary.result, 100)))
         drawn = draw_run(task.out)
         if drawn:
             screen.print(f"Drawn in {task.out}: {', '.join(drawn)}", markup=False, soft_wrap=True)
@@ -86,6 +88,16 @@ def _print(screen: Any, shown: "Sequence[Any]") -> None:
             bullets(screen, [part])
         else:
             screen.print(part)
+
+
+def _as_text(shown: "Sequence[Any]") -> str:
+    """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
+    from rich.console import Console
+
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        recorded = Console(width=100, record=True, file=nowhere, highlight=False)
+        _print(recorded, shown)
+    return str(recorded.export_text())
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
@@ -102,8 +114,6 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
 
 
 def _next(task: Task) -> str:
-    if task.asked.name in ("calibration", "table1-search", "demo"):
-        return ""
     return f" A page of it: dcl report {shlex.quote(str(task.out))}"
 
 

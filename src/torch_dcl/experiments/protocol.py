@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "content_hash", "finite",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash", "finite",
     "images_per_second",
 ]  # fmt: skip
 
@@ -134,6 +134,19 @@ class Listener(Protocol):
 
     def report(self, line: str) -> None:
         """A line of progress."""
+
+
+class Silent:
+    """A listener that does nothing."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Nothing."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Nothing."""
+
+    def report(self, line: str) -> None:
+        """Nothing."""
 
 
 # Recipes

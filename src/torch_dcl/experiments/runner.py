@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Silent, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
@@ -52,19 +52,6 @@ class Summary(NamedTuple):
     """Whether all jobs are done; on another rank than the first, whether its share is."""
     result: Any = None
     failures: tuple[Failure, ...] = ()
-
-
-class Silent:
-    """A listener that does nothing."""
-
-    def begin(self, before: int, total: int) -> None:
-        """Nothing."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Nothing."""
-
-    def report(self, line: str) -> None:
-        """Nothing."""
 
 
 def run(
@@ -102,7 +89,6 @@ def run(
     recipe.prepare(listener.report if not rank.number else Silent().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
-        _refuse_links(folder.path)
         for name, content in (files or {}).items() if not rank.number else ():
             if not (folder.path / name).exists():
                 write_bytes(folder.path / name, content)
@@ -117,13 +103,6 @@ def run(
             return Summary(complete, None, failures)
         sweep.kept.forget_all()
         return Summary(True, recipe.result(folder), failures)
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:

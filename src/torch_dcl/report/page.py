@@ -67,7 +67,7 @@ def report(
 
     Raises:
         RunError: One of them is damaged, or has nothing to show yet.
-        ValueError: No run is given, or one is of a recipe that has no report.
+        ValueError: No run is given, or one has nothing to show yet.
     """
     read = [run if isinstance(run, Run) else read_run(run) for run in runs]
     if not read:
@@ -142,14 +142,10 @@ def check(run: Run) -> None:
     """Refuse a run that has nothing to report.
 
     Raises:
-        ValueError: It has no results yet, or is of a recipe without a report; the message says what to do.
+        ValueError: It has no results yet; the message says what to do.
     """
     if run.table is None and not run.parts:
-        if run.state.recipe in ("table1", "table2", *TITLES):
-            raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
-        raise ValueError(
-            f"{run.path} is a run of {run.state.recipe}; reports are of table1, table2, {', '.join(TITLES)}"
-        )
+        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
@@ -175,7 +171,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _title(run: Run) -> str:
     if run.table is not None:
         return run.table.title
-    return str(run.parts.get("chart", {}).get("title") or TITLES.get(run.state.recipe, "Report"))
+    return str(run.parts.get("chart", {}).get("title") or TITLES.get(run.state.recipe, f"Run of {run.state.recipe}"))
 
 
 def _gist(run: Run) -> str:
@@ -217,7 +213,10 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> Markup:
 def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
     """What can be drawn from the run, and what no run on the page has."""
     wanted = (run.state.recipe,) if run.state.recipe in ("knowledge", "chart") else tuple(ABSENT)
+    if "result" in run.parts:
+        wanted = ()
     context: dict[str, Any] = {"drawn": [], "lost": 0, "differences": None, "chart": None, "tried": None}
+    context["text"] = run.parts.get("result")
     context["missing"] = [ABSENT[part] for part in wanted if part in ABSENT and part not in there]
     if run.table is not None and (cells := differences(run.table)):
         draw = lambda dark: figures.differences_figure(cells, dark=dark)  # noqa: E731
