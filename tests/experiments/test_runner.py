@@ -270,6 +270,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_
     assert any("resumed after epoch 1 of 2" in line for line in told.lines) == (damaged == 1)
 
 
+def test_fleets_of_another_size_leave_the_checkpoints_aside_and_say_so(tmp_path, stopped):
+    other, told = toy(), Told()
+    other.at_once = 1
+    assert run(other, tmp_path, resume=True, listener=told).complete
+    unused = [line.split()[0] for line in told.lines if "is of no fleet that is to be trained now" in line]
+    assert unused == [file.name for file in stopped]
+    assert not (tmp_path / "fleets").exists()
+
+
 def test_checkpoints_are_gone_when_the_run_is_done(tmp_path, stopped):
     run(toy(), tmp_path, resume=True)
     assert not (tmp_path / "fleets").exists()

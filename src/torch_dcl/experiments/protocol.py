@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash", "finite",
-    "images_per_second",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash",
+    "finite", "images_per_second",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]

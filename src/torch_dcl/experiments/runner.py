@@ -259,6 +259,7 @@ class _Sweep:
             mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
             if not begun:
                 self._begin(known)
+                self._report_unused(jobs, known)
                 begun = True
             if all(job in known for job in jobs):
                 return True
@@ -276,6 +277,14 @@ class _Sweep:
         self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
         if known:
             self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
+
+    def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
+        """Say which checkpoints no fleet resumes from: the jobs were shared out otherwise then."""
+        fleets = plan_fleets(jobs, self.recipe.group, self.recipe.at_once, self.recipe.networks)
+        keys = {_key([job for job in fleet if job not in known]) for fleet in fleets}
+        for file in sorted(self.kept.place.glob("*.safetensors")) if not self.rank.number else ():
+            if file.name[:12] not in keys:
+                self.report(f"{file.name} is of no fleet that is to be trained now, as with another setting of most")
 
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
