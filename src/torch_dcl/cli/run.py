@@ -128,11 +128,11 @@ def _say_stopped(task: Task, why: str) -> None:
 
 
 def dry_run(task: Task, *, as_json: bool = False) -> None:
-    """Say what the run would take.
+    """Print an estimate of the run.
 
     Args:
         task: The run.
-        as_json: Whether to say it to a machine.
+        as_json: Whether to print JSON.
     """
     words, plain = task.recipe.estimate(say_minutes)
     if as_json:
@@ -195,7 +195,7 @@ def _use_free_cores() -> int:
 
 
 class Listener:
-    """Takes what the training rooms tell of their progress, and moves a bar over networks.
+    """Moves a bar over networks with the progress of a run.
 
     Args:
         bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
@@ -214,7 +214,7 @@ class Listener:
         self.bar.now(self.first)
 
     def on_epoch(self, at: "Progress") -> None:
-        """A fleet is so far."""
+        """A fleet has trained so many epochs."""
         if at.epoch == 0:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""

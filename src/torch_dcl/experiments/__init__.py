@@ -10,6 +10,6 @@ from torch_dcl.experiments.table import Cell, Table, TableError, load, save
 from torch_dcl.experiments.text import as_rich, as_text, findings, verdict
 
 __all__ = [
-    "TABLE1", "TABLE2", "Cell", "Finding", "NaturalTable", "Reported", "Run", "SettingError", "Table", "TableError", "as_rich",
-    "as_text", "find_runs", "findings", "join_table2", "judge", "load", "read_run", "run", "save", "verdict",
+    "TABLE1", "TABLE2", "Cell", "Finding", "NaturalTable", "Reported", "Run", "SettingError", "Table", "TableError",
+    "as_rich", "as_text", "find_runs", "findings", "join_table2", "judge", "load", "read_run", "run", "save", "verdict",
 ]  # fmt: skip

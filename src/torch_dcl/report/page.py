@@ -149,7 +149,7 @@ def check(run: Run) -> None:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those of Table 2 as one where they have no cell in common and were run alike."""
+    """Join runs of Table 2 that have no cell in common and the same settings."""
     natural = [run for run in runs if isinstance(run.table, NaturalTable)]
     if len(natural) < 2:
         return list(runs)
@@ -211,7 +211,7 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> Markup:
 
 
 def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
-    """What can be drawn from the run, and what no run on the page has."""
+    """The figures of the run, and those that no run on the page has."""
     wanted = (run.state.recipe,) if run.state.recipe in ("knowledge", "chart") else tuple(ABSENT)
     if "result" in run.parts:
         wanted = ()
@@ -275,7 +275,7 @@ def _machine(last: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _starts(run: Run) -> list[list[Markup | str]]:
-    """On what it ran, every time that it was started."""
+    """Time, machine and command of every start."""
     return [
         [
             start["time"].replace("T", " ").removesuffix("+00:00"),
