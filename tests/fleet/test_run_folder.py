@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torch_dcl
 from torch_dcl.fleet import run_folder
-from torch_dcl.fleet.run_folder import RunError, RunFolder, environment
+from torch_dcl.fleet.run_folder import FORMAT, RunError, RunFolder, environment
 
 RECIPE = {"seeds": 5, "sets": ["MNIST-II-01"], "images": None}
 plain = st.recursive(
@@ -228,7 +228,7 @@ def test_what_interrupted_writes_left_is_removed_once_the_lock_is_held(tmp_path)
 def test_the_recipe_is_kept_as_json(tmp_path):
     with RunFolder.open(tmp_path / "deep" / "run", RECIPE):
         stored = json.loads((tmp_path / "deep" / "run" / "recipe.json").read_text())
-    assert stored == {**RECIPE, "format": 2, "version": torch_dcl.__version__}
+    assert stored == {**RECIPE, "format": FORMAT, "version": torch_dcl.__version__}
     assert RunFolder.inspect(tmp_path / "deep" / "run").recipe == RECIPE
 
 

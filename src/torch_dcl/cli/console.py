@@ -97,7 +97,7 @@ def fail(message: str) -> None:
 
 
 def command(*examples: str) -> Callable[[Command], Command]:
-    """Turn a function into a command: errors in one line, exit codes, ``--debug`` for the traceback, examples in its help.
+    """Turn a function into a command: errors in one line, exit codes, ``--debug``, and examples in its help.
 
     1 is an error of the run, 2 wrong usage, 130 an interruption.
 
