@@ -235,8 +235,8 @@ def abreast(fleets: list[Fleet]):
 
 def loader(network: str, data: Dataset, recipe, device: torch.device, precision: str, workers: int, most: int):
     """One network as a tutorial trains it."""
-    from PIL import Image  # noqa: PLC0415
-    from torchvision import transforms  # noqa: PLC0415
+    from PIL import Image
+    from torchvision import transforms
 
     mean, std = data.statistics
     first = {

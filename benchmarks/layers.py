@@ -63,7 +63,7 @@ def conv(channels: int, side: int, batch: int, kernel: int = 3, **settings) -> C
 
 def tucker(plain: nn.Conv2d, like: nn.Module) -> nn.Module:
     """A factorised convolution with no more weights than another layer."""
-    import tltorch  # noqa: PLC0415
+    import tltorch
 
     share = count_weights(like) / count_weights(plain)
     return tltorch.FactorizedConv.from_conv(

@@ -155,8 +155,8 @@ def write_sealed(
     Raises:
         OSError: As `replacing`, or the disk refused the data.
     """
-    from safetensors import SafetensorError  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
-    from safetensors.torch import save_file  # noqa: PLC0415
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
 
     text = json.dumps(about)
     if f'"{_SEAL}": "' in text:
@@ -198,7 +198,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
         FileNotFoundError: There is no such file.
         SealedError: The file is damaged, was altered, or is of another kind.
     """
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+    from safetensors import SafetensorError, safe_open
 
     path = Path(path)
     if not path.is_file():
@@ -212,7 +212,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
     try:
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         about = json.loads(metadata[key])
     except KeyError:
         kinds = ", ".join(sorted(metadata)) or "none"

@@ -113,7 +113,7 @@ def refused(path, network, *patterns):
 
 def contents(path):
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["torch_dcl"])  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["torch_dcl"])
 
 
 def sealed(tensors, content):

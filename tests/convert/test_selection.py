@@ -377,14 +377,14 @@ def test_the_network_is_left_as_it_was(monkeypatch, phase):
     model = nn.Sequential(net(128, 64, norm=True)[:-1], nn.Dropout(0.5), nn.Linear(64, 10))
     model[0].bn0.eval()
     before, flags = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     dcl.plan(model, example=torch.randn(4, 256, generator=torch.Generator()), ratio=0.1, select="faster", phase=phase)
     assert [m.training for m in model.modules()] == flags
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert not any(isinstance(m, _DCL) for m in model.modules())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_a_real_clock_gives_a_plan_that_holds_its_promise(monkeypatch):

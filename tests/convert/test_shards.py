@@ -76,7 +76,7 @@ def assert_the_file_is_that_of_one_process(folder):
     for path in files:
         with safe_open(path, framework="pt") as file:
             description = json.loads(file.metadata()["torch_dcl"])
-            tensors.append((description, {name: file.get_tensor(name) for name in file.keys()}))  # noqa: SIM118
+            tensors.append((description, {name: file.get_tensor(name) for name in file.keys()}))
     assert tensors[0][0] == tensors[1][0]
     torch.testing.assert_close(tensors[0][1], tensors[1][1], rtol=0, atol=0)
     x = torch.randn(2, 3, 6, 6)

@@ -106,7 +106,7 @@ def test_too_little_memory_is_no_reason_to_refuse():
 
 def disturb(model):
     """Draws from every generator, keeps what it saw, counts, and sets flags."""
-    model.last = model.head.weight * 2 + torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002
+    model.last = model.head.weight * 2 + torch.rand(()) + random.random() + np.random.rand()
     model.calls = getattr(model, "calls", 0) + 1
     model.drop.eval()
 
@@ -116,7 +116,7 @@ def test_the_check_leaves_no_trace(init):
     def converted(check):
         torch.manual_seed(4)
         random.seed(4)
-        np.random.seed(4)  # noqa: NPY002
+        np.random.seed(4)
         model = Network(disturb)
         model.hand_built = dcl.DCLLinear(32, 32, branches=3, width=2, strategy="stochastic")
         dcl.advance_branches_(model, 11)
@@ -127,7 +127,7 @@ def test_the_check_leaves_no_trace(init):
         model.calls = 0
         model.drop.train()
         dcl.convert_(model, plan, init=init, check=check)
-        return model, (torch.rand(3), random.random(), np.random.rand())  # noqa: NPY002
+        return model, (torch.rand(3), random.random(), np.random.rand())
 
     def look(model):
         names = [name for name, _ in model.named_modules()]

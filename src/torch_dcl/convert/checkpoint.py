@@ -73,7 +73,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
 
 def _write(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file  # noqa: PLC0415  (import torch_dcl loads torch and nothing heavier)
+    from safetensors.torch import save_file
 
     shared = _ties(state)
     # Copies of their own: safetensors refuses two tensors in one storage, and wants them contiguous.

@@ -47,7 +47,7 @@ def race(
         rounds: Number of turns of each.
         seconds: Length of a turn, at least one call; None for ``SECONDS``.
     """
-    from torch.utils.benchmark import Timer  # noqa: PLC0415  (it looks for a compiler when it is imported)
+    from torch.utils.benchmark import Timer  # it looks for a compiler when it is imported
 
     seconds = SECONDS if seconds is None else seconds
     timers = {

@@ -39,7 +39,7 @@ def digest_of(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> str:
 
 def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the description, after every check that needs no network."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415
+    from safetensors import SafetensorError, safe_open
 
     if not path.exists():
         raise FileNotFoundError(f"no file {str(path)!r}; save_model(model, path) writes one")
@@ -48,7 +48,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise CheckpointError(f"{str(path)!r} {_unreadable(path)} ({error}); fetch or save it again") from error
     not_ours = f"{str(path)!r} was not written by save_model"

@@ -259,9 +259,7 @@ class Plan:
             raise ValueError(f"not a plan: the text is not JSON ({error})") from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):
-            raise ValueError(  # noqa: TRY004
-                'not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()'
-            )
+            raise ValueError('not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()')
         if version > VERSION:
             raise ValueError(
                 f"the plan is of version {version}, this torch-dcl reads up to {VERSION}; update torch-dcl"

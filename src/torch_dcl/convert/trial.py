@@ -80,7 +80,7 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
     The flags are set as such: a ``train()`` of a network's own may do more, for example merge weights.
     """
     before, flags = Snapshot(model), [(module, module.training) for module in model.modules()]
-    states = random.getstate(), np.random.get_state()  # noqa: NPY002  (the one that networks draw from)
+    states = random.getstate(), np.random.get_state()
     with _restored_rng(model), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module, _ in flags:
@@ -92,7 +92,7 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
                 module.training = flag
             before.restore()
             random.setstate(states[0])
-            np.random.set_state(states[1])  # noqa: NPY002
+            np.random.set_state(states[1])
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

@@ -32,7 +32,7 @@ def fetch(addresses: list[str], target: Path, md5: str) -> None:
         OSError: The download failed from all addresses. Nothing is left behind.
         DataError: There is another file at `target`.
     """
-    from torchvision.datasets.utils import (  # noqa: PLC0415  (import torch_dcl.data loads no torchvision)
+    from torchvision.datasets.utils import (
         check_integrity,
         download_url,
     )

@@ -145,7 +145,7 @@ class _Form:
         return torch.from_numpy(images), torch.tensor([label for _, label in files])
 
     def _open(self, path: Path) -> "Image.Image":
-        from PIL.Image import Resampling  # noqa: PLC0415  (needed for folders alone)
+        from PIL.Image import Resampling
 
         image = read_image(path, self.converted)
         self._check(path, image)

@@ -136,7 +136,7 @@ class _Decoded(Dataset[tuple[Tensor, int, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        from PIL.Image import Resampling  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
+        from PIL.Image import Resampling
 
         path, label = self.files[index]
         image = read_image(path, "RGB").resize((self.resize, self.resize), Resampling.BILINEAR)

@@ -54,7 +54,7 @@ def read_image(path: Path, mode: str | None = None) -> "Image.Image":
         DataError: The path is not a regular file, or the file is too large, of another format, truncated, damaged, or
             has more pixels than Pillow allows (`PIL.Image.MAX_IMAGE_PIXELS`, twice).
     """
-    from PIL import Image, UnidentifiedImageError  # noqa: PLC0415  (import torch_dcl.data loads torch and nothing heavier)
+    from PIL import Image, UnidentifiedImageError
 
     try:
         _check_file(path)
@@ -94,7 +94,7 @@ def _convert(file: "Image.Image", mode: str) -> "Image.Image":
 
 def _eight_bits(file: "Image.Image") -> "Image.Image":
     """Greyscale of 12 or 16 bits to the nearest of 256 levels. `Image.convert` would clip everything above 255."""
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image
 
     tags = getattr(file, "tag_v2", {})
     highest = 2 ** int(tags[_BITS][0]) - 1 if _BITS in tags else 65_535

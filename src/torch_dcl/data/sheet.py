@@ -55,8 +55,8 @@ def contact_sheet(
         raise ValueError(f"a contact sheet must end in .png, .svg or .pdf, got {os.fspath(path)}")
     if samples < 1:
         raise ValueError(f"samples must be at least 1, not {samples}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     rows = list(LAYOUTS.values() if layouts is None else layouts)
     used, digits = source(mnist), segment(mnist, split)
@@ -106,8 +106,8 @@ def _axes(figure: Any, box: tuple[float, float, float, float], width: float, hei
 
 def _sketch(axes: Any, layout: Layout, aspect: float) -> None:
     """Draw every digit as a box with its position, size, rotation, mirroring and place in the reading order."""
-    from matplotlib.patches import Rectangle  # noqa: PLC0415
-    from matplotlib.transforms import Affine2D  # noqa: PLC0415
+    from matplotlib.patches import Rectangle
+    from matplotlib.transforms import Affine2D
 
     reach = [(abs(d.x) + d.scale * 0.7, abs(d.y) + d.scale * 0.7) for d in layout.digits]
     half = max(max(y, x / aspect) for x, y in reach)

@@ -170,7 +170,7 @@ def _mnist(place: Path) -> Dataset | None:
 
 def _fetch(name: str, target: Path, extra: bool) -> None:
     """Bring the original files of a named set to where its reader looks for them."""
-    from torchvision.datasets import MNIST, SVHN  # noqa: PLC0415  (import torch_dcl.data loads no torchvision)
+    from torchvision.datasets import MNIST, SVHN
 
     try:
         if name == "mnist":

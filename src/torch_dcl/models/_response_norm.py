@@ -65,14 +65,14 @@ def _reference(inputs: tuple[Tensor], size: int, alpha: float, beta: float, k: f
 
 
 def _forward_kernel(x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    from torch_dcl.models import _response_norm_kernels as kernel  # noqa: PLC0415
+    from torch_dcl.models import _response_norm_kernels as kernel
 
     with kernels.on_device_of(x):
         return kernel.norm_forward(x, size, alpha, beta, k)
 
 
 def _backward_kernel(grad: Tensor, x: Tensor, size: int, alpha: float, beta: float, k: float) -> Tensor:
-    from torch_dcl.models import _response_norm_kernels as kernel  # noqa: PLC0415
+    from torch_dcl.models import _response_norm_kernels as kernel
 
     with kernels.on_device_of(x):
         return kernel.norm_backward(grad, x, size, alpha, beta, k)
