@@ -129,7 +129,9 @@ def test_a_record_that_is_nested_beyond_measure_is_damaged(tmp_path):
         RunFolder(tmp_path, {}, format=1).read("outcomes")
 
 
-@pytest.mark.parametrize("look", [RunFolder.look, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()])
+@pytest.mark.parametrize(
+    "look", [RunFolder.inspect, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()]
+)
 def test_a_recipe_that_is_nested_beyond_measure_is_damaged(tmp_path, look):
     (tmp_path / "recipe.json").write_text(NESTED)
     with pytest.raises(RunError, match=r"recipe.json is damaged .*write the recipe again"):
@@ -232,7 +234,7 @@ def test_the_recipe_is_kept_as_json(tmp_path):
     assert RunFolder.inspect(tmp_path / "deep" / "run").recipe == RECIPE
 
 
-def test_a_run_that_exists_is_refused_without_resume_and_gone_on_with_by_it(tmp_path):
+def test_a_run_that_exists_is_refused_without_resume_and_resumed_with_it(tmp_path):
     with RunFolder.open(tmp_path, RECIPE) as folder:
         folder.append("outcomes", {"a": 1})
     with (
