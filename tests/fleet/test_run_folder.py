@@ -183,12 +183,12 @@ def test_a_version_that_was_not_recorded_is_said_to_be_unknown(tmp_path, version
         pass
 
 
-@pytest.mark.parametrize("form", [0, -1, 3, 10**30, True, None, "2", 2.0, [2], {}])
+@pytest.mark.parametrize("form", [0, -1, FORMAT + 1, 10**30, True, None, "2", 2.0, [2], {}])
 def test_a_format_that_nobody_wrote_is_not_taken_for_the_one_without_checksums(tmp_path, form):
     with RunFolder.open(tmp_path, RECIPE) as folder:
         folder.append("outcomes", {"a": 1})
     (tmp_path / "recipe.json").write_text(json.dumps({**RECIPE, "format": form}))
-    with pytest.raises(RunError, match=r"its format is .*, from 1 to 2 can be read; use the version"):
+    with pytest.raises(RunError, match=r"its format is .*, from 1 to 3 can be read; use the version"):
         RunFolder.inspect(tmp_path)
 
 
