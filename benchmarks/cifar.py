@@ -4,7 +4,7 @@
     python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1 --compile no
 
 Images are random bytes of CIFAR's size: speed does not depend on what they show. Each network is trained by the recipe
-of Table 2 (`torch_dcl.experiments.natural.recipes`), in its precision, as a user of `dcl run table2` gets it: order,
+of Table 2 (`torch_dcl.experiments.natural_networks`), in its precision, as a user of `dcl run table2` gets it: order,
 crops and mirrorings drawn on the device, forward, loss, backward, SGD.
 
 - fleet: `torch_dcl.fleet.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
@@ -39,9 +39,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl.data import Dataset
-from torch_dcl.experiments.natural.recipes import COLUMNS, NETWORKS, build, network_of, recipe_of
-from torch_dcl.experiments.natural.sets import NaturalConfig
-from torch_dcl.experiments.recipes.table2 import make_fleet
+from torch_dcl.experiments.natural_data import NaturalConfig, make_fleet
+from torch_dcl.experiments.natural_networks import COLUMNS, NETWORKS, build, network_of, recipe_of
 from torch_dcl.fleet import Fleet, train_concurrently
 from torch_dcl.stochastic import advance_branches_
 

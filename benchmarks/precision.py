@@ -8,52 +8,54 @@ test set is not looked at. The same seeds in both precisions; the difference is 
 
 import argparse
 import csv
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from torch_dcl.experiments.digitsets import make_sets, read_mnist
-from torch_dcl.experiments.engine import Job, Settings, run_jobs
-from torch_dcl.experiments.search import stored_choice
-from torch_dcl.experiments.statistics import paired
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
+from torch_dcl.experiments.runner import run
+from torch_dcl.experiments.stats import paired
 from torch_dcl.files import replacing
 
-COLUMNS = ["column", "set", "seed", "bfloat16", "float32", "device", "torch"]
+HEADS = ["column", "set", "seed", "bfloat16", "float32", "device", "torch"]
+
+
+class HeldOut(Table1):
+    """Table 1, judged on training digits that were kept apart."""
+
+    purpose = "choose"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mnist", default=None, help="folder with the idx files; the embedded excerpt when not given")
+    parser.add_argument("--mnist", default="excerpt", help="folder with the idx files; without it the embedded excerpt")
     parser.add_argument("--columns", nargs="+", default=["baseline", "A2"])
     parser.add_argument("--sets", nargs="+", default=["MNIST-II-05", "MNIST-III-10"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    choice = stored_choice()
-    sets = make_sets(read_mnist(arguments.mnist), arguments.sets, "choose", device="cuda")
-    jobs = []
-    for column in arguments.columns:
-        for name in arguments.sets:
-            trial = choice[column][2 if "-II-" in name else 3]
-            jobs += [Job(column, name, seed, trial.lr, trial.clip) for seed in range(arguments.seeds)]
+    asked = parser.parse_args()
     errors = {}
     for precision in ("bfloat16", "float32"):
+        config = Table1Config(
+            models=tuple(asked.columns), sets=tuple(asked.sets), seeds=asked.seeds, data=asked.mnist,
+            precision=precision,
+        )  # fmt: skip
         start = time.perf_counter()
-        errors[precision] = run_jobs(jobs, sets, Settings(device="cuda", precision=precision))
-        print(f"{precision}: {len(jobs)} networks in {time.perf_counter() - start:.0f} s", flush=True)
-    rows = []
-    for low, high in zip(errors["bfloat16"], errors["float32"], strict=True):
-        job, where = low.job, [torch.cuda.get_device_name(), torch.__version__]
-        rows.append([job.column, job.data, job.seed, f"{low.error:.2f}", f"{high.error:.2f}", *where])
-    for column in arguments.columns:
-        for name in arguments.sets:
-            both = [[o.error for o in errors[p] if (o.job.column, o.job.data) == (column, name)] for p in errors]
-            found = paired(*both)
-            print(f"{column} {name}: bfloat16 - float32 {found.mean:+.2f} ({found.low:+.2f} to {found.high:+.2f})")
-    if arguments.out:
-        with replacing(arguments.out) as aside, aside.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+        with tempfile.TemporaryDirectory() as folder:
+            table = run(HeldOut(config, "cuda"), Path(folder, "run")).result
+        errors[precision] = {(cell.column, cell.set): cell.runs for cell in table.cells}
+        print(f"{precision}: {len(table.cells)} cells in {time.perf_counter() - start:.0f} s", flush=True)
+    rows, where = [], [torch.cuda.get_device_name(), torch.__version__]
+    for (column, name), low in errors["bfloat16"].items():
+        high = errors["float32"][column, name]
+        rows += [[column, name, seed, f"{low[seed]:.2f}", f"{high[seed]:.2f}", *where] for seed in low]
+        gap = paired(list(low.values()), list(high.values()))
+        print(f"{column} {name}: bfloat16 - float32 {gap.mean:+.2f} ({gap.low:+.2f} to {gap.high:+.2f})")
+    if asked.out:
+        with replacing(asked.out) as aside, aside.open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([HEADS, *rows])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import torch_dcl
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
     "files", "progress", "functional", "kernels", "norms", "fusion", "layers", "stochastic",
-    "convert", "models", "data", "fleet", "training", "experiments", "paper", "cli",
+    "convert", "models", "data", "fleet", "training", "experiments", "report", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
-    "PIL",
+    "PIL", "jinja2",
 ]  # fmt: skip
 
 

@@ -1,15 +1,14 @@
 """Count what a reader opens to follow an entry point: every file of the package that its imports lead to.
 
-    python tools/reading_path.py torch_dcl.experiments.recipes.table2 torch_dcl.experiments.runner
-    python tools/reading_path.py --rooms cli,experiments torch_dcl.cli.run
+    python tools/reading_path.py --rooms cli,experiments torch_dcl.cli.run torch_dcl.experiments.recipes.table1
 
-Imports inside functions count, those for type checkers alone do not. Without an entry point it prints files and lines
-of every room.
+Imports inside functions count, those for type checkers alone do not. With ``--rooms`` imports that lead out of these
+rooms are not followed. Without an entry point it prints files and lines of every room.
 """
 
 import argparse
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "src" / "torch_dcl"
@@ -38,21 +37,21 @@ def imported(path: Path) -> Iterator[Path]:
         for name in names:
             if name.startswith("torch_dcl"):
                 # A name out of a module leads to that module, a module out of a package to itself.
-                found = file_of(name) or file_of(name.rpartition(".")[0])
-                if found is not None:
-                    yield found
+                path_of = file_of(name) or file_of(name.rpartition(".")[0])
+                if path_of is not None:
+                    yield path_of
 
 
-def reading_path(*modules: str) -> set[Path]:
-    """All files that some modules lead to, these included."""
-    found: set[Path] = set()
+def reading_path(*modules: str, rooms: Container[str] | None = None) -> set[Path]:
+    """All files that some modules lead to, these included; with ``rooms``, without leaving them."""
+    opened: set[Path] = set()
     left = [path for module in modules if (path := file_of(module)) is not None]
     while left:
         path = left.pop()
-        if path not in found:
-            found.add(path)
+        if path not in opened and (rooms is None or room_of(path) in rooms):
+            opened.add(path)
             left += imported(path)
-    return found
+    return opened
 
 
 def room_of(path: Path) -> str:
@@ -64,13 +63,14 @@ def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", help="entry points, such as torch_dcl.cli.run")
-    parser.add_argument("--rooms", help="count files of these rooms alone, such as cli,experiments")
+    parser.add_argument("--rooms", help="stay in these rooms, such as cli,experiments")
     asked = parser.parse_args()
     for module in asked.modules:
         if file_of(module) is None:
             parser.error(f"there is no module {module!r} in {PACKAGE}")
-    paths = reading_path(*asked.modules) if asked.modules else set(PACKAGE.rglob("*.py"))
-    rooms = set(asked.rooms.split(",")) if asked.rooms else {room_of(path) for path in paths}
+    given = set(asked.rooms.split(",")) if asked.rooms else None
+    paths = reading_path(*asked.modules, rooms=given) if asked.modules else set(PACKAGE.rglob("*.py"))
+    rooms = given or {room_of(path) for path in paths}
     kept = sorted(path for path in paths if room_of(path) in rooms)
     if asked.modules:
         for path in kept:

@@ -238,13 +238,13 @@ class Bar:
             BarColumn(24, complete_style="cyan", finished_style="cyan"),
             TextColumn(f"{{task.fields[count]:,}} of {{task.total:,.0f}} {self.unit}"),
             TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[eta]}[/dim]"),
+            TextColumn("{task.fields[eta]}", style="dim", markup=False),
             console=console,
         )
         self._inner = Progress(
             TextColumn(" "),
             BarColumn(24, style="grey23", complete_style="grey58", finished_style="grey58"),
-            TextColumn("[dim]{task.fields[text]}[/dim]"),
+            TextColumn("{task.fields[text]}", style="dim", markup=False),
             console=console,
         )
         self._outer.add_task("", total=self.total, completed=int(self.done), count=int(self.done), eta="")

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from torch_dcl.experiments import report
-from torch_dcl.experiments.natural.recipes import COLUMNS, paper_error, weights
-from torch_dcl.experiments.natural.table import NOT_AVAILABLE, NaturalTable, save_table2
-from torch_dcl.experiments.natural.units import UNITS, unit_weights
+from torch_dcl.experiments import NaturalTable, save
+from torch_dcl.experiments.natural_data import NOT_AVAILABLE
+from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
+from torch_dcl.experiments.rival_layers import UNITS, unit_weights
 from torch_dcl.experiments.table import Cell
+from torch_dcl.report import report
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def page(tmp_path_factory):
         for name, count in (("cifar10", 10), ("cifar100", 100)) for i, column in enumerate(COLUMNS)
     )  # fmt: skip
     table = NaturalTable("Table 2 <i>made up</i>", cells, absent={"svhn": NOT_AVAILABLE}, scale=0.5)
-    save_table2(table, place / "table2.json")
+    save(table, place / "table2.json")
     points = [
         {"unit": unit, "share": 0.25, "weights": unit_weights(unit, 10), "step_ms": 1 + i / 9, "lr": 0.01,
          "errors": [8 + i / 5, 8.1, 8.2], "seeds": [0, 1, 2], "trials": {"0.01": 9.0}, "what": what}

@@ -5,30 +5,25 @@ import re
 
 import pytest
 
-from torch_dcl.experiments import load, parts, report, save
-from torch_dcl.experiments.digitsets import read_mnist
-from torch_dcl.experiments.engine import Settings
-from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1
+from torch_dcl.experiments import load, run, save
+from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.recipes.demo import Demo, DemoConfig
+from torch_dcl.experiments.recipes.figures import Figures, FiguresConfig
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
 from torch_dcl.experiments.table import Cell, Table
-from torch_dcl.experiments.table1 import run_table1
-from torch_dcl.fleet import Schedule
+from torch_dcl.report import draw_run, report
 
-MNIST = read_mnist(None)
-TINY = Settings(Schedule(2), batch=50)
-ASKED = {
-    "recipe": "figures", "digits": MNIST.source, "parts": ["filters", "curves", "knowledge", "tried"],
-    "set": "MNIST-II-01", "knowledge_set": "MNIST-II-01", "filters": [10, 25, 50], "seeds": 1,
-}  # fmt: skip
+TINY = {"epochs": 2, "warmup": 0, "batch": 50, "train_images": 50, "test_images": 50, "data": "excerpt"}
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     """A run of Table 1 and a run of figures, tiny."""
     place = tmp_path_factory.mktemp("runs")
-    asked = {"columns": ("baseline", "A2", "low-rank"), "sets": ("MNIST-II-01",), "seeds": 2}
-    made = run_table1(place / "table <b>1", MNIST, TINY, images=(50, 50), report=lambda _: None, **asked)
-    save(made, place / "table <b>1" / "table1.json")
-    parts.run_parts(place / "figures", ASKED, MNIST, TINY, images=(50, 50), report=lambda _: None)
+    asked = {"models": ("baseline", "A2", "low-rank"), "sets": ("MNIST-II-01",), "seeds": 2}
+    run(Table1(Table1Config(**asked, **TINY)), place / "table <b>1")
+    asked = {"set": "MNIST-II-01", "knowledge_set": "MNIST-II-01", "filters": (10, 25, 50), "seeds": 1}
+    run(Figures(FiguresConfig(**asked, **TINY)), place / "figures")
     return [place / "table <b>1", place / "figures"]
 
 
@@ -202,19 +197,15 @@ def test_the_page_of_a_broken_part_is_refused_with_its_name(runs, tmp_path):
     data = json.loads((place / "knowledge.json").read_text())
     del data["networks"]["A2"]["fused"]
     (place / "knowledge.json").write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"knowledge\.json cannot be drawn.*lacks fused"):
+    with pytest.raises(ValueError, match=r"knowledge\.json cannot be drawn.*lack fused"):
         report([place])
 
 
 def test_the_demo_has_a_page_of_the_same_kind(look, tmp_path):
-    from torch_dcl.experiments.demo import COLUMNS as NETWORKS
-    from torch_dcl.experiments.demo import Entry, demo_page
-
-    entries = [Entry(column, 1000, [10.0 - i, 11.0 + i]) for i, column in enumerate(NETWORKS)]
-    path = tmp_path / "demo.html"
-    path.write_text(demo_page(entries, None, "No filter.", 100, 1, 2, "unit  layer" + 60 * "  column"))
-    seen = look(path, width=360)
+    run(Demo(DemoConfig(train_images=100, test_images=50, epochs=1, seeds=2)), tmp_path / "demo")
+    assert draw_run(tmp_path / "demo") == ["report.html"]
+    seen = look(tmp_path / "demo" / "report.html", width=360)
     assert (seen.complaints, len(seen.requests), seen.overflow()) == ([], 1, 0)
-    table = seen.page.locator("table")
+    table = seen.page.locator("[aria-label='Errors'] table")
     table.locator("thead button").nth(2).click()
     rising(numbers(seen.column(table, 2)))

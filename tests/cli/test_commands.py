@@ -11,13 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_dcl.cli import plans
-from torch_dcl.cli.bar import Bar, Listener
-from torch_dcl.cli.screen import console, for_machines, say_minutes
+from torch_dcl.cli import plan
+from torch_dcl.cli.console import console, for_machines
+from torch_dcl.cli.run import Listener
 from torch_dcl.data import read_prepared
-from torch_dcl.experiments.demo import CAVEAT, COLUMNS, RATES, TRIED, Entry, choose_rates, verdict
-from torch_dcl.experiments.digitsets import read_mnist
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.protocol import Progress
+from torch_dcl.experiments.recipes.demo import CAVEAT, COLUMNS, RATES, TRIED, choose_rates, verdict
+from torch_dcl.progress import Bar, say_minutes
 
 NET = """
 from torch import nn
@@ -199,7 +200,7 @@ def test_on_a_gpu_a_network_is_planned_in_channels_last(device, memory, last):
             return self
 
     formats = {True: {"memory_format": torch.channels_last}, False: {"memory_format": torch.contiguous_format}}
-    assert plans.prepared(Network(), device, "bfloat16", memory).asked == formats.get(last, {})
+    assert plan.prepared(Network(), device, "bfloat16", memory).asked == formats.get(last, {})
 
 
 def test_plan_refuses_a_unit_that_is_not_there(dcl):
@@ -287,7 +288,8 @@ def test_the_rates_of_the_demo_are_some_that_were_tried():
 
 
 def entries(plain, ours, low_rank):
-    return [Entry("baseline", 1000, plain), Entry("A2", 700, ours), Entry("low-rank", 700, low_rank)]
+    columns = (("baseline", 1000, plain), ("A2", 700, ours), ("low-rank", 700, low_rank))
+    return [{"column": column, "weights": weights, "errors": errors} for column, weights, errors in columns]
 
 
 def test_the_verdict_follows_the_numbers():
@@ -355,7 +357,7 @@ def test_a_fleet_moves_the_bar_epoch_by_epoch():
     bar = Bar(Console(file=io.StringIO()), 0, "networks")
     listener = Listener(bar)
     listener.begin(2, 12)
-    assert (bar.done, bar.total, bar.text) == (2, 12, "writing the sets")
+    assert (bar.done, bar.total, bar.text) == (2, 12, "building networks")
     told(listener, 0)
     assert (bar.done, bar.step) == (2, (0, 8, "epochs"))
     assert bar.text == "fleet 1 of 2, A2, 100 classes, 4 networks"
@@ -386,14 +388,10 @@ def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
     assert raw.getvalue() == b"1.96 ? 0.03 ?\n"
 
 
-def test_lines_about_fleets_are_left_to_the_bar_and_others_are_printed():
+def test_a_line_of_the_run_is_printed_as_it_is():
     out = io.StringIO()
-    bar = Bar(Console(file=out, width=100), 4, "networks")
-    listener = Listener(bar)
-    listener.report("fleet 1 of 4, A2, 100 classes: 2 networks in 0.4 s")
-    assert out.getvalue() == ""
-    listener.report("4 of 12 entries are done already")
-    assert out.getvalue() == "4 of 12 entries are done already\n"
+    Listener(Bar(Console(file=out, width=100), 4, "networks")).report("4 of 12 [b]entries[/b] are done already")
+    assert out.getvalue() == "4 of 12 [b]entries[/b] are done already\n"
 
 
 def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import torch_dcl
-from torch_dcl.cli.names import UsageError, in_options, nearest, read_names, read_sets
+from torch_dcl.cli.console import in_options, nearest
+from torch_dcl.experiments.digits import read_sets
+from torch_dcl.experiments.settings import Setting, SettingError, choose_names
 
 NESTED = (("data", "fetch"), ("data", "digits"), ("data", "sheet"), ("data", "check"))
 VERBS = ("demo", "plan", "run", "ls", "data", "report", "doctor")
@@ -106,7 +108,7 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
     [
         (["run", "table1", "--set", "epochs"], "key=value"),
         (["run", "table1", "--set", "epochs=many"], "a whole number"),
-        (["run", "table1", "--epochs", "0"], "at least 1"),
+        (["run", "table1", "--epochs", "0"], "epochs must be at least 1 and at most 1,000,000, not 0"),
         (["run", "table1", "--seeds", "0"], "at least 1"),
         (["run", "table1", "--sets", ","], "no set is named"),
         (["run", "table1", "--set", "drops=0.9,0.6"], "drops must rise"),
@@ -233,9 +235,10 @@ def test_sets_may_be_named_short_or_long_in_any_order():
 
 
 def test_models_may_be_named_as_the_paper_does():
-    assert read_names(["DCL-A2", "BASELINE"], ["baseline", "oracle", "A2"], "model") == ["baseline", "A2"]
-    with pytest.raises(UsageError, match="did you mean A2"):
-        read_names("A22", ["baseline", "A2"], "model")
+    rules = Setting("", choices=("baseline", "oracle", "A2"), what="model", prefix="DCL-")
+    assert choose_names(rules, ["DCL-A2", "BASELINE"]) == ("baseline", "A2")
+    with pytest.raises(SettingError, match="there is no model 'A22'"):
+        choose_names(rules, ["A22"])
 
 
 def test_where_no_name_is_near_all_are_listed():
@@ -244,12 +247,12 @@ def test_where_no_name_is_near_all_are_listed():
 
 
 def test_debug_shows_the_traceback(dcl, folder, monkeypatch, capfd):
-    from torch_dcl.cli import datasets
+    from torch_dcl.cli import data
 
     def broken(**_):
         raise RuntimeError("the disk is on fire")
 
-    monkeypatch.setattr(datasets, "show", broken)
+    monkeypatch.setattr(data, "show", broken)
     assert dcl("data", code=1).splitlines() == ["Error: the disk is on fire"]
     assert "Traceback" in dcl("data", "--debug", code=1) + capfd.readouterr().err
 

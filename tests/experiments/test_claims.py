@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dcl.experiments.claims import (
-    Losses,
     best_is_near_oracle,
     difficulty_rises,
     fewer_weights,
@@ -21,8 +20,8 @@ from torch_dcl.experiments.claims import (
     three_branches_beat_two,
     three_branches_matter_less_on_two_digits,
 )
-from torch_dcl.experiments.comparing import compare
-from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1, THREE_DIGITS, TWO_DIGITS, Reported
+from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1, THREE_DIGITS, TWO_DIGITS, Reported
+from torch_dcl.experiments.stats import Losses, compare
 
 
 def table(**columns):

@@ -5,14 +5,17 @@ import itertools
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Config, Job, Recipe, SettingError, content_hash, setting, with_settings
-from torch_dcl.experiments.runner import Silent, StopRequest, concurrent_groups, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.protocol import Job, Outcome, Recipe, Silent, content_hash
+from torch_dcl.experiments.ranks import StopRequest
+from torch_dcl.experiments.runner import concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
@@ -103,7 +106,7 @@ def toy(**settings):
 
 def test_later_jobs_depend_on_earlier_outcomes_and_everything_is_told(whole, tmp_path):
     told = Told()
-    summary = run(toy(), tmp_path / "run", listener=told, settings="seeds = 2\n")
+    summary = run(toy(), tmp_path / "run", listener=told, files={"recipe.toml": b"seeds = 2\n"})
     assert summary.complete
     assert summary.result == whole
     assert [outcome.job.phase for outcome in whole].count("report") == 4
@@ -173,11 +176,36 @@ def test_a_run_whose_time_is_up_goes_on_by_an_epoch_a_call(whole, tmp_path):
     assert summary.result == whole
 
 
-def test_the_minutes_before_an_interruption_count(tmp_path, killed_at):
+def test_the_minutes_before_an_interruption_count(tmp_path, killed_at, monkeypatch):
+    clock = [0.0]  # a minute a step
+    real = Fleet._one_step
+    monkeypatch.setattr(Fleet, "_one_step", lambda fleet: (clock.__setitem__(0, clock[0] + 60.0), real(fleet)))
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     with killed_at(3):
         run(toy(), tmp_path)
+    assert minutes_of(RunFolder.inspect(tmp_path)) == 3
+    clock[0] += 1e6  # until somebody resumes it
     run(toy(), tmp_path, resume=True)
-    assert len(RunFolder.inspect(tmp_path).read("minutes")) == 2
+    assert minutes_of(RunFolder.inspect(tmp_path)) == 3 + 4 * STEPS * EPOCHS
+
+
+def test_a_kill_that_nothing_survives_loses_the_minutes_since_the_last_checkpoint_alone(
+    tmp_path, killed_at, monkeypatch
+):
+    """As SIGKILL does: what runs at the end of a call does not run."""
+    monkeypatch.setattr(runner.time, "perf_counter", itertools.count(step=60.0).__next__)
+    real, notes = RunFolder.append, []
+
+    def append(folder, name, *records):
+        if name == "minutes":
+            notes.append(records[0]["training"])
+        real(folder, name, *records)
+
+    monkeypatch.setattr(RunFolder, "append", append)
+    with killed_at(STEPS + 1):
+        run(toy(), tmp_path, every=0.0)
+    assert len(notes) == 2  # with the checkpoint of the first epoch, and at the end
+    assert all(note > 0 for note in notes)
 
 
 @pytest.fixture
@@ -242,6 +270,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_
     assert any("resumed after epoch 1 of 2" in line for line in told.lines) == (damaged == 1)
 
 
+def test_fleets_of_another_size_leave_the_checkpoints_aside_and_say_so(tmp_path, stopped):
+    other, told = toy(), Told()
+    other.at_once = 1
+    assert run(other, tmp_path, resume=True, listener=told).complete
+    unused = [line.split()[0] for line in told.lines if "is of no fleet that is to be trained now" in line]
+    assert unused == [file.name for file in stopped]
+    assert not (tmp_path / "fleets").exists()
+
+
 def test_checkpoints_are_gone_when_the_run_is_done(tmp_path, stopped):
     run(toy(), tmp_path, resume=True)
     assert not (tmp_path / "fleets").exists()
@@ -258,12 +295,12 @@ def test_a_resume_on_other_data_is_refused(tmp_path, stopped):
 
 
 def test_the_loser_of_two_starts_writes_nothing(tmp_path):
-    run(toy(), tmp_path, settings="first")
+    run(toy(), tmp_path, files={"recipe.toml": b"first"})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with RunFolder.open(tmp_path, RunFolder.inspect(tmp_path).recipe, resume=True):
         pass
     with pytest.raises(RunError, match="holds a run already"):
-        run(toy(seeds=3), tmp_path, settings="second")
+        run(toy(seeds=3), tmp_path, files={"recipe.toml": b"second"})
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert {name for name in before if before[name] != after[name]} == {
         "environment.jsonl"
@@ -300,6 +337,52 @@ def test_a_full_disk_ends_the_run(tmp_path, monkeypatch):
         run(toy(), tmp_path, seconds=0.0)
 
 
+@pytest.mark.parametrize("name", ["outcomes.jsonl", "recipe.toml", "table1.json", "log.txt", "fleets"])
+def test_a_symbolic_link_in_a_stranger_s_folder_is_not_written_through(tmp_path, name):
+    target, folder = tmp_path / "precious", tmp_path / "run"
+    if name == "fleets":
+        target.mkdir()
+    else:
+        target.write_text("mine")
+    run(toy(), folder, seconds=0.0)
+    (folder / name).unlink(missing_ok=True) if name != "fleets" else [f.unlink() for f in (folder / name).iterdir()]
+    if name == "fleets":
+        (folder / name).rmdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises(RunError, match=r"is a symbolic link, which a run does not write through; remove it"):
+        run(toy(), folder, resume=True, files={"recipe.toml": b"x"})
+    assert list(target.iterdir()) == [] if name == "fleets" else target.read_text() == "mine"
+
+
+# Jobs that train nothing
+
+
+class Counting(Toy):
+    """A recipe whose jobs are computed."""
+
+    name = "counting"
+
+    def jobs(self, _outcomes):
+        return [Job(unit, "toy", 0, 0.0) for unit in self.config.units]
+
+    def total(self):
+        return len(self.config.units)
+
+    def compute(self, jobs):
+        if jobs[0].network == "deep":
+            raise ValueError("too deep")
+        return [Outcome(job, float("nan"), 0.0, 0.0, None, extra={"length": len(job.network)}) for job in jobs]
+
+
+def test_jobs_that_train_nothing_are_computed_kept_and_may_fail(tmp_path):
+    config = ToyConfig(units=("wide", "narrow", "deep"))
+    summary = run(Counting(config), tmp_path)
+    assert [failure.error for failure in summary.failures] == ["ValueError: too deep"]
+    known = outcomes_of(RunFolder.inspect(tmp_path))
+    assert {job.network: outcome.extra["length"] for job, outcome in known.items()} == {"wide": 4, "narrow": 6}
+    assert all(outcome.error != outcome.error for outcome in known.values())  # NaN, through JSON and back
+
+
 # Jobs to fleets
 
 
@@ -312,6 +395,14 @@ def test_jobs_of_a_group_are_fleets_of_at_most_so_many_in_their_order():
         ["b0", "b1"],
         ["b2"],
     ]
+
+
+def test_jobs_of_several_networks_count_as_so_many():
+    jobs = [Job("a", "set", seed, 0.1) for seed in (3, 1, 2, 5, 1)]
+    fleets = plan_fleets(jobs, lambda job: job.network, 4, lambda job: job.seed)
+    assert [[job.seed for job in fleet] for fleet in fleets] == [[3, 1], [2], [5]]
+    on_gpu = concurrent_groups(fleets, lambda job: job.network, 6, "cuda", lambda job: job.seed)
+    assert on_gpu == [fleets[:2], fleets[2:]]
 
 
 def test_which_fleets_train_concurrently():
@@ -328,7 +419,7 @@ def test_which_fleets_train_concurrently():
 def test_fleets_that_train_concurrently_give_the_outcomes_of_fleets_one_by_one(whole, tmp_path, monkeypatch, killed_at):
     real = concurrent_groups
     monkeypatch.setattr(
-        runner, "concurrent_groups", lambda fleets, _, most, __: real(fleets, lambda _: 0, most, "cuda")
+        runner, "concurrent_groups", lambda fleets, _, most, *__: real(fleets, lambda _: 0, most, "cuda")
     )
     with killed_at(11):
         run(toy(), tmp_path, every=0.0)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.experiments import as_markdown, as_rich, as_text, findings, load, save, verdict
-from torch_dcl.experiments.reported import COLUMNS, SETS, TABLE1
+from torch_dcl.experiments import as_rich, as_text, findings, load, save, verdict
+from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, TableError, parse
+from torch_dcl.report import as_markdown
 
 
 @pytest.fixture

@@ -3,39 +3,59 @@
 import dataclasses
 import fcntl
 import json
-import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from torch_dcl.data.layouts import LAYOUTS
-from torch_dcl.experiments import engine, table, table1
-from torch_dcl.experiments.columns import MODELS, weights
-from torch_dcl.experiments.digitsets import read_mnist
-from torch_dcl.experiments.engine import SCHEDULE, Settings, run_fleets
-from torch_dcl.experiments.ranks import Rank
-from torch_dcl.experiments.reported import TABLE1
-from torch_dcl.experiments.search import Trial, stored_choice, stored_minutes
-from torch_dcl.experiments.table1 import estimate, jobs_of, outcome_of, run_table1, table_of
-from torch_dcl.fleet import Fleet, Schedule
+from torch_dcl.experiments import load, save
+from torch_dcl.experiments.columns import weights
+from torch_dcl.experiments.digits import read_mnist
+from torch_dcl.experiments.paper_numbers import TABLE1
+from torch_dcl.experiments.protocol import Silent
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config, table1_of
+from torch_dcl.experiments.recipes.table1_search import Trial, stored_choice, stored_minutes
+from torch_dcl.experiments.run_reader import read_run
+from torch_dcl.experiments.runner import outcomes_of
+from torch_dcl.experiments.runner import run as run_recipe
+from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 ROOT = Path(__file__).parents[2]
 NAME = "MNIST-II-01"
 MNIST = read_mnist(None)
-SETTINGS = Settings(Schedule(1), batch=50, precision="float64", most=2)  # a fleet is two networks
-COLUMNS = ("baseline", "A2", "oracle")
+COLUMNS = ("baseline", "oracle", "A2")
+CONFIG = Table1Config(
+    sets=(NAME,), models=COLUMNS, seeds=2, epochs=1, warmup=0, drops=(), batch=50, precision="float64", most=2,
+    train_images=100, test_images=50, data="excerpt",
+)  # fmt: skip
 CHOICE = {column: {2: Trial(0.02), 3: Trial(0.02)} for column in COLUMNS}
 
 
-def run(path, digits=MNIST, settings=SETTINGS, **changes):
-    asked = {"columns": COLUMNS, "sets": [NAME], "seeds": 2, "choice": CHOICE, "images": (100, 50)}
-    return run_table1(path, digits, settings, **{"report": lambda _: None, **asked, **changes})
+class Lines(Silent):
+    """A listener that keeps the lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    def report(self, line):
+        self.lines.append(line)
+
+
+def run(path, choice=CHOICE, digits=None, summary=False, lines=None, resume=False, seconds=1e9, every=60.0, **changes):
+    recipe = Table1(dataclasses.replace(CONFIG, **changes), choice=choice)
+    if digits is not None:
+        recipe.prepare = lambda _report: setattr(recipe, "digits", digits)
+    listener = Lines()
+    done = run_recipe(recipe, path, resume=resume, seconds=seconds, listener=listener, every=every)
+    if lines is not None:
+        lines += listener.lines
+    return done if summary else done.result
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +68,7 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def done(whole, tmp_path):
     """A folder that holds all of the run, to be damaged."""
-    folder = tmp_path / "done"
-    folder.mkdir()
-    for name in ("recipe.json", "outcomes.jsonl", "minutes.jsonl"):
-        (folder / name).write_bytes((whole[1] / name).read_bytes())
-    return folder
+    return Path(shutil.copytree(whole[1], tmp_path / "done"))
 
 
 @pytest.fixture
@@ -65,8 +81,8 @@ def untrained(monkeypatch):
     monkeypatch.setattr(Fleet, "_begin_epoch", refuse)
 
 
-def records(folder, name="outcomes"):
-    return RunFolder.inspect(folder).read(name)
+def outcomes(folder):
+    return outcomes_of(RunFolder.inspect(folder))
 
 
 # One run
@@ -76,18 +92,18 @@ def test_the_table_has_a_cell_for_every_column_and_set_with_every_seed(whole):
     made, folder = whole
     assert [(cell.set, cell.column) for cell in made.cells] == [(NAME, column) for column in COLUMNS]
     assert all(cell.seeds == (0, 1) and len(cell.errors) == 2 and cell.stopped == () for cell in made.cells)
-    by_job = {(r["job"]["column"], r["job"]["seed"]): r for r in records(folder)}
-    assert len(records(folder)) == len(by_job) == 6
+    by_job = {(job.network, job.seed): outcome for job, outcome in outcomes(folder).items()}
+    assert len(by_job) == 6
     for cell in made.cells:
         for key, values in (("error", cell.errors), ("train_loss", cell.train_loss), ("test_loss", cell.test_loss)):
-            assert [by_job[cell.column, seed][key] for seed in cell.seeds] == list(values)
+            assert [getattr(by_job[cell.column, seed], key) for seed in cell.seeds] == list(values)
 
 
 def test_the_papers_numbers_and_the_weights_stand_beside(whole):
     made, _ = whole
     for cell in made.cells:
         assert (cell.paper, cell.paper_std) == TABLE1[NAME][cell.column]
-    assert [cell.weights for cell in made.cells] == [475_500, 335_500, 2 * weights("oracle", 100)]
+    assert [cell.weights for cell in made.cells] == [475_500, 2 * weights("oracle", 100), 335_500]
 
 
 def test_the_baseline_alone_is_marked_as_fitted(whole):
@@ -95,8 +111,8 @@ def test_the_baseline_alone_is_marked_as_fitted(whole):
 
 
 def test_a_table_comes_back_from_its_file_as_it_was(whole, tmp_path):
-    table.save(whole[0], tmp_path / "table1.json")
-    assert table.load(tmp_path / "table1.json") == whole[0]
+    save(whole[0], tmp_path / "table1.json")
+    assert load(tmp_path / "table1.json") == whole[0]
 
 
 def test_it_says_how_it_was_made(whole):
@@ -111,82 +127,89 @@ def test_it_says_how_it_was_made(whole):
 
 
 def test_compiling_has_minutes_of_its_own(done):
-    lines = [{**record, "compiling": 3.0} for record in records(done)]
+    known = {job: dataclasses.replace(o, compiling=3.0) for job, o in outcomes(done).items()}
     (done / "minutes.jsonl").unlink()
-    RunFolder.inspect(done).append("minutes", {"training": 2.0})
-    made = table_of([outcome_of(line) for line in lines], "digits", SETTINGS, RunFolder.inspect(done))
-    spent = 3.0 * len(lines) / 60
+    folder = RunFolder.inspect(done)
+    folder.append("minutes", {"training": 2.0})
+    spent = 3.0 * len(known) / 60
     before = {"calibration of the sets, earlier on an H200": stored_minutes()["calibration"]}
-    assert made.minutes == pytest.approx({"training and evaluation": 2.0 - spent, "compiling": spent, **before})
+    minutes = {"training and evaluation": 2.0 - spent, "compiling": spent, **before}
+    assert table1_of(folder, known).minutes == pytest.approx(minutes)
 
 
 def test_the_minutes_of_what_was_done_before_stand_beside(tmp_path):
     search, fit = (
         json.loads((ROOT / "results" / name).read_text()) for name in ("table1-search.json", "calibration.json")
     )
-    made = run(tmp_path / "stored", choice=None, columns=("baseline",), seeds=1)
+    made = run(tmp_path / "stored", choice=None, models=("baseline",), seeds=1)
     assert made.minutes["search of learning rates, earlier on an H200"] == search["minutes"]
     assert made.minutes["calibration of the sets, earlier on an H200"] == fit["repeat"]["minutes"]
 
 
 def test_every_entry_of_the_paper_is_a_job_with_the_rate_of_its_column():
     choice = stored_choice()
-    jobs = jobs_of(MODELS, tuple(LAYOUTS), 5, choice)
+    jobs = Table1(Table1Config()).jobs({})
     assert len(jobs) == len(set(jobs)) == 11 * 15 * 5
     for job in jobs:
         digits = 2 if "-II-" in job.data else 3
-        assert (job.lr, job.clip) == choice[job.column][digits]
+        assert (job.lr, job.option("clip", float("inf"))) == choice[job.network][digits]
     assert {job.seed for job in jobs} == set(range(5))
 
 
 def test_an_estimate_counts_networks_images_and_fleets():
-    jobs = jobs_of(("baseline", "oracle"), (NAME, "MNIST-III-01"), 3, stored_choice())
-    found = estimate(jobs, Settings(SCHEDULE, most=4))
+    recipe = Table1(Table1Config(models=("baseline", "oracle"), sets=(NAME, "MNIST-III-01"), seeds=3, most=4))
+    words, plain = recipe.estimate(lambda seconds: f"{seconds:.0f} s")
     networks = 3 * (1 + 2) + 3 * (1 + 3)
-    assert found.networks == networks
-    assert found.images == networks * 60_000 * 24
-    assert found.fleets == 2 + 5  # three baselines twice; the oracle's in pairs of two, and threes alone
-    assert found.minutes(1e6) == pytest.approx(networks * 60_000 * 24 / 1e6 / 60)
+    assert plain["networks"] == networks
+    assert plain["images"] == networks * 60_000 * 24
+    assert plain["fleets"] == 2 + 5  # three baselines twice; the oracle's in pairs of two, and threes alone
+    assert plain["minutes"] == pytest.approx(plain["images"] / plain["images_per_s"] / 60)
+    assert words["networks"] == "21, in 7 fleets of up to 4"
 
 
-# Going on
+# Breaks
 
 
-def test_a_run_in_slices_gives_the_table_of_a_run_at_once(whole, tmp_path, monkeypatch):
-    clock = [0.0]  # goes on by one with every epoch, and a fleet has one
-    for module in (table1, engine):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+def test_a_run_in_slices_gives_the_table_of_a_run_at_once(whole, tmp_path):
+    path, calls, summary = tmp_path / "slices", 0, None
+    while summary is None or not summary.complete:
+        summary = run(path, resume=calls > 0, seconds=0.0, summary=True)  # an epoch each, and a fleet has one
+        calls += 1
+        assert len(outcomes(path)) == (2, 3, 4, 6)[calls - 1]
+    assert summary.result.cells == whole[0].cells
+    same = {"minutes": {}, "command": ""}
+    assert dataclasses.replace(summary.result, **same) == dataclasses.replace(whole[0], **same)
+    spent = sum(record["training"] for record in RunFolder.inspect(path).read("minutes"))
+    assert summary.result.minutes["training and evaluation"] == pytest.approx(spent)
 
-    def tick(at):
-        clock[0] += at.epoch
 
-    settings = dataclasses.replace(SETTINGS, on_epoch=tick)
+@pytest.mark.parametrize("step", [1, 3, 5, 7])
+def test_a_run_that_is_killed_at_any_step_gives_the_same_table(whole, tmp_path, killed_at, step):
+    with killed_at(step):
+        run(tmp_path / "run", every=0.0)
     lines = []
-    path = tmp_path / "slices"
-    assert run(path, seconds=0, report=lines.append) is None
-    assert not (path / "outcomes.jsonl").exists()
-    assert lines == ["time is up: 4 fleets are left; resume with --resume"]
-    for count in (2, 4, 5):
-        assert run(path, settings=settings, resume=True, seconds=1) is None  # one fleet each
-        assert len(records(path)) == count
-    made = run(path, resume=True)
-    assert made.cells == whole[0].cells
-    assert dataclasses.replace(made, minutes={}) == dataclasses.replace(whole[0], minutes={})
-    assert made.minutes["training and evaluation"] == sum(r["training"] for r in records(path, "minutes"))
+    assert run(tmp_path / "run", resume=True, lines=lines).cells == whole[0].cells
+    assert not (tmp_path / "run" / "fleets").exists()
+    done = (0, 2, 3, 4)[step // 2]
+    assert (f"{done} of 6 entries are done already" in lines) == bool(done)
 
 
-def test_a_run_that_is_broken_off_keeps_the_fleets_that_were_done(whole, tmp_path):
-    def stop(line):
-        if line.startswith("fleet 2 of 4"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", report=stop)
-    assert len(records(tmp_path / "broken")) == 4
-    lines = []
-    assert run(tmp_path / "broken", resume=True, report=lines.append).cells == whole[0].cells
-    assert lines[0] == "4 of 6 entries are done already"
-    assert len(lines) == 1 + 2
+def test_curves_that_were_interrupted_are_those_of_a_run_at_once(tmp_path, killed_at):
+    """The losses of the epochs so far lie in the checkpoint."""
+    long = {"models": ("baseline", "oracle"), "epochs": 3, "curves": True, "sets": ("MNIST-III-10",), "most": 6}
+    run(tmp_path / "whole", **long)
+    with killed_at(3 * 2 + 5):  # in the third epoch of the second fleet
+        run(tmp_path / "run", every=0.0, **long)
+    assert len(list((tmp_path / "run" / "fleets").iterdir())) == 2
+    run(tmp_path / "run", resume=True, **long)
+    mine, theirs = outcomes(tmp_path / "run"), outcomes(tmp_path / "whole")
+    assert mine == theirs
+    for outcome in mine.values():
+        curves = outcome.extra["curves"]
+        assert [len(curve) for curve in curves.values()] == [3, 3]
+        assert (curves["train_loss"][-1], curves["test_loss"][-1]) == (outcome.train_loss, outcome.test_loss)
+    series = read_run(tmp_path / "run").parts["curves"]["series"]
+    assert [len(runs["test_loss"]) for runs in series.values()] == [2]  # without the oracle, whose losses are sums
 
 
 def test_a_run_that_is_done_trains_nothing_when_asked_again(whole, done, untrained):
@@ -195,8 +218,7 @@ def test_a_run_that_is_done_trains_nothing_when_asked_again(whole, done, untrain
 
 def test_every_start_is_noted_with_its_environment(done, untrained):
     run(done, resume=True)
-    run(done, resume=True)
-    assert len(records(done, "environment")) == 2
+    assert len(RunFolder.inspect(done).read("environment")) == 2
 
 
 # Refusals
@@ -213,13 +235,14 @@ def test_a_run_that_exists_is_refused_without_resume(done, untrained):
     ("change", "difference"),
     [
         ({"seeds": 3}, "seeds: 2 then, 3 now"),
-        ({"images": (100, 40)}, r"images: \[100, 50\] then, \[100, 40\] now"),
+        ({"test_images": 40}, r"images: \[100, 50\] then, \[100, 40\] now"),
         ({"choice": {**CHOICE, "A2": {2: Trial(0.03), 3: Trial(0.02)}}}, r"choice\.A2\.2\.lr: 0\.02 then, 0\.03 now"),
         ({"choice": {**CHOICE, "A2": {2: Trial(0.02, 3.0), 3: Trial(0.02)}}}, r"A2\.2\.clip: null then, 3\.0 now"),
-        ({"columns": ("baseline", "A2")}, "columns: .*oracle.* then"),
-        ({"settings": dataclasses.replace(SETTINGS, batch=25)}, "batch: 50 then, 25 now"),
-        ({"settings": dataclasses.replace(SETTINGS, schedule=Schedule(2))}, r"schedule\.epochs: 1 then, 2 now"),
-        ({"settings": dataclasses.replace(SETTINGS, precision="float32")}, 'precision: "float64" then, "float32" now'),
+        ({"models": ("baseline", "A2")}, "columns: .*oracle.* then"),
+        ({"batch": 25}, "batch: 50 then, 25 now"),
+        ({"epochs": 2}, r"schedule\.epochs: 1 then, 2 now"),
+        ({"precision": "float32"}, 'precision: "float64" then, "float32" now'),
+        ({"curves": True}, "curves: false then, true now"),
         ({"digits": MNIST._replace(source="others")}, 'then, "others" now'),
     ],
 )
@@ -242,7 +265,7 @@ def test_a_changed_strength_is_refused(done, untrained, monkeypatch):
 
 
 def test_how_many_networks_a_fleet_has_is_no_part_of_the_recipe(done, untrained, whole):
-    assert run(done, resume=True, settings=dataclasses.replace(SETTINGS, most=160)).cells == whole[0].cells
+    assert run(done, resume=True, most=160).cells == whole[0].cells
 
 
 def test_a_second_process_is_refused_while_the_first_one_runs(done, untrained):
@@ -263,98 +286,71 @@ def test_a_second_process_is_refused_while_the_first_one_runs(done, untrained):
 def test_a_last_line_that_was_cut_off_is_run_again(whole, done, kept):
     path = done / "outcomes.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:4]) + lines[4][:kept])
+    path.write_text("".join(lines[:2]) + lines[2][:kept])
     assert run(done, resume=True).cells == whole[0].cells
     assert run(done, resume=True).cells == whole[0].cells
-
-
-def test_a_last_line_that_was_cut_off_is_left_out_when_reading(done, untrained):
-    path = done / "outcomes.jsonl"
-    path.write_text(path.read_text()[:-30])
-    assert run(done, resume=True, seconds=0) is None  # one entry is missing, and none is damaged
 
 
 def test_a_damaged_earlier_line_is_an_error_that_names_it(done, untrained):
     path = done / "outcomes.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    lines[2] = lines[2][:50] + "\n"
+    lines[1] = lines[1][:50] + "\n"
     path.write_text("".join(lines))
-    with pytest.raises(RunError, match=r"outcomes.jsonl, line 3, is damaged .*remove the line, or the folder"):
+    with pytest.raises(RunError, match=r"outcomes.jsonl, line 2, is damaged .*remove the line, or the folder"):
         run(done, resume=True)
 
 
-WILD = {column: {2: Trial(1e200)} for column in ("baseline",)}
+@pytest.mark.parametrize("at", range(5, 400, 37))
+def test_a_flipped_bit_in_the_outcomes_never_changes_the_table(done, untrained, at):
+    path = done / "outcomes.jsonl"
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=r"outcomes.jsonl, line \d, is damaged"):
+        run(done, resume=True)
+
+
+WILD = {"models": ("baseline",), "choice": {"baseline": {2: Trial(1e200)}}}
 
 
 def test_seeds_that_diverged_are_named_and_stay_so_after_a_break(tmp_path):
-    asked = {"columns": ("baseline",), "choice": WILD}
-    made = run(tmp_path / "wild", **asked)
+    made = run(tmp_path / "wild", **WILD)
     assert made.cells[0].stopped == (0, 1)
     assert all(error > 90 for error in made.cells[0].errors)
-    again = run(tmp_path / "wild", resume=True, **asked)
+    again = run(tmp_path / "wild", resume=True, **WILD)
     assert (again.cells[0].stopped, again.cells[0].errors) == (made.cells[0].stopped, made.cells[0].errors)
 
 
-def test_a_table_with_a_diverged_network_can_be_saved(tmp_path):
-    made = run(tmp_path / "wild", columns=("baseline",), choice=WILD)
-    table.save(made, tmp_path / "table1.json")
-
-
-def test_what_a_diverged_network_leaves_is_json(tmp_path):
+def test_what_a_diverged_network_leaves_is_json_and_a_table(tmp_path):
     def refuse(word):
         raise ValueError(word)
 
-    run(tmp_path / "wild", columns=("baseline",), choice=WILD)
+    run(tmp_path / "wild", **WILD)
     for line in (tmp_path / "wild" / "outcomes.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
-
-
-def test_an_outcome_comes_back_from_its_record(whole):
-    for record in records(whole[1]):
-        outcome = table1.outcome_of(record)
-        assert outcome.job.clip == math.inf
-        assert json.loads(json.dumps(table1._record(outcome), allow_nan=False)) == record
+    assert load(tmp_path / "wild" / "table1.json").cells[0].train_loss is None
 
 
 # Several processes
 
 RANK = """
-import runpy
-import sys
-import torch.distributed as dist
-from torch_dcl.experiments import table, table1
-
-make_sets = table1.make_sets
-
-def make_sets_together(*arguments, **options):
-    dist.barrier()  # both have looked at what is done before any of them adds to it
-    return make_sets(*arguments, **options)
-
-table1.make_sets = make_sets_together
-dist.init_process_group("gloo")
-made = runpy.run_path(sys.argv[3])["run"](sys.argv[1], columns=("baseline", "oracle"), resume=True)
+import runpy, sys
+made = runpy.run_path(sys.argv[2])["run"](sys.argv[1], models=("baseline", "oracle"), resume=True)
 print("no table" if made is None else "the table")
-if made is not None:
-    table.save(made, sys.argv[2])
-dist.destroy_process_group()
 """
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whole, tmp_path):
-    path, out = tmp_path / "shared", tmp_path / "table1.json"
-    port = str(free_port())
+    path = tmp_path / "shared"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     ranks = []
     for rank in ("0", "1"):
         there = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, "-c", RANK, str(path), str(out), __file__],
+                [sys.executable, "-c", RANK, str(path), __file__],
                 env={**os.environ, **there, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -370,47 +366,6 @@ def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whol
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert [words.strip() for words, _ in said] == ["the table", "no table"]
     expected = tuple(cell for cell in whole[0].cells if cell.column != "A2")
-    assert table.load(out).cells == expected
-    shares = [{(r["job"]["column"], r["job"]["seed"]) for r in records(path, f"outcomes-{rank}")} for rank in (0, 1)]
-    assert shares[0].isdisjoint(shares[1])
-    assert [len(share) for share in shares] == [3, 1]  # two baselines and an oracle; an oracle
-    # One process goes on with what two have done.
-    assert run(path, columns=("baseline", "oracle"), resume=True).cells == expected
-
-
-def as_rank(monkeypatch, rank):
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(Rank, "wait", lambda _: None)
-
-
-def test_the_other_ranks_wait_until_the_first_has_made_the_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(table1, "run_fleets", lambda *_: None)
-    calls = []
-
-    def barrier(_):
-        calls.append((tmp_path / "shared" / "recipe.json").exists())
-        if len(calls) == 1:  # rank 1 waits, and meanwhile rank 0 begins
-            monkeypatch.setenv("RANK", "0")
-            run(tmp_path / "shared")
-            monkeypatch.setenv("RANK", "1")
-
-    as_rank(monkeypatch, 1)
-    monkeypatch.setattr(Rank, "wait", barrier)
-    run(tmp_path / "shared")
-    assert calls == [False, True, True, True]
-
-
-def test_a_rank_that_starts_late_does_its_own_share(tmp_path, monkeypatch):
-    planned = []
-
-    def note(fleets, *others):
-        planned.extend(job for fleet in fleets for job in fleet)
-        return run_fleets(fleets, *others)
-
-    monkeypatch.setattr(table1, "run_fleets", note)
-    for rank in (0, 1):  # the first one ends before the second one begins
-        as_rank(monkeypatch, rank)
-        run(tmp_path / "shared", resume=True)
-    assert len(planned) == len(set(planned))
-    assert set(planned) == set(jobs_of(COLUMNS, [NAME], 2, CHOICE))
+    assert load(path / "table1.json").cells == expected
+    lines = [(path / f"outcomes-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+    assert [sum(len(json.loads(line)["outcomes"]) for line in of) for of in lines] == [3, 1]  # three fleets

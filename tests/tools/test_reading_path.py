@@ -36,10 +36,32 @@ def test_imports_are_followed_and_those_for_type_checkers_are_not(tool, tmp_path
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["table2", "chart"])
-def test_a_recipe_is_followed_with_no_more_files_than_the_documentation_says(tool, recipe):
-    found = tool.reading_path(f"torch_dcl.experiments.recipes.{recipe}", "torch_dcl.experiments.runner")
-    count = sum(tool.room_of(path) == "experiments" for path in found)
-    said = int(re.search(r"opens (\d+) files of experiments/", (ROOT / "docs" / "architecture.md").read_text())[1])
-    assert count <= said
-    assert count == said or recipe == "chart"
+def test_the_path_stays_in_the_rooms_that_are_named(tool, tmp_path, monkeypatch):
+    package = tmp_path / "torch_dcl"
+    for room in ("one", "two"):
+        (package / room).mkdir(parents=True)
+    (package / "one" / "a.py").write_text("import torch_dcl.two.b\nimport torch_dcl.one.c\n")
+    (package / "two" / "b.py").write_text("import torch_dcl.one.d\n")
+    for name in "cd":
+        (package / "one" / f"{name}.py").write_text("")
+    monkeypatch.setattr(tool, "PACKAGE", package)
+    names = {path.stem for path in tool.reading_path("torch_dcl.one.a", rooms={"one"})}
+    assert names == {"a", "c"}
+    assert {path.stem for path in tool.reading_path("torch_dcl.one.a")} == {"a", "b", "c", "d"}
+
+
+def test_table_1_is_followed_with_as_many_files_as_the_documentation_says(tool):
+    rooms = {"cli", "experiments"}
+    opened = tool.reading_path("torch_dcl.cli.run", "torch_dcl.experiments.recipes.table1", rooms=rooms)
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    said = re.search(r"opens (\d+) files of cli/ and experiments/, of which (\d+) are of experiments/", text)
+    assert (len(opened), sum(tool.room_of(path) == "experiments" for path in opened)) == tuple(map(int, said.groups()))
+
+
+@pytest.mark.parametrize("room", ["cli", "experiments", "report"])
+def test_no_room_and_no_file_is_too_large_to_be_read(tool, room):
+    """At most 20 files of a folder, and at most 400 lines of a file."""
+    files = list((tool.PACKAGE / room).rglob("*.py"))
+    assert {path.name: n for path in files if (n := path.read_text().count("\n")) > 400} == {}
+    folders = {path.parent for path in files}
+    assert all(sum(path.parent == folder for path in files) <= 20 for folder in folders)

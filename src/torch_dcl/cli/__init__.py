@@ -1,4 +1,4 @@
-"""The command ``dcl``: arguments, progress and printing. What it does is done in the other rooms.
+"""The command ``dcl``: arguments, progress and printing, without logic of its own.
 
 torch and everything heavy is imported inside the commands, so that help answers at once.
 """
@@ -8,6 +8,6 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command with the arguments of the process."""
-    from torch_dcl.cli.app import app  # noqa: PLC0415
+    from torch_dcl.cli.app import app
 
     app(prog_name="dcl")

@@ -6,11 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from torch_dcl.cli.data_app import AsJson, AsJsonEnd, data_app
-from torch_dcl.cli.help import HELP, SETTINGS, PlainGroup
-from torch_dcl.cli.names import UsageError, nearest
-from torch_dcl.cli.recipes import ABOUT
-from torch_dcl.cli.screen import command, console, for_machines, print_json
+from torch_dcl.cli.config import ABOUT
+from torch_dcl.cli.console import HELP, SETTINGS, PlainGroup, check_output, command, console, for_machines, print_json
+from torch_dcl.cli.data import AsJson, AsJsonEnd, data_app
 
 __all__ = ["app"]
 
@@ -33,7 +31,7 @@ DATA_HELP = (
 
 def _version(asked: bool) -> None:
     if asked:
-        from torch_dcl import __version__  # noqa: PLC0415
+        from torch_dcl import __version__
 
         sys.stdout.write(f"torch-dcl {__version__}\n")
         raise typer.Exit
@@ -55,19 +53,19 @@ def main(
     "dcl demo --epochs 8 --seeds 5 --out my-demo",
 )
 def demo(
-    out: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path("runs/demo"),
-    images: Annotated[
-        int, typer.Option(help="Images to train on.  [dim]\\[default: 5000][/dim]", show_default=False)
-    ] = 0,
-    epochs: Annotated[int, typer.Option(help="Passes over them.  [dim]\\[default: 6][/dim]", show_default=False)] = 0,
-    seeds: Annotated[int, typer.Option(help="Networks of each kind.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The run folder.  [dim]\\[default: runs/demo, or the next][/dim]")
+    ] = None,
+    images: Annotated[int | None, typer.Option(help="Images to train on.  [dim]\\[default: 5000][/dim]")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over them.  [dim]\\[default: 6][/dim]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Networks of each kind.  [dim]\\[default: 3][/dim]")] = None,
     as_json: AsJsonEnd = False,
 ) -> None:
     """The idea in two minutes on a laptop: three networks, a verdict, a report."""
-    from torch_dcl.cli.demo import run_demo  # noqa: PLC0415
+    from torch_dcl.cli.run import run_demo
 
     for_machines(as_json)
-    run_demo(out, images=images, epochs=epochs, seeds=seeds, as_json=as_json)
+    run_demo(out, {"train_images": images, "epochs": epochs, "seeds": seeds}, as_json=as_json)
 
 
 @app.command(**SETTINGS)
@@ -120,26 +118,25 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
 ) -> None:
     """Which layers of a network pay, which do not, and why."""
-    from torch_dcl.cli.places import check_output  # noqa: PLC0415
-    from torch_dcl.cli.plans import plan_network, read_width  # noqa: PLC0415
-    from torch_dcl.files import write_text  # noqa: PLC0415
+    from torch_dcl.cli.plan import plan_network, read_width
+    from torch_dcl.files import write_text
 
     if output is not None:
         check_output(output)
-    made = plan_network(
+    planned = plan_network(
         model, input_size, device=device, dtype=dtype, memory=memory, only=only, force=force, without=without,
         batch=batch, branches=branches, ratio=ratio, width=read_width(width), budget=budget, round_to=round_to,
         strategy=strategy, eps=eps, measure=measure, select=select, mode=mode, phase=phase,
     )  # fmt: skip
     if output is not None:
-        write_text(output, made.to_json() + "\n")
+        write_text(output, planned.to_json() + "\n")
     if as_json:
-        print_json(made.to_json())
+        print_json(planned.to_json())
     else:
         screen = console()
-        screen.print(str(made), markup=False, soft_wrap=True)
+        screen.print(str(planned), markup=False, soft_wrap=True)
         if output is not None:
-            screen.print(f"\nWritten to [bold]{output}[/bold]")
+            screen.print(f"\nWritten to {output}", markup=False)
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
@@ -148,8 +145,8 @@ def _complete_recipe(incomplete: str) -> list[str]:
 
 def _complete_run(incomplete: str) -> list[str]:
     """Run folders by their recipe.json, without loading anything."""
-    found = (str(path.parent) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/recipe.json"))
-    return sorted(name for name in found if name.startswith(incomplete))
+    folders = (str(path.parent) for pattern in ("*", "*/*") for path in Path("runs").glob(f"{pattern}/recipe.json"))
+    return sorted(name for name in folders if name.startswith(incomplete))
 
 
 def _complete_recipe_or_run(incomplete: str) -> list[str]:
@@ -199,22 +196,23 @@ def run(
     ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes; --resume goes on.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes, to be resumed.")] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
     as_json: AsJsonEnd = False,
 ) -> None:
     """Run a recipe: the paper's tables and figures, on your machine."""
-    from torch_dcl.cli.estimates import dry_run  # noqa: PLC0415
-    from torch_dcl.cli.run import run_task  # noqa: PLC0415
-    from torch_dcl.cli.tasks import make_task  # noqa: PLC0415
+    from torch_dcl.cli.config import make_task
+    from torch_dcl.cli.run import dry_run, run_task
 
     for_machines(as_json)
-
     named: dict[str, Any] = {
         "sets": sets, "models": models, "networks": networks, "seeds": seeds, "epochs": epochs, "scale": scale,
         "device": device, "data": data,
     }  # fmt: skip
-    task = make_task(recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry)
+    task = make_task(
+        recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry, trust=trust
+    )
     if dry:
         dry_run(task, as_json=as_json)
     else:
@@ -227,7 +225,7 @@ def run(
     "dcl ls table1 > mine.toml",
     "dcl ls runs/table1",
 )
-def list_all(
+def list_runs(
     name: Annotated[
         str | None,
         typer.Argument(help="A recipe or a run folder to print as TOML.", autocompletion=_complete_recipe_or_run),
@@ -236,47 +234,12 @@ def list_all(
     as_json: AsJson = False,
 ) -> None:
     """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
-    from torch_dcl.cli.folders import as_row, say  # noqa: PLC0415
-    from torch_dcl.cli.recipes import as_toml, find_recipe  # noqa: PLC0415
-    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
+    from torch_dcl.cli.report import list_all, print_recipe
 
     if name is not None:
-        given, _ = find_recipe(name if name in ABOUT or Path(name).exists() else _in(runs, name))
-        if as_json:
-            print_json({"recipe": given.name, **given.values})
-        else:
-            sys.stdout.write(as_toml(given))
-        return
-    found = find_runs(runs)
-    if as_json:
-        print_json({"recipes": ABOUT, "runs": [as_row(state) for state in found]})
-        return
-    from rich.table import Table  # noqa: PLC0415
-
-    screen = console()
-    colours = {"running": "cyan", "finished": "green", "incomplete": "yellow", "damaged": "red"}
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("recipe", style="bold", no_wrap=True)
-    table.add_column("what it runs")
-    for recipe, about in ABOUT.items():
-        table.add_row(recipe, about)
-    screen.print(table)
-    screen.print()
-    if not found:
-        screen.print(f"No runs in {runs}/ yet. [dim]Try: dcl run table1 --smoke[/dim]")
-        return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("run", "recipe", "state", "begun"):
-        table.add_column(column, no_wrap=column != "state")
-    for state in found:
-        begun = (state.started or "")[:16].replace("T", " ")
-        table.add_row(f"[bold]{state.path}[/bold]", state.recipe, f"[{colours[state.state]}]{say(state)}[/]", begun)
-    screen.print(table)
-
-
-def _in(runs: Path, name: str) -> str:
-    """A run's folder from its name alone."""
-    return str(runs / name) if (runs / name).is_dir() else name
+        print_recipe(name, runs, as_json=as_json)
+    else:
+        list_all(runs, as_json=as_json)
 
 
 @app.command(**SETTINGS)
@@ -300,13 +263,13 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """One page of one or several runs: the verdict, the paper's numbers beside yours, figures."""
-    from torch_dcl.cli.reports import write_report  # noqa: PLC0415
+    from torch_dcl.cli.report import write_report
 
     path = write_report(runs, output)
     if as_json:
         print_json({"page": str(path), "runs": list(runs)})
     else:
-        console().print(f"Written to [bold]{path}[/bold]", soft_wrap=True)
+        console().print(f"Written to {path}", markup=False, soft_wrap=True)
 
 
 @app.command(**SETTINGS)
@@ -322,33 +285,6 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """What is installed and found here, what is missing, and what to do about it."""
-    from rich.table import Table  # noqa: PLC0415
+    from torch_dcl.cli.doctor import print_checks
 
-    from torch_dcl.cli.doctor import examine  # noqa: PLC0415
-    from torch_dcl.experiments.reading import find_runs  # noqa: PLC0415
-
-    known = [Path(state.path) for state in find_runs(Path("runs"))]
-    for path in runs or []:
-        if not path.is_dir():
-            raise UsageError(f"{path} is no run folder; {nearest(str(path), map(str, known))}")
-    checks = examine(runs or known)
-    bad = [check for check in checks if check["state"] == "problem"]
-    if as_json:
-        print_json({"ok": not bad, "checks": checks})
-    else:
-        screen = console()
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for column in range(3):
-            table.add_column(no_wrap=column < 2, overflow="fold")
-        signs = {"ok": "[green]ok[/green]", "note": "[yellow]–[/yellow]", "problem": "[red]problem[/red]"}
-        for check in checks:
-            words = check["found"] + (f"\n[dim]→ {check['remedy']}[/dim]" if check["remedy"] else "")
-            # All hashes of all runs would bury the rest.
-            for name, digest in check.get("sha256", {}).items() if runs else ():
-                words += f"\n[dim]{digest[:16]}  {name}[/dim]"
-            table.add_row(signs[check["state"]], check["name"], words)
-        screen.print(table)
-        count = len(bad)
-        screen.print(f"\n{count} {'problem' if count == 1 else 'problems'}." if bad else "\nAll is well.")
-    if bad:
-        raise typer.Exit(1)
+    print_checks(runs or [], as_json=as_json)

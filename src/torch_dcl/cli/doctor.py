@@ -8,7 +8,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["examine"]
+import typer
+
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state
+
+__all__ = ["examine", "print_checks"]
 
 Check = dict[str, Any]
 
@@ -22,8 +26,8 @@ def examine(runs: list[Path]) -> list[Check]:
     return [*_versions(), *_devices(), *_data(), *(_run(path) for path in runs)]
 
 
-def _check(name: str, state: str, found: str, remedy: str = "") -> Check:
-    return {"name": name, "state": state, "found": found, "remedy": remedy}
+def _check(name: str, state: str, words: str, remedy: str = "") -> Check:
+    return {"name": name, "state": state, "found": words, "remedy": remedy}
 
 
 def _version(name: str) -> str | None:
@@ -33,9 +37,9 @@ def _version(name: str) -> str | None:
 
 
 def _versions() -> list[Check]:
-    import torch  # noqa: PLC0415
+    import torch
 
-    from torch_dcl import __version__  # noqa: PLC0415
+    from torch_dcl import __version__
 
     rows = [
         _check("torch-dcl", "ok", f"{__version__}, in {Path(__file__).parents[1]}"),
@@ -43,18 +47,18 @@ def _versions() -> list[Check]:
         _check("torch", "ok", f"{torch.__version__}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"),
     ]
     for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
-        found = _version(name)
-        rows.append(_check(name, "ok" if found else "problem", found or "missing",
-                           "" if found else f"pip install {name} ({use})"))  # fmt: skip
+        version = _version(name)
+        rows.append(_check(name, "ok" if version else "problem", version or "missing",
+                           "" if version else f"pip install {name} ({use})"))  # fmt: skip
     for name, use in (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX")):
-        found = _version(name)
-        rows.append(_check(name, "ok" if found else "note", found or "not installed",
-                           "" if found else f"only for {use}: pip install {name}"))  # fmt: skip
+        version = _version(name)
+        rows.append(_check(name, "ok" if version else "note", version or "not installed",
+                           "" if version else f"only for {use}: pip install {name}"))  # fmt: skip
     return rows
 
 
 def _devices() -> list[Check]:
-    import torch  # noqa: PLC0415
+    import torch
 
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None
@@ -75,8 +79,8 @@ def _devices() -> list[Check]:
 
 
 def _data() -> list[Check]:
-    from torch_dcl.cli.datasets import what_is_here  # noqa: PLC0415
-    from torch_dcl.data import mnist_excerpt  # noqa: PLC0415
+    from torch_dcl.cli.data import what_is_here
+    from torch_dcl.data import mnist_excerpt
 
     rows = []
     for row in what_is_here():
@@ -93,23 +97,64 @@ def _data() -> list[Check]:
 
 
 def _run(path: Path) -> Check:
-    from torch_dcl.cli.folders import say  # noqa: PLC0415
-    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
-    from torch_dcl.files import sha256_file  # noqa: PLC0415
+    from torch_dcl.experiments.run_reader import state_of
+    from torch_dcl.files import sha256_file
 
     state = state_of(path)
     files = [file for file in sorted(path.iterdir()) if file.is_file() and not file.name.startswith("lock")]
     hashes = {file.name: sha256_file(file) for file in files}
-    told = say(state)
+    words = say_state(state)
     kind = {"damaged": "problem", "incomplete": "note"}.get(state.state, "ok")
     remedy = f"dcl run {path} --resume" if state.state == "incomplete" else ""
     if state.state == "damaged":
         remedy = "repair what the message names, or remove the folder"
     if (path / "table1.json").exists():
-        from torch_dcl.experiments import TableError, load  # noqa: PLC0415
+        from torch_dcl.experiments import TableError, load
 
         try:
             load(path / "table1.json")
         except TableError as error:
-            kind, told, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
-    return {**_check(str(path), kind, told, remedy), "sha256": hashes}
+            kind, words, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
+    return {**_check(str(path), kind, words, remedy), "sha256": hashes}
+
+
+def print_checks(runs: list[Path], *, as_json: bool) -> None:
+    """Print all checks; the exit code is 1 where one is a problem.
+
+    Args:
+        runs: Run folders to look into; all in ``runs/`` where none is named.
+        as_json: Whether to print for a machine.
+
+    Raises:
+        UsageError: There is no such run.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    from torch_dcl.experiments.run_reader import find_runs
+
+    known = [Path(state.path) for state in find_runs(Path("runs"))]
+    for path in runs:
+        if not path.is_dir():
+            raise UsageError(f"{path} is no run folder; {nearest(str(path), map(str, known))}")
+    checks = examine(runs or known)
+    bad = [check for check in checks if check["state"] == "problem"]
+    if as_json:
+        print_json({"ok": not bad, "checks": checks})
+    else:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for column in range(3):
+            table.add_column(no_wrap=column == 0, overflow="fold")
+        signs = {"ok": Text("ok", "green"), "note": Text("–", "yellow"), "problem": Text("problem", "red")}
+        for check in checks:
+            words = Text(check["found"])
+            if check["remedy"]:
+                words.append(f"\n→ {check['remedy']}", "dim")
+            # All hashes of all runs would bury the rest.
+            for name, digest in check.get("sha256", {}).items() if runs else ():
+                words.append(f"\n{digest[:16]}  {name}", "dim")
+            table.add_row(signs[check["state"]], Text(check["name"]), words)
+        console().print(table)
+        console().print(f"\n{len(bad)} {'problem' if len(bad) == 1 else 'problems'}." if bad else "\nAll is well.")
+    if bad:
+        raise typer.Exit(1)

@@ -1,89 +1,103 @@
-"""``dcl run``: begin or resume a run, and say how it ended."""
+"""``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
 import math
+import os
 import shlex
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from torch_dcl.cli.folders import as_row, say
-from torch_dcl.cli.names import UsageError
-from torch_dcl.cli.recipes import RUN, as_toml
-from torch_dcl.cli.screen import console, first_rank, print_json, say_minutes, several
-from torch_dcl.cli.tasks import Sweep, Task, Training
+from torch_dcl.cli.config import Task, make_task
+from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
+from torch_dcl.progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_dcl.experiments.runner import Failure
+    from torch_dcl.experiments.protocol import Progress
+    from torch_dcl.experiments.runner import Failure, Summary
 
-__all__ = ["RESUME_ME", "run_task"]
+__all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
 
 RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
 
 
 def run_task(task: Task, *, as_json: bool = False) -> None:
-    """Run, print what came out, and say where it is.
+    """Run, print the result, and say where it is.
 
     Args:
         task: What to run.
         as_json: Whether to end with the run's state for a machine.
     """
-    from rich.markup import escape  # noqa: PLC0415
+    from rich.text import Text
 
-    from torch_dcl.cli.works import WORKS, run_sweep  # noqa: PLC0415
-    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
-    from torch_dcl.experiments.runner import StopRequest  # noqa: PLC0415
+    from torch_dcl.experiments.ranks import StopRequest
+    from torch_dcl.experiments.run_reader import state_of
 
-    if several() and task.recipe.name not in ("table1", *RUN):
-        raise UsageError("this recipe runs in one process; start it without torchrun")
-    screen = console()
-    if isinstance(task, Sweep):
-        pass  # the runner writes the recipe, once it holds the folder's lock
-    elif first_rank() and not (task.out / "recipe.json").exists():
-        _write_recipe(task)
-    elif not first_rank():
-        _wait_for(task.out / "recipe.json")
-    start = time.perf_counter()
-    source = f", written with {task.digits.source}" if isinstance(task, Training) else ""
-    screen.print(f"[bold]{task.recipe.name}[/bold] on {task.device}{escape(source)}")
-    stop = StopRequest()
-    failures: tuple[Failure, ...] = ()
+    screen, start, stop = console(), time.perf_counter(), StopRequest()
+    screen.print(Text.assemble((task.asked.name, "bold"), f" on {task.recipe.device}"))
     try:
-        if isinstance(task, Sweep):
-            summary = run_sweep(task, stop)
-            finished, failures = summary.complete, summary.failures
-        else:
-            finished = WORKS[task.recipe.name](task, stop)
+        summary = _train(task, stop)
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
     code = 0
-    if finished:
+    if summary.complete:
         spent = say_minutes(time.perf_counter() - start)
-        screen.print(f"{spent}, in [bold]{escape(str(task.out))}[/bold].{escape(_next(task))}", soft_wrap=True)
+        screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), "." + _next(task)), soft_wrap=True)
     else:
-        code, why = _ending(stop.signal, failures, is_limited=math.isfinite(task.seconds))
+        code, why = _ending(stop.signal, summary.failures, is_limited=math.isfinite(task.seconds))
         _say_stopped(task, why)
     if as_json:
-        print_json(as_row(state_of(task.out)))
+        print_json(dataclasses.asdict(state_of(task.out)))
     if code:
         raise typer.Exit(code)
 
 
-def _write_recipe(task: Task) -> None:
-    """Write the recipe under the folder's lock, so that the loser of two starts writes nothing."""
-    from torch_dcl.files import write_text  # noqa: PLC0415
-    from torch_dcl.fleet.run_folder import lock_folder  # noqa: PLC0415
+def _train(task: Task, stop: Any) -> "Summary":
+    """Run with a bar, and print and draw the result."""
+    from torch_dcl.experiments.runner import run
+    from torch_dcl.files import write_text
+    from torch_dcl.report import draw_run
 
-    with lock_folder(task.out):
-        if not (task.out / "recipe.json").exists():
-            write_text(task.out / "recipe.toml", as_toml(task.recipe))
+    screen = console()
+    with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
+        stop.on_signal = bar.now
+        with stop:
+            summary = run(
+                task.recipe, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
+                listener=Listener(bar), files=task.files(),
+            )  # fmt: skip
+    if summary.result is not None:
+        _print(screen, task.recipe.shown(summary.result, screen.width))
+        write_text(task.out / "result.txt", _as_text(task.recipe.shown(summary.result, 100)))
+        drawn = draw_run(task.out)
+        if drawn:
+            screen.print(f"Drawn in {task.out}: {', '.join(drawn)}", markup=False, soft_wrap=True)
+    return summary
+
+
+def _print(screen: Any, shown: "Sequence[Any]") -> None:
+    for part in shown:
+        if isinstance(part, str):
+            bullets(screen, [part])
+        else:
+            screen.print(part)
+
+
+def _as_text(shown: "Sequence[Any]") -> str:
+    """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
+    from rich.console import Console
+
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        recorded = Console(width=100, record=True, file=nowhere, highlight=False)
+        _print(recorded, shown)
+    return str(recorded.export_text())
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
@@ -92,31 +106,122 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
         return RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
     if not failures:
         return (0, "Time is up.") if is_limited else (1, "Jobs of another process failed; failures-*.jsonl names them.")
-    told = []
+    sentences = []
     for jobs, error in failures:
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
-        told.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
-    return 1, "\n".join(told)
+        sentences.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
+    return 1, "\n".join(sentences)
 
 
 def _next(task: Task) -> str:
-    if task.recipe.name in ("table1", "figures", "knowledge", *RUN):
-        return f" A page of it: dcl report {shlex.quote(str(task.out))}"
-    return ""
-
-
-def _wait_for(path: Path, seconds: float = 120) -> None:
-    """Let the first rank make the folder."""
-    end = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    return f" A page of it: dcl report {shlex.quote(str(task.out))}"
 
 
 def _say_stopped(task: Task, why: str) -> None:
-    from torch_dcl.experiments.reading import state_of  # noqa: PLC0415
+    from torch_dcl.experiments.run_reader import state_of
 
     state = state_of(task.out)
     # This process may still be the holder of the lock.
-    told = say(dataclasses.replace(state, state="incomplete") if state.state == "running" else state)
-    words = f"{why} {task.out} is {told}; what is done is saved.\nResume with:  {task.go_on}"
+    stands = say_state(dataclasses.replace(state, state="incomplete") if state.state == "running" else state)
+    words = f"{why} {task.out} is {stands}; what is done is saved.\nResume with:  {task.resume_command}"
     console().print(words, markup=False, soft_wrap=True)
+
+
+def dry_run(task: Task, *, as_json: bool = False) -> None:
+    """Print an estimate of the run.
+
+    Args:
+        task: The run.
+        as_json: Whether to print JSON.
+    """
+    words, plain = task.recipe.estimate(say_minutes)
+    if as_json:
+        print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for topic, text in {**words, "folder": str(task.out)}.items():
+        table.add_row(topic, Text(text))
+    console().print(table)
+    console().print("Nothing was run or written.", style="dim")
+
+
+def run_demo(out: Path | None, settings: dict[str, Any], *, as_json: bool = False) -> None:
+    """Train three networks, print a verdict, and write a page.
+
+    Args:
+        out: The run folder; None for one that is not there yet.
+        settings: Of the recipe, None where they were not given.
+        as_json: Whether to end with the result for a machine.
+    """
+    from rich.text import Text
+
+    from torch_dcl.cli.console import make_folder
+
+    task = make_task("demo", settings, out=out)
+    make_folder(task.out)
+    screen, threads = console(), _use_free_cores()
+    screen.print(
+        "[bold]Two-digit numbers, three networks.[/bold] The digits are inside the package; the networks of "
+        f"each kind are trained together, as one fleet, on {threads} CPU thread{'s' if threads > 1 else ''}."
+    )
+    run_task(task)
+    page = (task.out / "report.html").resolve()
+    screen.print(Text.assemble("The report, for a browser: ", (str(page), "bold")), soft_wrap=True)
+    screen.print("Next:  dcl plan torchvision:vgg16 · dcl run table1 --smoke · dcl --help", style="dim")
+    if as_json:
+        from torch_dcl.experiments.run_reader import read_run
+
+        result = read_run(task.out).parts["demo"]
+        print_json({"page": str(page), **{key: result[key] for key in ("set", "networks", "verdict")}})
+
+
+def _use_free_cores() -> int:
+    """Take no more threads than there are idle cores, and say how many.
+
+    Threads of torch wait for each other at every step. Where another process holds a core, two threads on two cores are
+    many times slower than one.
+    """
+    import torch
+
+    busy = round(os.getloadavg()[0])
+    threads = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - busy))
+    torch.set_num_threads(threads)
+    return threads
+
+
+class Listener:
+    """Moves a bar over networks with the progress of a run.
+
+    Args:
+        bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
+        first: What is done before the first fleet.
+    """
+
+    def __init__(self, bar: Bar, first: str = "building networks") -> None:
+        self.bar, self.first = bar, first
+        self._before = 0.0
+        self._size = 0
+
+    def begin(self, before: int, total: int) -> None:
+        """So many networks were done before, and so many there are in all."""
+        self.bar.begin_at(before, total)
+        self._before, self._size = float(before), 0
+        self.bar.now(self.first)
+
+    def on_epoch(self, at: "Progress") -> None:
+        """A fleet has trained so many epochs."""
+        if at.epoch == 0:
+            self._before, self._size = self._before + self._size, at.networks
+            fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""
+            self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
+        self.bar.inside(at.epoch, at.epochs, "epochs")
+        self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
+
+    def report(self, line: str) -> None:
+        """Print a line that stays."""
+        self.bar.note(line)

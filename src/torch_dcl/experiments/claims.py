@@ -8,31 +8,28 @@ that are clear: those whose 95 % paired interval excludes 0. One in twenty such 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from torch_dcl.experiments.comparing import Comparison, Errors, ErrorTable, centre, compare, difference
-from torch_dcl.experiments.reported import DCL_COLUMNS, THREE_DIGITS, TWO_DIGITS
-from torch_dcl.experiments.statistics import mean, signed
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, THREE_DIGITS, TWO_DIGITS
+from torch_dcl.experiments.stats import (
+    Comparison,
+    Errors,
+    ErrorTable,
+    Losses,
+    centre,
+    compare,
+    difference,
+    is_complete,
+    mean,
+    signed,
+)
 
 __all__ = [
-    "Finding",
-    "Losses",
-    "Verdict",
-    "best_is_near_oracle",
-    "difficulty_rises",
-    "fewer_weights",
-    "first_layer_improves",
-    "judge",
-    "large_banks_help_little",
-    "loss_gap_shrinks",
-    "more_filters_help",
-    "oracle_beats_baseline",
-    "oracle_is_lowest",
-    "second_layer_is_unstable",
-    "stochastic_beats_deterministic",
-    "three_branches_beat_two",
-    "three_branches_matter_less_on_two_digits",
-]
+    "Finding", "Verdict", "best_is_near_oracle", "difficulty_rises", "fewer_weights", "first_layer_improves",
+    "further_findings", "judge", "large_banks_help_little", "loss_gap_shrinks", "more_filters_help",
+    "oracle_beats_baseline", "oracle_is_lowest", "second_layer_is_unstable", "stochastic_beats_deterministic",
+    "three_branches_beat_two", "three_branches_matter_less_on_two_digits",
+]  # fmt: skip
 
 Verdict: TypeAlias = Literal["holds", "does not hold", "not decidable"]
 
@@ -57,25 +54,6 @@ class Finding:
     criterion: str
     verdict: Verdict
     evidence: str
-
-
-@dataclass(frozen=True)
-class Losses:
-    """Losses at the end of training, one per seed in the same order."""
-
-    train: Sequence[float]
-    test: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if not self.train or len(self.train) != len(self.test):
-            raise ValueError(
-                f"{len(self.train)} training losses and {len(self.test)} test losses; give one of each per seed"
-            )
-
-    @property
-    def gaps(self) -> list[float]:
-        """Test loss minus training loss, per seed."""
-        return [test - train for train, test in zip(self.train, self.test, strict=True)]
 
 
 def judge(table: ErrorTable) -> tuple[Finding, ...]:
@@ -152,7 +130,7 @@ def best_is_near_oracle(table: ErrorTable, name: str = "MNIST-III-05", share: fl
 
     Args:
         table: Set to column to errors.
-        name: The set to look at.
+        name: The set to judge by.
         share: How much of the gap between baseline and oracle may remain.
     """
     row = {column: centre(errors) for column, errors in table.get(name, {}).items()}
@@ -242,13 +220,13 @@ def stochastic_beats_deterministic(table: ErrorTable, layer: str) -> Finding:
         table: Set to column to errors.
         layer: A for the first fully-connected layer, B for the second.
     """
-    found = compare(table, f"{layer}3S", f"{layer}3D")
+    comparison = compare(table, f"{layer}3S", f"{layer}3D")
     return Finding(
         f"The stochastic strategy is often better than the deterministic one: {layer}3S against {layer}3D.",
         "4.1.3",
         "lower mean error on more than half of the sets",
-        _decide(2 * len(found.better) > found.compared, decidable=found.compared > 0),
-        f"{found}.",
+        _decide(2 * len(comparison.better) > comparison.compared, decidable=comparison.compared > 0),
+        f"{comparison}.",
     )
 
 
@@ -346,6 +324,29 @@ def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middl
     evidence = f"From {low[0]} to {mid[0]} filters the error changes by {signed(-before)}{_clearly(mid[1], low[1])}, "
     evidence += f"from {mid[0]} to {high[0]} by {signed(-after)}{_clearly(high[1], mid[1])}."
     return Finding(claim, "4.1.3", criterion, _decide(after <= max(before / 2, 0.0)), evidence)
+
+
+def further_findings(parts: Mapping[str, Any], *, with_curves: bool = True) -> list[Finding]:
+    """What the data of figures says of the claims that a table cannot answer.
+
+    Args:
+        parts: The data by part: ``filters``, ``curves``.
+        with_curves: Whether to judge the curves, which a table may have answered by its losses.
+    """
+    findings = []
+    if (filters := parts.get("filters")) is not None:
+        points = [(point["filters"], point["errors"]) for point in filters["points"]]
+        findings += [more_filters_help(points), large_banks_help_little(points)]
+    curves = parts.get("curves") if with_curves else None
+    if curves is not None:
+        runs = [run for kinds in curves["series"].values() for of in kinds.values() for run in of]
+        if all(map(is_complete, runs)):
+            losses = {
+                name: Losses([run[-1] for run in kinds["train_loss"]], [run[-1] for run in kinds["test_loss"]])
+                for name, kinds in curves["series"].items()
+            }
+            findings.append(loss_gap_shrinks(losses, curves["set"]))
+    return findings
 
 
 def _decide(true: bool, *, decidable: bool = True) -> Verdict:

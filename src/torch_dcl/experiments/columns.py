@@ -81,8 +81,8 @@ def _plans(column: str, classes: int, filters: int | None) -> tuple[Plan, ...]:
     if column in EXTRAS:
         strategy = "stochastic" if column.endswith("S") else "deterministic"
         width = filters or _FC1 // 5
-        made = plan(model, model.input_size, branches=int(column[1]), width=width, strategy=strategy)  # type: ignore[arg-type]
-        return (made.only("fc1"),)
+        planned = plan(model, model.input_size, branches=int(column[1]), width=width, strategy=strategy)  # type: ignore[arg-type]
+        return (planned.only("fc1"),)
     if column in VARIANTS:
         layer = model.fc1 if column[0] == "A" else model.fc2
         share = _SHARE if filters is None else filters / layer.out_features

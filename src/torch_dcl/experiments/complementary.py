@@ -1,20 +1,26 @@
-"""Which class a fused filter answers to, and which digits its branches answer to: section 4.1.4 of the paper.
+"""Which class a fused filter responds to, and which digits its branches respond to: section 4.1.4 of the paper.
 
 Labelled images go through a converted network. The responses of one DCL layer, z and every v(t), are averaged over the
 images of each class, and, when the classes are numbers, over the images with each digit at each position.
 """
 
 import difflib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
+from torch_dcl.experiments.protocol import finite
 from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
-__all__ = ["ClassResponses", "Complementary", "class_responses", "complementary", "pick_filter", "pick_rule"]
+__all__ = [
+    "ClassResponses", "Complementary", "as_plain", "class_responses", "complementary", "dcl_layers", "from_plain",
+    "pick_filter", "pick_rule",
+]  # fmt: skip
 
 _DCL = DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d
 
@@ -63,7 +69,7 @@ class ClassResponses:
 
 @dataclass(frozen=True)
 class Complementary:
-    """One filter of a DCL layer: what its fusion answers to, and what its branches answer to."""
+    """One filter of a DCL layer: what its fusion responds to, and what its branches respond to."""
 
     layer: str
     """The layer's name in the network."""
@@ -141,8 +147,8 @@ def class_responses(
                         f"layer {layer_name!r} was called {len(heard)} times in one pass, so its responses belong to "
                         "no single place; choose a layer that is called once"
                     )
-                found = layer.responses(heard.pop())
-                stack = torch.stack([found.z, *found.v]).movedim(channel, -1)
+                responses = layer.responses(heard.pop())
+                stack = torch.stack([responses.z, *responses.v]).movedim(channel, -1)
                 part = labels[start : start + batch]
                 rows = stack.reshape(len(stack), len(part), -1, stack.shape[-1]).cpu().double().mean(2)
                 if sums is None:
@@ -158,9 +164,9 @@ def class_responses(
 
 
 def pick_filter(responses: ClassResponses) -> int:
-    """Choose an instructive filter by a rule, so that nobody chooses it by hand.
+    """Choose an instructive filter by a rule, not by hand.
 
-    A filter answers to the class with its highest fused response. In this order, the filter is taken
+    A filter responds to the class with its highest fused response. In this order, the filter is taken
 
     1. for which every digit of that class is the highest of some branch, so that the branches together know it,
     2. for which the most branches have their highest response elsewhere, at some position, so that none knows it alone,
@@ -202,7 +208,7 @@ def pick_filter(responses: ClassResponses) -> int:
 
 def pick_rule(digits: int) -> str:
     """The rule of :func:`pick_filter` in the words of a caption, for classes of so many digits."""
-    known = "every digit of the class that it answers to is" if digits > 1 else "the class that it answers to is"
+    known = "every digit of the class that it responds to is" if digits > 1 else "the class that it responds to is"
     return (
         f"of all filters, those where {known} the highest of some branch, if there are any; of these, those where the "
         "most branches have their highest response elsewhere; of these, the one whose highest fused response is the "
@@ -225,8 +231,8 @@ def complementary(
 
     ::
 
-        found = complementary(model, "fc1", None, images[:, None] / 255, labels)
-        complementary_figure(found)
+        responses = complementary(model, "fc1", None, images[:, None] / 255, labels)
+        complementary_figure(responses)
 
     Args:
         model: A network with DCL layers.
@@ -245,27 +251,64 @@ def complementary(
         TypeError: images or labels of a wrong type.
         ValueError: images, labels and classes that do not fit together; see :func:`class_responses`.
     """
-    found = class_responses(model, layer_name, images, labels, digits=digits, classes=classes, batch=batch)
-    filters = found.z.shape[1]
-    chosen = pick_filter(found) if filter is None else filter
+    responses = class_responses(model, layer_name, images, labels, digits=digits, classes=classes, batch=batch)
+    filters = responses.z.shape[1]
+    chosen = pick_filter(responses) if filter is None else filter
     if not 0 <= chosen < filters:
         raise IndexError(f"layer {layer_name!r} has filters 0 to {filters - 1}, not {chosen}")
-    by_digit = found.by_digit()[..., chosen]
-    highest = int(_argmax(found.z[:, chosen], 0))
+    by_digit = responses.by_digit()[..., chosen]
+    highest = int(_argmax(responses.z[:, chosen], 0))
     return Complementary(
         layer=layer_name,
         filter=chosen,
         picked=filter is None,
-        names=found.names,
+        names=responses.names,
         digits=digits,
-        images=int(found.count.sum()),
-        fused=found.z[:, chosen],
-        branches=found.v[..., chosen],
+        images=int(responses.count.sum()),
+        fused=responses.z[:, chosen],
+        branches=responses.v[..., chosen],
         by_digit=by_digit,
         highest=highest,
-        parts=found.of_class(highest),
+        parts=responses.of_class(highest),
         own=tuple(tuple(int(d) for d in branch) for branch in _argmax(by_digit, 2)),
     )
+
+
+_TENSORS = ("fused", "branches", "by_digit")
+
+
+def as_plain(response: Complementary, title: str) -> dict[str, Any]:
+    """What a filter and its branches respond to, as JSON has it.
+
+    Args:
+        response: From `complementary`.
+        title: The title of its figure.
+    """
+    plain = {f.name: getattr(response, f.name) for f in fields(response)}
+    plain |= {name: plain[name].tolist() for name in _TENSORS}
+    return {"title": title, **finite(plain)}
+
+
+def from_plain(stored: Mapping[str, Any]) -> Complementary:
+    """The way back from `as_plain`.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    names = [f.name for f in fields(Complementary)]
+    if missing := [name for name in names if name not in stored]:
+        raise ValueError(f"the responses of a filter lack {', '.join(missing)}; run it again")
+    read = {name: stored[name] for name in names}
+    read |= {name: torch.tensor(_with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
+    read["names"], read["parts"] = tuple(read["names"]), tuple(read["parts"])
+    read["own"] = tuple(map(tuple, read["own"]))
+    return Complementary(**read)
+
+
+def _with_nan(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_with_nan(value) for value in values]
+    return math.nan if values is None else values
 
 
 def _argmax(values: Tensor, axis: int) -> Tensor:
@@ -273,8 +316,13 @@ def _argmax(values: Tensor, axis: int) -> Tensor:
     return values.nan_to_num(nan=-torch.inf).argmax(axis)
 
 
+def dcl_layers(model: nn.Module) -> dict[str, _DCL]:
+    """The DCL layers of a network by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _DCL)}
+
+
 def _find_layer(model: nn.Module, name: str) -> _DCL:
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, _DCL)}
+    layers = dcl_layers(model)
     if name in layers:
         return layers[name]
     kind = type(model).__name__

@@ -1,18 +1,20 @@
 """What a recipe is: one file in `torch_dcl.experiments.recipes` with a config and a class, run by `runner.run`.
 
-The config is a frozen dataclass whose fields carry help, the value of a smoke run, and bounds. The class names the jobs
-(which may depend on the outcomes of earlier ones), builds a fleet for some of them, and makes a result of all outcomes.
+The class names the jobs (which may depend on the outcomes of earlier ones), builds a fleet for some of them, and
+computes a result from all outcomes.
 """
 
 import abc
 import dataclasses
 import hashlib
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from torch_dcl.experiments.settings import Config, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
 
 if TYPE_CHECKING:
@@ -21,150 +23,12 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Config", "Job", "Listener", "Outcome", "Progress", "Recipe", "SettingError", "content_hash", "finite", "setting",
-    "settings_of", "with_settings",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash",
+    "finite", "images_per_second",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
-
-
-class SettingError(ValueError):
-    """A setting that a recipe does not have, or a value that it cannot take.
-
-    Args:
-        message: What is wrong.
-        given: A name that is unknown, if that is the mistake.
-        known: The names that there are.
-    """
-
-    def __init__(self, message: str, given: str = "", known: Sequence[str] = ()) -> None:
-        super().__init__(message + (f"; known are {', '.join(known)}" if known else ""))
-        self.message, self.given, self.known = message, given, tuple(known)
-
-
-# Settings
-
-
-class Setting(NamedTuple):
-    """What a field of a config carries beside its default."""
-
-    help: str
-    smoke: Any = None
-    """What takes its place in a smoke run; None for the default."""
-    choices: tuple[str, ...] = ()
-    what: str = ""
-    """What a choice is called, in the singular."""
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
-    machine: bool = False
-    """Whether it says where and how fast to compute, and changes no result."""
-
-
-def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A field of a config: its default, a line of help, and the rules of `Setting`."""
-    return dataclasses.field(default=default, metadata={"setting": Setting(help, **rules)})
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The settings of a recipe. Lists are tuples, and a choice of yes and no is a bool."""
-
-    @classmethod
-    def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
-        """What a setting means that stands for several fields; None where it is one field."""
-        del key, value
-        return None
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
-
-
-def settings_of(config: type[Config]) -> dict[str, tuple[Any, Setting]]:
-    """The settings of a config by name: default and rules, in the order in which they are printed."""
-    return {field.name: (field.default, field.metadata["setting"]) for field in dataclasses.fields(config)}
-
-
 C = TypeVar("C", bound=Config)
-
-
-def with_settings(config: C, settings: Mapping[str, Any]) -> C:
-    """A config with some settings changed; texts are read as what the setting is.
-
-    Raises:
-        SettingError: There is no such setting, or it cannot have this value.
-    """
-    known = [field.name for field in dataclasses.fields(config)]
-    changes: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key not in known:
-            raise SettingError(f"there is no setting {key!r}", key, known)
-        changes |= type(config).typed(key, value) or {key: value}
-    return dataclasses.replace(config, **changes)
-
-
-_KINDS = {bool: '"yes" or "no"', int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
-
-
-def _read(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A value of the kind that a field has, inside of its bounds."""
-    name, rules = field.name, field.metadata["setting"]
-    default: Any = field.default
-    kind = type(default)
-    try:
-        if kind is not tuple:
-            return _one(name, rules, kind, value)
-        parts = value.split(",") if isinstance(value, str) else list(value)
-        parts = [part.strip() if isinstance(part, str) else part for part in parts]
-        parts = [part for part in parts if part != ""]
-        if rules.choices:
-            return _chosen(rules, parts) if parts or default else ()
-        inner = type(default[0]) if default else str
-        if not parts and default:
-            shown = ",".join(f"{part:g}" if inner is float else str(part) for part in default)
-            raise SettingError(f"{name} is empty; give some, such as --set {name}={shown}")
-        return tuple(_one(name, rules, inner, part) for part in parts)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, SettingError):
-            raise
-        raise SettingError(f"{name} must be {_KINDS[kind]}, not {value!r}") from None
-
-
-def _one(name: str, rules: Setting, kind: type, value: Any) -> Any:
-    if kind is bool:
-        found = {"yes": True, "no": False}.get(value, value) if isinstance(value, str) else value
-        if not isinstance(found, bool):
-            raise TypeError
-        return found
-    if kind is str:
-        if not isinstance(value, str):
-            raise TypeError
-        return _chosen(rules, [value])[0] if rules.choices else value
-    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
-        raise TypeError
-    number = kind(value)
-    if not rules.least <= number <= rules.most or not number > rules.above or math.isnan(number):
-        low = f"above {rules.above:g}" if rules.above > -math.inf else f"at least {rules.least:g}"
-        high = f" and at most {rules.most:,g}" if rules.most < math.inf else ""
-        raise SettingError(f"{name} must be {low}{high}, not {number:g}")
-    return number
-
-
-def _chosen(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
-    """Names out of the choices, or ``all``, each once and in the order of the choices."""
-    by_low = {name.lower(): name for name in rules.choices}
-    found: set[str] = set()
-    for name in map(str, given):
-        if name.lower() == "all":
-            found.update(rules.choices)
-        elif name.lower() in by_low:
-            found.add(by_low[name.lower()])
-        else:
-            raise SettingError(f"there is no {rules.what} {name!r}", name, rules.choices)
-    if not found:
-        raise SettingError(f"no {rules.what} is named", "", rules.choices)
-    return tuple(name for name in rules.choices if name in found)
 
 
 # Jobs and outcomes
@@ -172,7 +36,7 @@ def _chosen(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training of one network."""
+    """One entry of a result: the training of a network, or of several that answer together."""
 
     network: str
     data: str
@@ -181,21 +45,22 @@ class Job:
     phase: str = "report"
     """Jobs of a later phase may depend on the outcomes of an earlier one."""
     options: tuple[tuple[str, float], ...] = ()
-    """What else makes it this job, by name."""
+    """Further settings of the job, by name."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Job":
-        """The way back from plain data."""
+        """Read a job from plain data."""
         return cls(**{**plain, "options": tuple((name, value) for name, value in plain["options"])})
 
-    def option(self, name: str) -> float:
-        """An option by name."""
-        return dict(self.options)[name]
+    def option(self, name: str, default: float | None = None) -> float:
+        """An option by name; a KeyError where it has none and there is no default."""
+        options = dict(self.options)
+        return options[name] if default is None else options.get(name, default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a job."""
+    """The outcome of a job."""
 
     job: Job
     error: float
@@ -207,12 +72,26 @@ class Outcome:
     """The epoch in which training diverged."""
     seconds: float = dataclasses.field(default=0.0, compare=False)
     """The job's share of the time of its fleet."""
+    compiling: float = dataclasses.field(default=0.0, compare=False)
+    """The share of these seconds that went into compiling and capturing kernels, on a GPU."""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further results, as plain data."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Outcome":
-        """The way back from plain data, where None stands for a loss that is not finite."""
-        losses = {key: math.nan if plain[key] is None else plain[key] for key in ("test_loss", "train_loss")}
-        return cls(**{**plain, **losses, "job": Job.read(plain["job"])})
+        """Read an outcome from plain data, where None stands for a number that is not finite."""
+        numbers = {key: math.nan if plain[key] is None else plain[key] for key in ("error", "test_loss", "train_loss")}
+        return cls(**{**plain, **numbers, "job": Job.read(plain["job"])})
+
+
+class Trained(NamedTuple):
+    """A fleet at the end of its training."""
+
+    fleet: Fleet
+    evaluation: Evaluation
+    losses: Sequence[Sequence[float]]
+    """Test losses by epoch and network, where the recipe judges every epoch."""
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +108,21 @@ class Progress:
     """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
+class Estimate(NamedTuple):
+    """What a run would take: in words, by topic, and as plain data."""
+
+    words: Mapping[str, str]
+    plain: Mapping[str, Any]
+
+
+def images_per_second(fleet: Fleet, images: int) -> float:
+    """The throughput of a fleet over all its networks, in the second epoch, the first being slower."""
+    fleet.train(1)
+    start = time.perf_counter()
+    fleet.train(1)
+    return len(fleet) * images / (time.perf_counter() - start)
+
+
 class Listener(Protocol):
     """Whom a run tells of its progress."""
 
@@ -240,6 +134,19 @@ class Listener(Protocol):
 
     def report(self, line: str) -> None:
         """A line of progress."""
+
+
+class Silent:
+    """A listener that does nothing."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Nothing."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Nothing."""
+
+    def report(self, line: str) -> None:
+        """Nothing."""
 
 
 # Recipes
@@ -257,20 +164,41 @@ class Recipe(abc.ABC, Generic[C]):
     unit: ClassVar[str] = "entries"
     """What a job is called, in the plural."""
     config_type: ClassVar[type[Config]]
+    table_type: ClassVar[type | None] = None
+    """The kind of table that it fills, if it fills one."""
 
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
 
-    @abc.abstractmethod
-    def prepare(self, report: Callable[[str], None]) -> None:
-        """Read the data, and report what was found."""
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """What a run would take, without running it; its data need not be there.
+
+        Args:
+            say_time: Seconds in words.
+        """
+        del say_time
+        settings = {key: value for key, value in Recipe.asked(self).items() if value}
+        words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in settings.items()}
+        return Estimate({"recipe": self.name, **words, "device": self.device}, settings)
 
     @abc.abstractmethod
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Read the data, and report what it is.
+
+        Raises:
+            SettingError: A setting does not fit the data.
+        """
+
     def asked(self) -> dict[str, Any]:
         """Everything that the outcomes depend on, as plain data; a run is resumed only where this is the same.
 
-        Data is known by its content: `content_hash`.
+        By default all settings but those of the machine. Add the content of the data: `content_hash`.
         """
+        return {
+            name: getattr(self.config, name)
+            for name, (_, rules) in settings_of(self.config_type).items()
+            if not rules.machine
+        }
 
     @abc.abstractmethod
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
@@ -280,26 +208,51 @@ class Recipe(abc.ABC, Generic[C]):
     def total(self) -> int:
         """How many jobs there will be in all."""
 
-    @abc.abstractmethod
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        """The networks of some jobs of one `group`, ready to be trained, one for each job."""
+        """The networks of some jobs of one `group`, ready to be trained, in the order of the jobs."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
         """What a trained fleet is judged with."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def result(self, folder: "RunFolder") -> Any:
         """The result of a run whose jobs are all done, written to its folder."""
 
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """What computes the table (by the recipe's name) and the data of figures of a run that may not have ended."""
+        del folder, outcomes
+        return {}
+
     @abc.abstractmethod
     def shown(self, result: Any, width: int) -> "list[RenderableType]":
-        """What a terminal of so many characters shows of the result."""
+        """What a terminal of so many characters shows of the result; texts are printed as sentences."""
 
     @property
-    @abc.abstractmethod
     def at_once(self) -> int:
         """How many networks train at a time at most."""
+        return int(getattr(self.config, "most", 1))
+
+    def networks(self, job: Job) -> int:
+        """How many networks a job trains."""
+        del job
+        return 1
+
+    def total_networks(self) -> int:
+        """How many networks all jobs train together."""
+        return self.total()
+
+    def judges_epochs(self, jobs: Sequence[Job]) -> bool:
+        """Whether these jobs are judged after every epoch, for curves."""
+        del jobs
+        return False
+
+    def compute(self, jobs: Sequence[Job]) -> list[Outcome] | None:
+        """The outcomes of jobs that train nothing; None where `fleet` is to be trained."""
+        del jobs
+        return None
 
     def group(self, job: Job) -> Hashable:
         """Jobs for which this is the same train as one fleet."""
@@ -313,14 +266,18 @@ class Recipe(abc.ABC, Generic[C]):
         """What people call some fleets that train together."""
         return f"{', '.join(dict.fromkeys(jobs[0].network for jobs in fleets))} on {fleets[0][0].data}"
 
-    def outcomes(self, jobs: Sequence[Job], fleet: Fleet, seen: Evaluation, seconds: float) -> list[Outcome]:
-        """What came of the jobs of a trained fleet."""
+    def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
+        """The outcomes of a trained fleet, one network a job."""
+        fleet, count = trained.fleet, len(jobs)
+        errors, losses = trained.evaluation.errors.tolist(), trained.evaluation.losses.tolist()
         last, stopped = fleet.history.train_loss[-1], fleet.history.stopped
-        errors, losses = seen.errors.tolist(), seen.losses.tolist()
         return [
-            Outcome(job, errors[row], losses[row], last[row], stopped.get(row), seconds / len(jobs))
+            Outcome(
+                job, errors[row], losses[row], last[row], stopped.get(row), trained.seconds / count,
+                fleet.setup_seconds / count,
+            )
             for row, job in enumerate(jobs)
-        ]
+        ]  # fmt: skip
 
 
 def content_hash(tensors: Iterable[Tensor]) -> str:

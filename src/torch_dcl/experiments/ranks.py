@@ -1,15 +1,21 @@
-"""Processes that share a run, as ``torchrun`` starts them: each has a share of the fleets, and all write one folder."""
+"""The process of a run: its rank where ``torchrun`` starts several, and the signals that ask it to stop.
+
+Every rank trains a share of the fleets, and all write one folder.
+"""
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torch_dcl.fleet.run_folder import RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Rank"]
+__all__ = ["Rank", "StopRequest"]
 
 T = TypeVar("T")
 
@@ -62,19 +68,67 @@ class Rank(NamedTuple):
 
     @contextlib.contextmanager
     def open(self, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool) -> Iterator[RunFolder]:
-        """Open one run folder from all processes: the first one makes it, or goes on in it, and the others follow.
+        """Open one run folder from all processes: the first one creates or resumes it, and the others follow.
 
         Args:
             path: Where.
             recipe: What is asked for.
-            resume: Whether to go on with what is there.
+            resume: Whether to resume the run that is there.
 
         Raises:
-            RunError: As `RunFolder.open`.
+            RunError: As `RunFolder.open`; or the folder has a symbolic link in it.
         """
         if self.number:
             self.wait()
+        _refuse_links(Path(path))
         with RunFolder.open(path, recipe, resume=resume or self.number > 0, part=self.part) as folder:
             if not self.number:
                 self.wait()
             yield folder
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
+
+
+class StopRequest:
+    """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
+
+    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
+    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
+
+    Args:
+        on_signal: Called once, with a sentence for people.
+    """
+
+    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
+        self.signal: signal.Signals | None = None
+        self.on_signal = on_signal
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether to stop."""
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _ask(self, number: int, _frame: object) -> None:
+        self.signal = signal.Signals(number)
+        if signal.SIGINT in self._before:
+            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+        if self.on_signal is not None:
+            self.on_signal("stopping after this step; Ctrl-C again stops at once")

@@ -4,7 +4,7 @@
 
     runs/table2/
       recipe.toml, recipe.json      the settings as they can be edited, and everything that outcomes depend on
-      outcomes.jsonl                what came of each fleet, one line with a checksum
+      outcomes.jsonl                the outcomes of each fleet, one line with a checksum
       fleets/KEY-EPOCH-STEP.safetensors   the last two checkpoints of each fleet that is being trained
       metrics.jsonl, minutes.jsonl, failures.jsonl, log.txt
 
@@ -19,21 +19,19 @@ import json
 import math
 import os
 import re
-import signal
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, finite
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Silent, Trained, finite
 from torch_dcl.experiments.ranks import Rank
-from torch_dcl.files import SealedError
+from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Failure", "Silent", "StopRequest", "Summary", "concurrent_groups", "outcomes_of", "plan_fleets", "run"]
+__all__ = ["Failure", "Silent", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
 EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
 KEPT = 2  # checkpoints of a fleet
@@ -56,59 +54,6 @@ class Summary(NamedTuple):
     failures: tuple[Failure, ...] = ()
 
 
-class Silent:
-    """A listener that does nothing."""
-
-    def begin(self, before: int, total: int) -> None:
-        """Nothing."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Nothing."""
-
-    def report(self, line: str) -> None:
-        """Nothing."""
-
-
-class StopRequest:
-    """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
-
-    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
-    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
-
-    Args:
-        on_signal: Called once, with a sentence for people.
-    """
-
-    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
-        self.signal: signal.Signals | None = None
-        self.on_signal = on_signal
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __call__(self) -> bool:
-        """Whether to stop."""
-        return self.signal is not None
-
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.getsignal(number)
-                if before is not signal.SIG_IGN:
-                    self._before[number] = before
-                    signal.signal(number, self._ask)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _ask(self, number: int, _frame: object) -> None:
-        self.signal = signal.Signals(number)
-        if signal.SIGINT in self._before:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
-        if self.on_signal is not None:
-            self.on_signal("stopping after this step; Ctrl-C again stops at once")
-
-
 def run(
     recipe: Recipe[Any],
     path: str | os.PathLike[str],
@@ -118,22 +63,22 @@ def run(
     every: float = EVERY,
     should_stop: Callable[[], bool] | None = None,
     listener: Listener | None = None,
-    settings: str = "",
+    files: Mapping[str, bytes] | None = None,
 ) -> Summary:
     """Run a recipe, or resume it.
 
     Started by ``torchrun``, every rank trains a share of the fleets, and the first one makes the result. A fleet that
-    raises an error does not end the run: its jobs are noted as failed, and a resumed run tries them again.
+    raises an error does not end the run: its jobs are recorded as failed, and a resumed run tries them again.
 
     Args:
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
-        resume: Whether to go on with what the folder holds.
+        resume: Whether to resume the run that the folder holds.
         seconds: Stop at the next end of an epoch when so much time has gone. Every call trains one epoch at least.
         every: Seconds between two checkpoints.
         should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
         listener: Told of the progress.
-        settings: The recipe's settings as TOML, to keep in the folder.
+        files: Further files for a new folder, by name, such as the settings as TOML.
 
     Raises:
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
@@ -144,15 +89,15 @@ def run(
     recipe.prepare(listener.report if not rank.number else Silent().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
-        if settings and not rank.number and not (folder.path / "recipe.toml").exists():
-            from torch_dcl.files import write_text
-
-            write_text(folder.path / "recipe.toml", settings)
+        for name, content in (files or {}).items() if not rank.number else ():
+            if not (folder.path / name).exists():
+                write_bytes(folder.path / name, content)
         sweep = _Sweep(recipe, folder, rank, start + seconds, every, should_stop or (lambda: False), listener)
+        sweep.noted = start
         try:
             complete = sweep.train_all()
         finally:
-            folder.append(f"minutes{rank.part}", {"training": (time.perf_counter() - start) / 60})
+            sweep.note_minutes()
         failures = tuple(sweep.failures)
         if rank.number or not complete:
             return Summary(complete, None, failures)
@@ -166,20 +111,45 @@ def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
     Raises:
         RunError: A line is damaged.
     """
-    found = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
-    return {outcome.job: outcome for outcome in found}
+    outcomes = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
+    return {outcome.job: outcome for outcome in outcomes}
 
 
-def plan_fleets(jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int) -> list[list[Job]]:
-    """Share jobs out among fleets: those of one group together, at most so many, in the order of the jobs."""
-    groups: dict[Hashable, list[Job]] = {}
+def minutes_of(folder: RunFolder) -> float:
+    """The minutes of all calls together, those before an interruption included."""
+    return sum(float(record["training"]) for record in folder.read("minutes"))
+
+
+def plan_fleets(
+    jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int, networks: Callable[[Job], int] = lambda _: 1
+) -> list[list[Job]]:
+    """Divide jobs among fleets: those of one group together, in the order of the jobs.
+
+    Args:
+        jobs: All of them; one that is there twice counts once.
+        group: Jobs for which it is the same may train as one fleet.
+        most: How many networks a fleet has at most; a job that has more by itself is alone.
+        networks: How many networks a job has.
+    """
+    groups: dict[Hashable, list[list[Job]]] = {}
+    room: dict[Hashable, int] = {}
     for job in dict.fromkeys(jobs):
-        groups.setdefault(group(job), []).append(job)
-    return [of_one[i : i + most] for of_one in groups.values() for i in range(0, len(of_one), most)]
+        key, size = group(job), networks(job)
+        fleets = groups.setdefault(key, [])
+        if not fleets or size > room[key]:
+            fleets.append([])
+            room[key] = most
+        fleets[-1].append(job)
+        room[key] -= size
+    return [fleet for fleets in groups.values() for fleet in fleets]
 
 
 def concurrent_groups(
-    fleets: Sequence[Sequence[Job]], alike: Callable[[Job], Hashable], most: int, device: str
+    fleets: Sequence[Sequence[Job]],
+    alike: Callable[[Job], Hashable],
+    most: int,
+    device: str,
+    networks: Callable[[Job], int] = lambda _: 1,
 ) -> list[list[Sequence[Job]]]:
     """Which fleets train at the same time: on a GPU neighbours that are alike, elsewhere each by itself.
 
@@ -188,10 +158,12 @@ def concurrent_groups(
         alike: Fleets may be together if it gives the same for their jobs.
         most: How many networks at most; a fleet that has more by itself is alone.
         device: Where.
+        networks: How many networks a job has.
     """
     groups: list[list[Sequence[Job]]] = []
     for fleet in fleets:
-        has_room = bool(groups) and sum(map(len, groups[-1])) + len(fleet) <= most
+        training = [job for other in groups[-1] for job in other] if groups else []
+        has_room = bool(groups) and sum(map(networks, [*training, *fleet])) <= most
         if has_room and device.startswith("cuda") and alike(groups[-1][0][0]) == alike(fleet[0]):
             groups[-1].append(fleet)
         else:
@@ -207,24 +179,31 @@ class _Checkpoints:
 
     def of(self, key: str) -> list[Path]:
         """The checkpoints of a fleet, the last one first."""
-        found = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
-        return [file for _, file in sorted(found, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
+        files = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
+        return [file for _, file in sorted(files, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
 
-    def load(self, key: str, fleet: Fleet) -> float:
-        """Bring a fleet to its last checkpoint that is whole, and give the seconds that it took until there."""
+    def load(self, key: str, fleet: Fleet) -> tuple[float, list[list[float]]]:
+        """Bring a fleet to its last checkpoint that is whole.
+
+        Returns:
+            The seconds that it took until there, and the test losses of its epochs, where they were judged.
+        """
         for file in self.of(key):
             try:
-                return float(fleet.load(file).get("seconds", 0.0))
+                extra = fleet.load(file)
+                losses = [[math.nan if loss is None else loss for loss in epoch] for epoch in extra.get("losses", [])]
+                return float(extra.get("seconds", 0.0)), losses
             except SealedError as error:
                 self._report(f"{error}; the checkpoint before it is used, or the fleet begins anew")
                 file.unlink()
             except ValueError as error:
                 raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
-        return 0.0
+        return 0.0, []
 
-    def save(self, key: str, fleet: Fleet, seconds: float) -> None:
+    def save(self, key: str, fleet: Fleet, seconds: float, losses: Sequence[Sequence[float]]) -> None:
         self.place.mkdir(exist_ok=True)
-        fleet.save(self.place / f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors", {"seconds": seconds})
+        name = f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors"
+        fleet.save(self.place / name, {"seconds": seconds, "losses": finite(losses)})
         for file in self.of(key)[KEPT:]:
             file.unlink()
 
@@ -251,8 +230,10 @@ class _Sweep:
     should_stop: Callable[[], bool]
     listener: Listener
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    noted: float = 0.0
+    """Until when the time of this call is in the folder."""
     started: bool = False
-    """Whether a fleet was trained; the first one goes on by an epoch whatever the clock says."""
+    """Whether a fleet was trained; the first one is trained for an epoch whatever the clock says."""
 
     def __post_init__(self) -> None:
         self.kept = _Checkpoints(self.folder, self.report)
@@ -261,6 +242,12 @@ class _Sweep:
         self.folder.log(line, self.rank.part)
         self.listener.report(line)
 
+    def note_minutes(self) -> None:
+        """Write down the time since the last note: a kill loses what comes after the last checkpoint alone."""
+        now = time.perf_counter()
+        self.folder.append(f"minutes{self.rank.part}", {"training": (now - self.noted) / 60})
+        self.noted = now
+
     def train_all(self) -> bool:
         """Train phase by phase; whether all jobs are done."""
         begun = False
@@ -268,9 +255,11 @@ class _Sweep:
             # All ranks see the same outcomes here: each has waited for the others.
             known = outcomes_of(self.folder)
             jobs = self.recipe.jobs(known)
-            mine = self.rank.share(plan_fleets(jobs, self.recipe.group, self.recipe.at_once))
+            recipe = self.recipe
+            mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
             if not begun:
                 self._begin(known)
+                self._report_unused(jobs, known)
                 begun = True
             if all(job in known for job in jobs):
                 return True
@@ -285,13 +274,21 @@ class _Sweep:
 
     def _begin(self, known: Mapping[Job, Outcome]) -> None:
         total = self.recipe.total()
-        self.listener.begin(len(known), total)
+        self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
         if known:
             self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
 
+    def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
+        """Name the checkpoints that no fleet resumes from, because jobs were divided differently then."""
+        fleets = plan_fleets(jobs, self.recipe.group, self.recipe.at_once, self.recipe.networks)
+        keys = {_key([job for job in fleet if job not in known]) for fleet in fleets}
+        for file in sorted(self.kept.place.glob("*.safetensors")) if not self.rank.number else ():
+            if file.name[:12] not in keys:
+                self.report(f"{file.name} is of no fleet that is to be trained now, as with another setting of most")
+
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
-        groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device)
+        groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device, recipe.networks)
         for number, group in enumerate(groups, 1):
             is_late = self.started and time.perf_counter() > self.until
             if not is_late and not self.should_stop():
@@ -304,28 +301,34 @@ class _Sweep:
                 return
 
     def _train_or_fail(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
-        """Train fleets concurrently; False when time is up before the end. An error is noted as their jobs'."""
+        """Train fleets concurrently; False when time is up before the end. An error is recorded with their jobs."""
         try:
             return self._train(group, number, count)
         except (RunError, OSError):
             raise  # the folder's, and true of every fleet
         except Exception as error:
             jobs = tuple(job for fleet in group for job in fleet)
-            told = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.failures.append(Failure(jobs, told))
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failures.append(Failure(jobs, message))
             plain = [dataclasses.asdict(job) for job in jobs]
-            self.folder.append(f"failures{self.rank.part}", {"error": told, "jobs": finite(plain)})
-            self.report(f"{self.recipe.describe(group)} failed: {told}")
+            self.folder.append(f"failures{self.rank.part}", {"error": message, "jobs": finite(plain)})
+            self.report(f"{self.recipe.describe(group)} failed: {message}")
             return True
 
     def _train(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
-        keys = [_key(jobs) for jobs in group]
-        fleets = [self.recipe.fleet(jobs) for jobs in group]
-        name, networks = self.recipe.describe(group), sum(map(len, fleets))
+        recipe, keys = self.recipe, [_key(jobs) for jobs in group]
+        computed = [recipe.compute(jobs) for jobs in group]
+        if all(outcomes is not None for outcomes in computed):
+            for key, outcomes in zip(keys, computed, strict=True):
+                self._keep(key, outcomes or [])
+            return True
+        fleets = [recipe.fleet(jobs) for jobs in group]
+        name, networks = recipe.describe(group), sum(map(len, fleets))
         shown = f"{number}/{count} {name}, {networks} network{'s' if networks > 1 else ''}"
         at = Progress(number, count, name, networks, 0, max(fleet.epochs for fleet in fleets))
         self.listener.on_epoch(at)
-        spent = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        loaded = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        spent, losses = [seconds for seconds, _ in loaded], [by_epoch for _, by_epoch in loaded]
         if any(fleet.epoch or fleet.step for fleet in fleets):
             self.report(f"{shown}: resumed after epoch {_slowest(fleets).epoch} of {at.epochs}")
             self._tell(at, fleets, write=False)
@@ -336,10 +339,14 @@ class _Sweep:
 
         def save() -> None:
             for i, key in enumerate(keys):
-                self.kept.save(key, fleets[i], seconds_of(i))
+                self.kept.save(key, fleets[i], seconds_of(i), losses[i])
+            self.note_minutes()
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
             train_concurrently(fleets, self.should_stop)
+            for jobs, fleet, by_epoch in zip(group, fleets, losses, strict=True):
+                if recipe.judges_epochs(jobs) and len(by_epoch) < fleet.epoch:
+                    by_epoch.append(fleet.evaluate(recipe.judge(jobs)).losses.tolist())
             if self.should_stop():
                 save()
                 return False
@@ -352,15 +359,18 @@ class _Sweep:
                 self.report(f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {now - start:.1f} s in this call")
                 return False
         for i, (key, jobs, fleet) in enumerate(zip(keys, group, fleets, strict=True)):
-            seen = fleet.evaluate(self.recipe.judge(jobs))
-            found = self.recipe.outcomes(jobs, fleet, seen, seconds_of(i))
-            plain = [finite(dataclasses.asdict(outcome)) for outcome in found]
-            self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
-            self.kept.forget(key)
+            trained = Trained(fleet, fleet.evaluate(recipe.judge(jobs)), losses[i], seconds_of(i))
+            self._keep(key, recipe.outcomes(jobs, trained))
         self.report(
             f"{shown}: {at.epochs} epoch{'s' if at.epochs > 1 else ''}, {sum(map(seconds_of, range(len(group)))):.1f} s"
         )
         return True
+
+    def _keep(self, key: str, outcomes: Sequence[Outcome]) -> None:
+        """Write the outcomes of a fleet as one line, and remove its checkpoints."""
+        plain = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
+        self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
+        self.kept.forget(key)
 
     def _tell(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
         slowest = _slowest(fleets)

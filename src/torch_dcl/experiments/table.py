@@ -1,6 +1,6 @@
-"""Table 1 as it was run here: the file `results/table1.json`, read and checked.
+"""Tables as they were run here: the files `results/table1.json` and `results/table2.json`, read and checked.
 
-`text.py` prints it in a terminal and as Markdown, `page.py` as a page for the browser.
+`text.py` prints them in a terminal and as Markdown, `torch_dcl.report` as pages for the browser.
 """
 
 import difflib
@@ -10,20 +10,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
-from torch_dcl.experiments.claims import Losses
-from torch_dcl.experiments.comparing import difference
-from torch_dcl.experiments.reported import COLUMNS, DCL_COLUMNS, SETS, TABLE1, Reported
-from torch_dcl.experiments.statistics import Difference, mean, notation, std
+from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
+from torch_dcl.experiments.recipes import find_recipe_type
+from torch_dcl.experiments.stats import Difference, Losses, difference, mean, notation, std
 from torch_dcl.files import write_text
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
 __all__ = [
-    "CONTROLS", "MARK", "Cell", "Table", "TableError", "as_trial", "is_trial", "load", "long_table", "mark", "parse",
-    "save",
+    "CONTROLS", "MARK", "Cell", "Reader", "Table", "TableError", "as_trial", "is_trial", "load", "mark",
+    "parse", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
@@ -105,17 +101,40 @@ class Table:
     command: str = ""
     deviations: tuple[str, ...] = ()
 
+    against: ClassVar[str] = "the baseline"
+    """What differences are to."""
+    known_sets: ClassVar[tuple[str, ...]] = SETS
+    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS)
+
     @property
     def sets(self) -> tuple[str, ...]:
         """The sets that have a cell, in the paper's order."""
         there = {cell.set for cell in self.cells}
-        return tuple(name for name in SETS if name in there)
+        return tuple(name for name in self.known_sets if name in there)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The paper's columns, and the controls that have a cell."""
         there = {cell.column for cell in self.cells}
         return (*COLUMNS, *(name for name in CONTROLS if name in there))
+
+    @classmethod
+    def baseline_of(cls, column: str) -> str:
+        """The column that another is compared with."""
+        del column
+        return "baseline"
+
+    @classmethod
+    def paper_of(cls, column: str, name: str) -> tuple[float | None, float | None]:
+        """The paper's mean and deviation of a column on a set; None where it has none."""
+        reported = TABLE1[name].get(column)
+        return (None, None) if reported is None else (reported.mean, reported.std)
+
+    @classmethod
+    def read_more(cls, read: "Reader") -> dict[str, Any]:
+        """The fields that a kind of table has beside the common ones."""
+        del read
+        return {}
 
     def cell(self, name: str, column: str) -> Cell | None:
         """The cell of a set and a column; None where it was not run."""
@@ -145,9 +164,9 @@ class Table:
         return {c: Losses([runs[s][0] for s in common], [runs[s][1] for s in common]) for c, runs in noted.items()}
 
     def to_baseline(self, cell: Cell) -> Difference | None:
-        """The cell's errors minus the baseline's on the same seeds; None for the baseline, and where that cannot be."""
-        baseline = self.cell(cell.set, "baseline")
-        if baseline is None or cell.column == "baseline":
+        """The cell's errors minus the baseline's on the same seeds; None for the baseline, and without common seeds."""
+        baseline = self.cell(cell.set, self.baseline_of(cell.column))
+        if baseline is None or baseline is cell:
             return None
         return difference(cell.runs, baseline.runs)
 
@@ -157,8 +176,11 @@ class Table:
         return tuple(column for column, value in means.items() if value == min(means.values()))
 
 
+T = TypeVar("T", bound=Table)
+
+
 def load(path: str | os.PathLike[str]) -> Table:
-    """Read a table and check it.
+    """Read a table and check it: a `NaturalTable` where it says which sets are absent.
 
     Raises:
         FileNotFoundError: no such file.
@@ -166,7 +188,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TableError(f"{os.fspath(path)} is not JSON: {error}") from error
     return parse(data, os.fspath(path))
 
@@ -188,7 +210,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def parse(data: object, source: str = "table") -> Table:
-    """Check what `json.loads` gave, and make a table of it.
+    """Check what JSON holds, and make a table of it.
 
     Args:
         data: The content of the file.
@@ -197,19 +219,19 @@ def parse(data: object, source: str = "table") -> Table:
     Raises:
         TableError: as `load`.
     """
-    top = _Reader(source, data)
+    top = Reader(source, data)
+    kind = _kind(top.data)
     cells = top.get("cells", _is_list, "a list of cells")
-    table = Table(
+    table = kind(
         title=top.get("title", _is_text, "text"),
-        cells=tuple(_cell(_Reader(f"{source}: cells[{i}]", cell)) for i, cell in enumerate(cells)),
+        cells=tuple(_cell(Reader(f"{source}: cells[{i}]", cell), kind) for i, cell in enumerate(cells)),
         protocol={key: str(value) for key, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
         hardware=top.get("hardware", _is_text, "text", ""),
         versions={key: str(value) for key, value in top.get("versions", _is_dict, "names and versions", {}).items()},
-        minutes=top.get(
-            "minutes", lambda v: _is_dict(v) and all(map(_is_number, v.values())), "phases and numbers", {}
-        ),
+        minutes=top.get("minutes", lambda v: _is_dict(v) and all(map(is_number, v.values())), "phases and numbers", {}),
         command=top.get("command", _is_text, "text", ""),
         deviations=tuple(top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])),
+        **kind.read_more(top),
     )
     seen: set[tuple[str, str]] = set()
     for i, cell in enumerate(table.cells):
@@ -219,11 +241,17 @@ def parse(data: object, source: str = "table") -> Table:
     return table
 
 
-def as_trial(table: Table, told: list[str]) -> Table:
-    """The table with what it departs in, first among its deviations; itself where it does not."""
-    if not told:
+def _kind(data: Mapping[str, Any]) -> type[Table]:
+    """The kind of table that JSON holds: of Table 2, which says what is absent, or of Table 1."""
+    name = "table2" if "absent" in data else "table1"
+    return cast("type[Table]", find_recipe_type(name).table_type)
+
+
+def as_trial(table: T, departures: list[str]) -> T:
+    """The table marked as a trial, with what it departs in first among its deviations; itself where it does not."""
+    if not departures:
         return table
-    return replace(table, title=table.title + MARK, deviations=(*told, *table.deviations))
+    return replace(table, title=table.title + MARK, deviations=(*departures, *table.deviations))
 
 
 def is_trial(table: Table) -> bool:
@@ -233,49 +261,12 @@ def is_trial(table: Table) -> bool:
 
 def mark(table: Table, cell: Cell) -> str:
     """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
-    found = table.to_baseline(cell)
-    clear = "" if found is None else found.sign
+    gap = table.to_baseline(cell)
+    clear = "" if gap is None else gap.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 
-def long_table(
-    table: Table, width: int, *, against: str = "the baseline", absent: Mapping[str, str] | None = None
-) -> "RichTable":
-    """A line for every cell: the paper's number, ours, and the difference to the baseline.
-
-    Args:
-        table: The table.
-        width: Characters of a line; a narrow terminal can do without the weights, but not with a cut number.
-        against: What a difference is to.
-        absent: Sets of which nothing was run, with the reason.
-    """
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    weights = width >= 92
-    made = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left", title_style="bold")
-    names = ("set", "model", "paper %", "ours % ± std (n)", "", f"to {against}, 95 %", "weights")
-    for name in names if weights else names[:-1]:
-        made.add_column(name, justify="left" if name in ("set", "model", "") else "right", no_wrap=True)
-    for name in table.sets:
-        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
-        for i, cell in enumerate(cells):
-            spread = "" if cell.std is None else f" ± {cell.std:.2f}"
-            gap = table.to_baseline(cell)
-            told = "" if gap is None else str(gap)
-            made.add_row(
-                "" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs,
-                f"{cell.mean:.2f}{spread} ({len(cell.errors)})", mark(table, cell), escape(told),
-                *([f"{cell.weights:,}"] if weights else []),
-                style="bold" if cell.column in table.best(name) else "", end_section=i == len(cells) - 1,
-            )  # fmt: skip
-    for name, reason in (absent or {}).items():
-        made.add_row(name, "", "", reason, "", "", *([""] if weights else []), style="dim")
-    return made
-
-
-class _Reader:
+class Reader:
     """Takes named values out of a JSON object and says where one is wrong."""
 
     def __init__(self, place: str, data: object) -> None:
@@ -285,6 +276,7 @@ class _Reader:
         self.data: dict[str, Any] = data
 
     def get(self, key: str, right: Callable[[Any], bool], what: str, *default: object) -> Any:
+        """A value that is right, or the default; anything else is refused."""
         if key not in self.data:
             if default:
                 return default[0]
@@ -295,6 +287,7 @@ class _Reader:
         return value
 
     def name(self, key: str, known: Sequence[str]) -> str:
+        """A name out of those that are known."""
         value: str = self.get(key, _is_text, "a name")
         if value not in known:
             near = difflib.get_close_matches(value, known, 1, 0)
@@ -302,11 +295,12 @@ class _Reader:
         return value
 
     def refuse(self, why: str) -> NoReturn:
+        """Raise an error that names the place."""
         raise TableError(f"{self.place}: {why}")
 
 
-def _cell(read: _Reader) -> Cell:
-    name, column = read.name("set", SETS), read.name("column", (*COLUMNS, *CONTROLS))
+def _cell(read: Reader, kind: type[Table]) -> Cell:
+    name, column = read.name("set", kind.known_sets), read.name("column", kind.known_columns)
     read.place += f" ({name}, {column})"
     seeds = read.get("seeds", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of whole numbers")
     if len(set(seeds)) != len(seeds):
@@ -316,7 +310,7 @@ def _cell(read: _Reader) -> Cell:
     def per_seed(values: object) -> bool:
         if not isinstance(values, list):
             return values is None
-        return all(map(_is_number, values)) and len(values) == len(seeds)
+        return all(map(is_number, values)) and len(values) == len(seeds)
 
     if len(errors) != len(seeds):
         read.refuse(f"{len(errors)} errors and {len(seeds)} seeds; give one error per seed")
@@ -324,11 +318,12 @@ def _cell(read: _Reader) -> Cell:
         read.get(key, per_seed, f"one number per seed ({len(seeds)}), or leave it out", None)
         for key in ("train_loss", "test_loss")
     ]
-    paper = read.get("paper", lambda v: v is None or _is_number(v), "a number or null", None)
-    paper_std = read.get("paper_std", lambda v: v is None or _is_number(v), "a number or null", None)
-    reported = TABLE1[name].get(column)
-    if paper is not None and (reported is None or Reported(paper, paper_std) != reported):
-        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {reported or 'no such column'}; correct it")
+    paper = read.get("paper", lambda v: v is None or is_number(v), "a number or null", None)
+    paper_std = read.get("paper_std", lambda v: v is None or is_number(v), "a number or null", None)
+    reported = kind.paper_of(column, name)
+    if paper is not None and (paper, paper_std) != reported:
+        has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
+        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {has}; correct it")
     return Cell(
         set=name,
         column=column,
@@ -341,7 +336,7 @@ def _cell(read: _Reader) -> Cell:
         test_loss=None if losses[1] is None else tuple(map(float, losses[1])),
         stopped=tuple(read.get("stopped", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of seeds", [])),
         fitted=read.get("fitted", lambda v: isinstance(v, bool), "true or false", False),
-        minutes=read.get("minutes", lambda v: v is None or (_is_number(v) and v >= 0), "a number from 0 or null", None),
+        minutes=read.get("minutes", lambda v: v is None or (is_number(v) and v >= 0), "a number from 0 or null", None),
     )
 
 
@@ -362,7 +357,7 @@ def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -371,4 +366,4 @@ def _is_count(value: object) -> bool:
 
 
 def _are_percents(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_number(v) and 0 <= v <= 100 for v in value)
+    return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= 100 for v in value)

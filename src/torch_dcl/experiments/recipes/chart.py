@@ -2,7 +2,7 @@
 
 The order is the protocol. Every unit goes through the same trials, learning rates with one seed that the chart does not
 use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the lowest error
-there. Then it is trained on all training images with the chart's seeds, and the test set is looked at once.
+there. Then it is trained on all training images with the chart's seeds, and the test set is evaluated once.
 """
 
 import dataclasses
@@ -17,24 +17,28 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.figures import chart_figure, save
-from torch_dcl.experiments.natural.points import as_rich_chart, chart_said, edges_said
-from torch_dcl.experiments.natural.recipes import TITLES, inputs_of, recipe_of
-from torch_dcl.experiments.natural.recipes import Recipe as TrainingRecipe
-from torch_dcl.experiments.natural.sets import NaturalConfig, departures, read_sets, tensors_of
-from torch_dcl.experiments.natural.units import UNITS, build_unit, unit_weights
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, content_hash, setting
+from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Workload, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
+from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
+from torch_dcl.experiments.settings import setting
+from torch_dcl.experiments.stats import Difference, difference, mean, mean_std_n
 from torch_dcl.experiments.table import MARK
+from torch_dcl.experiments.text import Line, fitting_table
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table as RichTable
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["Chart", "ChartConfig", "hold_out", "points_of", "step_times"]
+__all__ = [
+    "Chart", "ChartConfig", "against_dcl", "as_rich_chart", "chart_said", "edges_said", "hold_out", "lowest_first",
+    "points_of", "step_times",
+]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
@@ -69,7 +73,7 @@ class ChartConfig(NaturalConfig):
         return points_of(self.units, self.shares)
 
 
-class Chart(Recipe[ChartConfig]):
+class Chart(NaturalRecipe[ChartConfig]):
     """Every unit at every budget: trials to choose a learning rate, then all seeds at that rate."""
 
     name = "chart"
@@ -82,10 +86,17 @@ class Chart(Recipe[ChartConfig]):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Read the set."""
         config = self.config
-        sets, _ = read_sets([config.data], config.place, config.images, report)
+        sets, _ = read_sets([config.data], config, report)
         self.data, recipe = sets[config.data], recipe_of("bignet", config.data)
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
+
+    def workloads(self, name: str, images: int) -> list[Workload]:
+        """The trials, and the seeds of every point."""
+        config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
+        tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
+        trials = Workload("bignet", name, points * len(config.rates), images - images // 10, tried)
+        return [trials, Workload("bignet", name, points * config.seeds, images, epochs)]
 
     def asked(self) -> dict[str, Any]:
         """Points, rates, the training recipe, and the content of the set."""
@@ -124,11 +135,6 @@ class Chart(Recipe[ChartConfig]):
         """Trials and seeds of all points."""
         return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
 
-    @property
-    def at_once(self) -> int:
-        """As the config says."""
-        return self.config.most
-
     def concurrent(self, job: Job) -> Hashable:
         """Fleets of one phase."""
         return job.phase
@@ -153,7 +159,7 @@ class Chart(Recipe[ChartConfig]):
         return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """The chart as plain data and as a figure: errors, weights, time of a step and trials of each point."""
+        """The chart as JSON: errors, weights, time of a step and trials of each point."""
         config, outcomes = self.config, outcomes_of(folder)
         folder.log("measuring the time of a step")
         times = step_times(config.points, self.data, self.whole, config, self.device)
@@ -172,19 +178,18 @@ class Chart(Recipe[ChartConfig]):
             )  # fmt: skip
         chart = {"set": self.data.name, "points": rows, **self._described(folder)}
         write_text(folder.path / "chart.json", json.dumps(chart, indent=1) + "\n")
-        save(chart_figure(chart), folder.path / "chart.svg")
         return chart
 
     def _described(self, folder: "RunFolder") -> dict[str, Any]:
         """What a reader has to know of a chart beside its points."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
-        told = departures([self.data.source], config.images, batches)
-        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if told else ''}"
+        sentences = departures([self.data.source], config.images, batches)
+        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         if config.scale < 1:
-            told.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
+            sentences.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
         return {
-            "title": title, "told": told, "scale": config.scale, "search_scale": config.search_scale,
+            "title": title, "told": sentences, "scale": config.scale, "search_scale": config.search_scale,
             "recipe": str(self.whole.scaled(config.scale)), "data": self.data.source,
             "environment": folder.read("environment")[-1],
         }  # fmt: skip
@@ -210,7 +215,7 @@ def _error(outcome: Outcome) -> float:
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
     """Part the training images: nine tenths of each class to train on, a tenth to judge with.
 
-    The hash of an image's place decides, so that it is the same for everybody. The test set is not looked at. Of so few
+    The hash of an image's place decides, so that it is the same for everybody. The test set is not used. Of so few
     images that no class has ten, as in a trial, it is a tenth of all.
 
     Raises:
@@ -278,3 +283,88 @@ def step_times(
 def _synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
+
+
+Row = Mapping[str, Any]
+"""A point as JSON has it: its errors by seed, weights, time of a step, and the learning rates that were tried."""
+_GUESSING = {"cifar10": 90.0, "cifar100": 99.0}
+"""Chance-level error in percent."""
+
+
+def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
+    """The points by rising mean error."""
+    return sorted(chart["points"], key=lambda point: mean(point["errors"]))
+
+
+def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
+    """The point's error less that of DCL with two branches, on the same seeds.
+
+    A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
+
+    Returns:
+        None for DCL itself, and where there are fewer than two seeds to compare.
+    """
+    rivals = [p for p in chart["points"] if p["unit"] == "dcl"]
+    if point["unit"] != "plain":
+        rivals = [p for p in rivals if p["share"] == point["share"]]
+    if not rivals or point["unit"] == "dcl":
+        return None
+    runs = [dict(zip(each["seeds"], each["errors"], strict=True)) for each in (point, rivals[0])]
+    return difference(*runs)
+
+
+def chart_said(chart: Mapping[str, Any]) -> str:
+    """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
+    first = lowest_first(chart)[0]
+    sentences = [
+        f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."
+    ]
+    plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
+    if plain is not None and (gap := against_dcl(chart, plain)) is not None:
+        sentences.append(f"The plain layer's error minus DCL's is {gap}.")
+    guessing = _GUESSING.get(chart["set"], 100.0)
+    lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
+    rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
+    alike = [against_dcl(chart, point) for point in rivals]
+    clear = [each.clear for each in alike if each is not None]
+    if clear:
+        sentences.append(
+            f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
+            f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
+        )
+    if lost:
+        names = ", ".join(point["unit"] for point in lost)
+        sentences.append(
+            f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}."
+        )
+    return " ".join(sentences)
+
+
+def edges_said(chart: Mapping[str, Any]) -> str | None:
+    """Which layers took the smallest or the largest learning rate that was tried; None where none did."""
+    ends: dict[float, list[str]] = {}
+    for point in chart["points"]:
+        rates = sorted(map(float, point["trials"]))
+        if len(rates) > 1 and point["lr"] in (rates[0], rates[-1]):
+            ends.setdefault(point["lr"], []).append(point["unit"])
+    if not ends:
+        return None
+    chosen = "; ".join(f"{rate:g} for {', '.join(dict.fromkeys(units))}" for rate, units in sorted(ends.items()))
+    return f"Chosen at the end of the learning rates that were tried: {chosen}. Beyond it they might do better still."
+
+
+def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":
+    """The points for a terminal of so many characters."""
+    lines = []
+    for point in lowest_first(chart):
+        gap, step = against_dcl(chart, point), point["step_ms"]
+        lines.append(
+            Line((
+                point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", mean_std_n(point["errors"]),
+                "" if gap is None else f"{gap}{gap.sign}", f"{point['weights']:,}",
+                f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
+            ))
+        )  # fmt: skip
+    difference = "difference to DCL (95 % CI)"
+    heads = ("<unit", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
+    return fitting_table(heads, lines, width, (difference, "rate", "budget", "weights"))

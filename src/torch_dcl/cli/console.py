@@ -1,0 +1,296 @@
+"""Output and input of the command: one console, errors in one line, exit codes, names, files, devices."""
+
+import codecs
+import difflib
+import functools
+import inspect
+import json
+import os
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from torch_dcl.progress import first_rank, say_minutes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from torch_dcl.experiments.run_reader import State
+
+__all__ = [
+    "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
+    "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
+    "say_state", "several", "split",
+]  # fmt: skip
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_aside = False
+
+
+def several() -> bool:
+    """Whether torchrun started several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def for_machines(asked: bool) -> None:
+    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else.
+
+    Args:
+        asked: Whether it was asked for.
+    """
+    global _aside  # noqa: PLW0603 - one process, one command
+    _aside = asked
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """The console. Where there is no terminal a line has 120 characters, unless COLUMNS says otherwise."""
+    stderr = stderr or _aside
+    from rich.console import Console
+
+    _tolerate(sys.stderr if stderr else sys.stdout)
+    screen = Console(stderr=stderr, highlight=False, soft_wrap=False, quiet=not first_rank())
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = 120
+    return screen
+
+
+def _tolerate(stream: Any) -> None:
+    """Print a question mark where a terminal cannot show ± or ▾, instead of failing."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+
+
+def print_json(value: Any) -> None:
+    """Print plain data for machines."""
+    if first_rank():
+        ascii_only = codecs.lookup(sys.stdout.encoding or "utf-8").name != "utf-8"
+        text = value if isinstance(value, str) else json.dumps(value, indent=1, ensure_ascii=ascii_only)
+        print_text(text + "\n")
+
+
+def print_text(text: str) -> None:
+    """Print text as it is, with a question mark for what the terminal cannot show."""
+    _tolerate(sys.stdout)
+    sys.stdout.write(text)
+
+
+def bullets(on: "Console", sentences: Iterable[str]) -> None:
+    """Print sentences, one below the other."""
+    for sentence in sentences:
+        lines = textwrap.wrap(sentence, max(20, on.width - 2), break_on_hyphens=False)
+        on.print("• " + "\n  ".join(lines), markup=False, soft_wrap=True)
+
+
+def fail(message: str) -> None:
+    """Print an error in red."""
+    from rich.text import Text
+
+    console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
+
+
+def command(*examples: str) -> Callable[[Command], Command]:
+    """Turn a function into a command: errors in one line, exit codes, ``--debug``, and examples in its help.
+
+    1 is an error of the run, 2 wrong usage, 130 an interruption.
+
+    Args:
+        *examples: Lines for the help.
+    """
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def guarded(*args: Any, debug: bool = False, **kwargs: Any) -> Any:
+            for_machines(False)
+            try:
+                return function(*args, **kwargs)
+            except ERRORS as error:
+                # typer.Exit is a RuntimeError.
+                if isinstance(error, typer.Exit | BrokenPipeError):
+                    raise
+                if debug:
+                    traceback.print_exc()
+                message, is_usage = _explained(error)
+                fail(message or repr(error))
+                raise typer.Exit(2 if is_usage else 1) from None
+            except KeyboardInterrupt:
+                console(stderr=True).print("Interrupted.")
+                raise typer.Exit(130) from None
+
+        signature = inspect.signature(function, eval_str=True)
+        parameters = [*signature.parameters.values(), _DEBUG]
+        guarded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        # A paragraph after \b keeps its lines.
+        shown = "\n".join(f"  {example}" for example in examples).replace("[", "\\[")
+        guarded.__doc__ = f"{function.__doc__}\n\n\b\n[bold]Examples[/bold]\n{shown}"
+        return guarded  # type: ignore[return-value]
+
+    return decorate
+
+
+def _explained(error: Exception) -> tuple[str, bool]:
+    """The message of an error, and whether it is a usage error."""
+    if isinstance(error, UsageError) or not hasattr(error, "otherwise"):
+        # The text of a KeyError is a repr.
+        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        return message, isinstance(error, UsageError)
+    return explain_setting(error), True
+
+
+def explain_setting(error: Any) -> str:
+    """A `SettingError` with the nearest of the names that there are."""
+    if not error.known:
+        return str(error)
+    near = nearest(error.given, error.known)
+    remedy = error.otherwise if error.otherwise and not near.startswith("did you mean") else near
+    return f"{error.message}; {remedy}"
+
+
+ERRORS = (OSError, ValueError, TypeError, LookupError, RuntimeError, ImportError, ArithmeticError)
+_DEBUG = inspect.Parameter(
+    "debug",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")],
+)
+
+
+def say_state(state: "State") -> str:
+    """A state in words."""
+    if state.state == "damaged":
+        return f"damaged: {state.problem}"
+    unit = state.unit if state.total != 1 else {"entries": "entry"}.get(state.unit, state.unit.removesuffix("s"))
+    count = f"{state.done:,} of {state.total:,} {unit}"
+    if state.state == "running":
+        return f"running (pid {state.pid}), {count}" + (f"; last seen at {state.now}" if state.now else "")
+    return f"finished, {state.total:,} {unit}" if state.state == "finished" else f"incomplete, {count}"
+
+
+# Names
+
+
+class UsageError(ValueError):
+    """An invalid argument; the message says what to type instead. Exit code 2."""
+
+
+def in_options(message: str, options: Iterable[str]) -> str:
+    """Replace Python's arguments in a message of the library by options of the command.
+
+    Args:
+        message: For example ``ratio must be above 0, or pass force=True``.
+        options: Those that the command has, such as ``round-to``.
+
+    Returns:
+        The message with ``--ratio must be above 0, or pass --force``.
+    """
+    for option in options:
+        name = option.replace("-", "_")
+        message = re.sub(rf"\b{name}(=True\b|=(?!\w))", f"--{option}", message)
+        message = re.sub(rf"\b{name}( = |=)", f"--{option} ", message)
+        # A name of one word may be a plain word as well, except where a sentence begins with it.
+        before = "()" if "_" in name else "(^|; |leave )"
+        message = re.sub(rf"{before}\b{name}\b", rf"\g<1>--{option}", message)
+    return message
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Offer the nearest name for an unknown one, or all names where none is near.
+
+    Args:
+        name: What was typed.
+        known: What there is.
+    """
+    known = list(known)
+    low = {entry.lower(): entry for entry in known}
+    near = difflib.get_close_matches(name.lower(), low, 1, 0.55)
+    if near:
+        return f"did you mean {low[near[0]]}?"
+    listed = ", ".join(known[:20]) + (", …" if len(known) > 20 else "")
+    return f"there are {listed}" if known else "there are none"
+
+
+def split(text: str | Sequence[str]) -> list[str]:
+    """Parts between commas, in one text or in several."""
+    texts = [text] if isinstance(text, str) else text
+    return [part.strip() for entry in texts for part in str(entry).split(",") if part.strip()]
+
+
+# Files and devices
+
+
+def check_output(path: Path) -> None:
+    """Refuse a file that cannot be written, before any work goes into its content.
+
+    Raises:
+        UsageError: Its folder does not exist, or it is a folder itself.
+    """
+    if not path.parent.is_dir():
+        raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise UsageError(f"{path} cannot be written: it is a folder; name a file inside it")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder to write to, with those above it.
+
+    Raises:
+        UsageError: A file is in the way.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another --out") from None
+
+
+def read_device(given: str) -> str:
+    """Resolve a device; "auto" is the GPU where there is one.
+
+    Raises:
+        UsageError: It is not there.
+    """
+    import torch
+
+    if given == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(given).type
+        torch.empty(1, device=given)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise UsageError(f"the device {given!r} cannot be used ({first}); use --device cpu") from None
+    return given if kind != "meta" else "cpu"
+
+
+# Help
+
+
+class _PlainFlags:
+    """A command whose flags show without a type: ``--json``, where Typer writes ``--json <bool>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, with an empty type for flags."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""
+        return params
+
+
+class PlainCommand(_PlainFlags, TyperCommand):
+    """A command with plain flags."""
+
+
+class PlainGroup(_PlainFlags, TyperGroup):
+    """A group of commands with plain flags."""
+
+
+HELP = {"help_option_names": ["-h", "--help"]}
+SETTINGS: dict[str, Any] = {"cls": PlainCommand, "context_settings": HELP}
+"""For every command."""

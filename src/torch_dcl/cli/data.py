@@ -1,0 +1,278 @@
+"""``dcl data``: what is here, multi-digit sets as files, their picture, and a check of prepared files."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torch_dcl.cli.console import (
+    HELP,
+    SETTINGS,
+    PlainGroup,
+    UsageError,
+    check_output,
+    command,
+    console,
+    for_machines,
+    make_folder,
+    nearest,
+    print_json,
+    read_device,
+)
+from torch_dcl.progress import Bar
+
+__all__ = ["AsJson", "AsJsonEnd", "data_app", "what_is_here"]
+
+NAMED = {
+    "mnist": "60,000 + 10,000 digits",
+    "cifar10": "50,000 + 10,000 images",
+    "cifar100": "50,000 + 10,000 images",
+    "svhn": "604,388 + 26,032 images",
+}
+_FILES = {
+    "mnist": "its four idx files",
+    "cifar10": "cifar-10-binary.tar.gz",
+    "cifar100": "cifar-100-binary.tar.gz",
+    "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat",
+}
+
+data_app = typer.Typer(
+    cls=PlainGroup, context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
+Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
+Mnist = Annotated[
+    str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
+]
+
+
+@data_app.callback()
+@command(
+    "dcl data",
+    "dcl data fetch cifar10",
+    "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits",
+    "dcl data sheet -o sheet.png",
+    "dcl data check data/digits",
+)
+def data(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the data that is here, and where it is searched. Fetch, generate, draw and check it."""
+    if context.invoked_subcommand is None:
+        show(as_json=as_json)
+
+
+@data_app.command(**SETTINGS)
+@command(
+    "dcl data fetch mnist",
+    "dcl data fetch cifar10 --out data",
+)
+def fetch(
+    name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn.", metavar="NAME")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data"),
+) -> None:
+    """Download a set from where its authors offer it, unless it is here, and check it."""
+    fetch_set(name, out)
+
+
+@data_app.command(**SETTINGS)
+@command(
+    "dcl data digits --sets II-01",
+    "dcl data digits --mnist mnist/ --out data/digits",
+)
+def digits(
+    sets: Sets = "all",
+    mnist: Mnist = None,
+    out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data/digits"),
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, auto. The bytes are the same.")] = "auto",
+    images: Annotated[int | None, typer.Option(help="Only the first images of each part, to try things out.")] = None,
+    as_json: AsJsonEnd = False,
+) -> None:
+    """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
+    for_machines(as_json)
+    files = write_digits(_sets(sets), mnist, out, device, images)
+    if as_json:
+        print_json(files)
+
+
+@data_app.command(**SETTINGS)
+@command(
+    "dcl data sheet -o sheet.png",
+    "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
+)
+def sheet(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
+        "sheet.png"
+    ),
+    sets: Sets = "all",
+    mnist: Mnist = None,
+    samples: Annotated[int, typer.Option(help="Images of each set.")] = 12,
+    as_json: AsJsonEnd = False,
+) -> None:
+    """Draw the sets: where the digits stand, how they vary, and samples."""
+    for_machines(as_json)
+    write_sheet(output, _sets(sets), mnist, samples)
+    if as_json:
+        print_json({"sheet": str(output), "sets": _sets(sets)})
+
+
+@data_app.command("check", **SETTINGS)
+@command(
+    "dcl data check data/digits",
+    "dcl data check data/digits/MNIST-II-01.safetensors",
+)
+def check_data(
+    paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
+) -> None:
+    """Check prepared files, byte for byte."""
+    if not check(paths, as_json=as_json):
+        raise typer.Exit(1)
+
+
+def _sets(given: str) -> list[str]:
+    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``."""
+    from torch_dcl.experiments.digits import read_sets
+
+    return read_sets(given)
+
+
+def what_is_here() -> list[dict[str, Any]]:
+    """Every named set with where it was found, if anywhere, and what to do if not."""
+    from torch_dcl.data.sources import places
+    from torch_dcl.experiments.natural_data import is_here
+
+    rows: list[dict[str, Any]] = [
+        {"name": "mnist-excerpt", "found": "inside the package", "about": "6,000 + 1,000 digits", "remedy": None}
+    ]
+    looked = places()
+    for name, about in NAMED.items():
+        there = next((str(place) for place in looked if is_here(name, place)), None)
+        folder = looked[0] / (name if name in ("mnist", "svhn") else "")
+        remedy = f"dcl data fetch {name}, or put {_FILES[name]} into {folder}"
+        rows.append({"name": name, "found": there, "about": about, "remedy": None if there else remedy})
+    for place in looked:
+        files = [file for file in sorted(place.rglob("*.safetensors")) if file.is_file()] if place.is_dir() else []
+        if files:
+            size = sum(file.stat().st_size for file in files) / 2**20
+            about = f"{len(files)} prepared files, {size:,.0f} MiB"
+            rows.append({"name": "prepared", "found": str(place), "about": about, "remedy": None})
+    return rows
+
+
+def show(*, as_json: bool) -> None:
+    """Print the data that is here, and where it is searched."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from torch_dcl.data.sources import places
+
+    rows = what_is_here()
+    if as_json:
+        print_json({"places": [str(place) for place in places()], "data": rows})
+        return
+    screen = console()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("data", "what", "where"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        there, remedy = row["found"], f"not found; {row['remedy']}"
+        table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
+    screen.print(table)
+    screen.print()
+    looked = ", ".join(str(place) for place in places())
+    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
+    screen.print("Multi-digit sets are written when needed.")
+    screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
+
+
+def write_digits(
+    sets: list[str], mnist: str | None, out: Path, device: str, images: int | None
+) -> list[dict[str, str]]:
+    """Write multi-digit sets as prepared files; give their names, paths and SHA-256."""
+    from torch_dcl.data import Dataset, write_prepared
+    from torch_dcl.data.digits import SIZES, generate, segment, source
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.experiments.digits import find_digits
+
+    if images is not None and images < 1:
+        raise UsageError(f"--images must be at least 1, not {images}")
+    place, folder = read_device(device), find_digits(mnist)
+    make_folder(out)
+    cut = {split: segment(folder, split) for split in SIZES}
+    screen = console()
+    screen.print(f"Writing with {source(folder)} to {out}", markup=False)
+    written: list[dict[str, str]] = []
+    with Bar(screen, len(sets), "sets") as bar:
+        for name in sets:
+            bar.now(name)
+            parts = []
+            for split, size in SIZES.items():
+                chosen = range(min(size, images)) if images else None
+                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
+                parts += [images_of[:, None].cpu(), labels.cpu()]
+            digits = len(LAYOUTS[name].digits)
+            classes = tuple(f"{number:0{digits}d}" for number in range(10**digits))
+            train, train_labels, test, test_labels = parts
+            words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
+            data = Dataset(name, train, train_labels, test, test_labels, classes, words)
+            digest = write_prepared(data, out / f"{name}.safetensors")
+            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
+            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
+            bar.advance()
+    first = f"prepared:{out / sets[0]}.safetensors"
+    screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)
+    return written
+
+
+def fetch_set(name: str, out: Path) -> None:
+    """Download a set unless it is in the folder, and read it, which checks it."""
+    from torch_dcl.data import load
+
+    if name not in NAMED:
+        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, NAMED)}")
+    make_folder(out)
+    console().print(str(load(name, root=out, download=True)), markup=False)
+
+
+def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) -> None:
+    """Draw the contact sheet."""
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.data.sheet import contact_sheet
+    from torch_dcl.experiments.digits import find_digits
+
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {path} does not")
+    check_output(path)
+    if samples < 1:
+        raise UsageError(f"--samples must be at least 1, not {samples}")
+    contact_sheet(path, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])
+    console().print(f"{len(sets)} sets drawn in {path}", markup=False)
+
+
+def check(paths: list[Path], *, as_json: bool) -> bool:
+    """Check prepared files byte for byte; whether all are sound."""
+    from rich.text import Text
+
+    from torch_dcl.data import DataError, read_prepared
+
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; `dcl data digits` writes prepared files")
+        inside = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+        if not inside:
+            raise UsageError(f"{path} holds no prepared file (*.safetensors)")
+        files += inside
+    rows, screen = [], console()
+    for file in files:
+        try:
+            words, sound = str(read_prepared(file)), True
+        except DataError as error:
+            words, sound = str(error), False
+        rows.append({"file": str(file), "sound": sound, "about": words})
+        if not as_json:
+            state = ("sound", "green") if sound else ("damaged", "red")
+            screen.print(Text.assemble(state, f" {file}: {words}"), soft_wrap=True)
+    if as_json:
+        print_json(rows)
+    return all(row["sound"] for row in rows)

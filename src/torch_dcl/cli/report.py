@@ -1,0 +1,117 @@
+"""``dcl ls`` and ``dcl report``: recipes and runs, listed and reported."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_dcl.cli.config import ABOUT, as_toml, find_recipe, plain_settings
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, print_text, say_state
+
+if TYPE_CHECKING:
+    from torch_dcl.experiments.run_reader import Run
+
+__all__ = ["find_run", "list_all", "print_recipe", "write_report"]
+
+COLOURS = {"running": "cyan", "finished": "green", "incomplete": "yellow", "damaged": "red"}
+
+
+def print_recipe(name: str, runs: Path, *, as_json: bool) -> None:
+    """Print a recipe, or the recipe of a run, as TOML."""
+    known = name in ABOUT or Path(name).exists() or not (runs / name).is_dir()
+    asked, _ = find_recipe(name if known else str(runs / name))
+    if as_json:
+        print_json({"recipe": asked.name, **plain_settings(asked.config)})
+    else:
+        print_text(as_toml(asked))
+
+
+def list_all(runs: Path, *, as_json: bool) -> None:
+    """Print the recipes, and the runs with their state."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from torch_dcl.experiments.run_reader import find_runs
+
+    states = find_runs(runs)
+    if as_json:
+        print_json({"recipes": ABOUT, "runs": [dataclasses.asdict(state) for state in states]})
+        return
+    screen = console()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("recipe", style="bold", no_wrap=True)
+    table.add_column("what it runs")
+    for name, about in ABOUT.items():
+        table.add_row(name, about)
+    screen.print(table)
+    screen.print()
+    if not states:
+        screen.print(Text.assemble(f"No runs in {runs}/ yet. ", ("Try: dcl run table1 --smoke", "dim")))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("run", "recipe", "state", "begun"):
+        table.add_column(column, no_wrap=column in ("recipe", "begun"), overflow="fold")
+    for state in states:
+        begun = (state.started or "")[:16].replace("T", " ")
+        words = Text(say_state(state), style=COLOURS[state.state])
+        table.add_row(Text(state.path, style="bold"), Text(state.recipe), words, begun)
+    screen.print(table)
+
+
+def write_report(runs: Sequence[str], output: Path) -> Path:
+    """Write the page of some runs, and return its path.
+
+    Args:
+        runs: Run folders, names of runs in ``runs/``, or files ``table1.json`` and ``table2.json``.
+        output: The page; or a file that ends in ``.json``, for runs of parts of Table 2 as one table.
+
+    Raises:
+        UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not
+            parts of one table.
+    """
+    from torch_dcl.experiments import read_run
+    from torch_dcl.report.page import check, report
+
+    if not output.parent.is_dir():
+        raise UsageError(f"{output} cannot be written: the folder {output.parent} does not exist")
+    read = [read_run(find_run(run)) for run in runs]
+    for run in read:
+        try:
+            check(run)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if output.suffix == ".json":
+        _write_table(read, output)
+    else:
+        report(read, output)
+    return output.resolve()
+
+
+def _write_table(runs: "Sequence[Run]", output: Path) -> None:
+    from torch_dcl.experiments import NaturalTable, TableError, join_table2, save
+
+    tables = [run.table for run in runs if isinstance(run.table, NaturalTable)]
+    if len(tables) < len(runs):
+        other = next(run.path for run in runs if not isinstance(run.table, NaturalTable))
+        raise UsageError(f"{other} is no run of table2, and only those are joined in a file; name a page, x.html")
+    try:
+        save(join_table2(tables), output)
+    except TableError as error:
+        raise UsageError(str(error)) from None
+
+
+def find_run(run: str) -> Path:
+    """Find a run: a folder, a file, or a name in ``runs/``.
+
+    Raises:
+        UsageError: There is none; the nearest is offered.
+    """
+    from torch_dcl.experiments import find_runs
+
+    for path in (Path(run), Path("runs", run)):
+        if path.is_file() or (path / "recipe.json").is_file():
+            return path
+        if path.is_dir():
+            raise UsageError(f"{path} is no run folder: it has no recipe.json")
+    known = [state.path for state in find_runs("runs")]
+    raise UsageError(f"there is no run {run!r}; {nearest(run, known)}" + ("" if known else " in runs/"))

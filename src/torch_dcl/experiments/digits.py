@@ -1,0 +1,385 @@
+"""Recipes on multi-digit numbers: where MNIST is, the sets that are written with it, and how LeNets train on them.
+
+To choose something (learning rates, and how difficult a set is) the digits of MNIST's training set are split: the first
+five sixths are written with to train on, the last sixth to judge with, with another seed. The test set's digits play no
+part in it.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data._segments import read_digits
+from torch_dcl.data.digits import SIZES, generate, segment, source
+from torch_dcl.data.layouts import LAYOUTS, Layout
+from torch_dcl.data.mnist import FILES, find_mnist
+from torch_dcl.data.sources import places
+from torch_dcl.experiments.columns import build
+from torch_dcl.experiments.paper_numbers import SETS
+from torch_dcl.experiments.protocol import (
+    Estimate,
+    Job,
+    Labelled,
+    Outcome,
+    Recipe,
+    Trained,
+    content_hash,
+    finite,
+    images_per_second,
+)
+from torch_dcl.experiments.runner import plan_fleets
+from torch_dcl.experiments.settings import Config, Setting, SettingError, choose_names, setting
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.fleet.fleet import Precision
+
+__all__ = [
+    "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
+    "find_digits", "make_sets", "read_mnist", "read_sets",
+]  # fmt: skip
+
+BATCH = 100
+SCHEDULE = Schedule(epochs=24, warmup=300, drops=(0.6, 0.9), factor=0.1)
+IMAGES = SIZES["train"], SIZES["test"]
+H200 = 3.0e6  # images a second over the whole of Table 1, judging included: results/table1.json, 950 networks, 7.6 min
+PER_NETWORK = 1.03 / 75  # GiB: results/fleet.csv, 75 networks, batch 100, 1,000 classes, DCL-A2, bfloat16
+Purpose = Literal["choose", "report"]
+
+# MNIST
+
+
+class Digits(NamedTuple):
+    """MNIST, or its excerpt."""
+
+    train: Labelled
+    test: Labelled
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        """The hash of all digits and labels, by which a run knows them whatever their folder is called."""
+        return content_hash([*self.train, *self.test])
+
+
+def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
+    """Read MNIST from a folder with its idx files; without one, the embedded excerpt."""
+    return Digits(read_digits(folder, "train"), read_digits(folder, "test"), source(folder))
+
+
+def find_digits(given: str | None) -> Path | None:
+    """The folder with MNIST's idx files; None for the embedded digits.
+
+    Args:
+        given: A folder; "auto" or None for the usual places; "excerpt" for the embedded digits.
+
+    Raises:
+        SettingError: A folder was named, and MNIST is not there.
+    """
+    if given == "excerpt":
+        return None
+    if given in (None, "", "auto"):
+        return next((folder for place in places() if (folder := find_mnist(place)) is not None), None)
+    folder = find_mnist(Path(str(given)).expanduser())
+    if folder is None:
+        raise SettingError(
+            f"{given} has no idx files of MNIST ({FILES['train'][0]}, gzipped or not, there or in MNIST/raw); "
+            "leave the option out for the embedded excerpt"
+        )
+    return folder
+
+
+# Sets
+
+
+class Sets(NamedTuple):
+    """Images and labels by name of the set."""
+
+    train: dict[str, Labelled]
+    judge: dict[str, Labelled]
+
+
+def make_sets(
+    digits: Digits,
+    layouts: Sequence[str | Layout],
+    purpose: Purpose,
+    *,
+    device: torch.device | str = "cpu",
+    images: tuple[int, int] | None = None,
+) -> Sets:
+    """Write sets to train on and to judge with.
+
+    Args:
+        digits: From `read_mnist`.
+        layouts: Names, or layouts of any name. ``MNIST-II-01@0.5`` is the layout at another strength.
+        purpose: "choose" writes both from training digits alone; "report" writes the sets of the table.
+        device: Where.
+        images: How many to train on and to judge with, the first ones of the set; None for all.
+    """
+    count, seed = len(digits.train[0]) * 5 // 6, 0
+    parts = [digits.train, digits.test]
+    if purpose == "choose":
+        (images_of, labels), seed = digits.train, 1
+        parts = [(images_of[:count], labels[:count]), (images_of[count:], labels[count:])]
+    cut = [segment(part, split).to(torch.device(device)) for part, split in zip(parts, ("train", "test"), strict=True)]
+    sets = Sets({}, {})
+    for given in layouts:
+        name, layout = (given, _layout(given)) if isinstance(given, str) else (given.name, given)
+        for split, segments, into, most in zip(("train", "test"), cut, sets, images or (None, None), strict=True):
+            indices = None if most is None else range(most)
+            into[name] = generate(layout, split, seed=seed, device=device, mnist=segments, indices=indices)
+    return sets
+
+
+def _layout(name: str) -> Layout:
+    """A layout by name; its own name stays, because random numbers are drawn from it."""
+    plain, _, strength = name.partition("@")
+    return dataclasses.replace(LAYOUTS[plain], strength=float(strength)) if strength else LAYOUTS[plain]
+
+
+def digits_of(name: str) -> int:
+    """How many digits the numbers of a set have."""
+    return len(LAYOUTS[name.partition("@")[0]].digits)
+
+
+def classes_of(job: Job) -> int:
+    """How many classes the networks of a job tell apart: of the oracle, each network reads one digit."""
+    return int(10 if job.network == "oracle" else 10 ** digits_of(job.data))
+
+
+# Recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class DigitConfig(Config):
+    """The settings that recipes on multi-digit numbers share."""
+
+    data: str = setting(
+        "auto", 'a folder with the idx files of MNIST; "auto" looks for it, "excerpt" is the embedded one', machine=True
+    )
+    epochs: int = setting(SCHEDULE.epochs, "passes over a set", smoke=1, least=1, most=1_000_000)
+    warmup: int = setting(
+        SCHEDULE.warmup, "steps until the learning rate is reached", smoke=2, least=0, most=1_000_000_000
+    )
+    drops: tuple[float, ...] = setting(
+        SCHEDULE.drops, "fractions of the training after which the rate is multiplied by factor", may_be_empty=True
+    )
+    factor: float = setting(SCHEDULE.factor, "see drops")
+    batch: int = setting(BATCH, "images of a step", smoke=50, least=1, most=100_000)
+    precision: str = setting(
+        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', what="precision",
+        choices=("auto", "bfloat16", "float32", "float64"),
+    )  # fmt: skip
+    train_images: int = setting(0, "the first images of a set to train on; 0 for all 60,000", smoke=100, least=0)
+    test_images: int = setting(0, "the first images of a set to test with; 0 for all 10,000", smoke=50, least=0)
+    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+    most: int = setting(160, "networks of a fleet at most", least=1, most=100_000, machine=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            _ = self.schedule
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the learning rate changes."""
+        return Schedule(self.epochs, self.warmup, self.drops, self.factor)
+
+    @property
+    def images(self) -> tuple[int, int] | None:
+        """How many images to train on and to test with; None for all."""
+        images = self.train_images or IMAGES[0], self.test_images or IMAGES[1]
+        return None if images == IMAGES else images
+
+    @property
+    def wanted_precision(self) -> Precision | None:
+        """The precision; None for the device's own."""
+        return None if self.precision == "auto" else cast("Precision", self.precision)
+
+
+SETS_RULES: dict[str, Any] = {"choices": SETS, "what": "set", "prefix": "MNIST-"}
+TWO = ("MNIST-II-01", "MNIST-III-01")
+C = TypeVar("C", bound=DigitConfig)
+
+
+def read_sets(given: str) -> list[str]:
+    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``, each once and in the paper's order.
+
+    Raises:
+        SettingError: There is no such set.
+    """
+    return list(choose_names(Setting("", **SETS_RULES), [part.strip() for part in given.split(",") if part.strip()]))
+
+
+class DigitRecipe(Recipe[C]):
+    """LeNets on multi-digit numbers: a fleet holds jobs of one architecture, on any sets."""
+
+    purpose: ClassVar[Purpose] = "report"
+    digits: Digits
+    stacked: ClassVar[bool] = True
+
+    def __init__(self, config: C, device: str = "cpu") -> None:
+        super().__init__(config, device)
+        self._sets, self._phase = Sets({}, {}), ""
+
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Read MNIST."""
+        self.digits = read_mnist(find_digits(self.config.data))
+        report(f"written with {self.digits.source}")
+
+    def asked(self) -> dict[str, Any]:
+        """All settings but those of the machine, and the content of MNIST."""
+        return {"digits": self.digits.source, "sha256": self.digits.sha256, **super().asked()}
+
+    def planned(self) -> list[Job]:
+        """The jobs; where later ones depend on outcomes, as many in their place, for an estimate."""
+        return self.jobs({})
+
+    def total(self) -> int:
+        """All planned jobs."""
+        return len(self.planned())
+
+    def networks(self, job: Job) -> int:
+        """One, and for the oracle one for each digit."""
+        return digits_of(job.data) if job.network == "oracle" else 1
+
+    def total_networks(self) -> int:
+        """The networks of all planned jobs."""
+        return sum(map(self.networks, self.planned()))
+
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """Networks, images, memory, and time by a short trial."""
+        config, jobs = self.config, self.planned()
+        networks, per_network = self.total_networks(), (config.images or IMAGES)[0]
+        images = networks * per_network * config.epochs
+        fleets = plan_fleets(jobs, self.group, self.at_once, self.networks)
+        largest = max(sum(map(self.networks, fleet)) for fleet in fleets)
+        sets = len({job.data.partition("@")[0] for job in jobs})
+        gib = largest * PER_NETWORK + sets * per_network * 28 * 28 / 2**30
+        speed, measured = _speed(self.device)
+        digits, epochs = source(find_digits(config.data)), f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
+        elsewhere = f"; about {say_time(images / H200)} on an H200" if self.device == "cpu" else ""
+        words = {
+            "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
+            "networks": f"{networks:,}, in {len(fleets)} fleets of up to {largest}",
+            "images": f"{images:,} to train on: {per_network:,} a network, {epochs}",
+            "digits": digits,
+            "device": self.device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": f"{speed:,.0f} images/s ({measured})",
+            "time": f"about {say_time(images / speed)}, without writing the sets and judging{elsewhere}",
+        }
+        plain = {
+            "entries": len(jobs), "networks": networks, "fleets": len(fleets), "images": images, "digits": digits,
+            "memory_gib": gib, "images_per_s": speed, "speed": measured, "minutes": images / speed / 60,
+        }  # fmt: skip
+        return Estimate(words, plain)
+
+    def group(self, job: Job) -> Hashable:
+        """Jobs of one architecture."""
+        return job.phase, job.network, classes_of(job), job.option("filters", 0)
+
+    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
+        """The architecture."""
+        job = fleets[0][0]
+        filters = f", {job.option('filters'):g} filters" if job.option("filters", 0) else ""
+        return f"{job.network}, {classes_of(job)} classes{filters}"
+
+    def fleet(self, jobs: Sequence[Job]) -> Fleet:
+        """The networks of the jobs; each digit's network of an oracle has its own start, order and dropout."""
+        config, members, networks = self.config, [], []
+        for job in jobs:
+            decay, clip = job.option("weight_decay", 5e-4), job.option("clip", math.inf)
+            for place, name in enumerate(self._names(job)):
+                seed = job.seed + 1000 * place
+                members.append(Member(f"{job.network} {name}", name, seed, job.lr, config.schedule, decay, clip))
+                filters = int(job.option("filters", 0)) or None
+                networks.append(build(job.network, classes_of(job), seed, filters=filters))
+        return Fleet(
+            networks, members, self._labelled(jobs, "train"), batch=config.batch, precision=config.wanted_precision,
+            device=self.device, stacked=self.stacked,
+        )  # fmt: skip
+
+    def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
+        """The images to judge with; the networks of an oracle see one digit of their labels each."""
+        return self._labelled(jobs, "judge")
+
+    def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
+        """The outcomes; an oracle is right where all of its digits are, and its losses are sums."""
+        fleet, seen = trained.fleet, trained.evaluation
+        losses, last, stopped = seen.losses.tolist(), fleet.history.train_loss[-1], fleet.history.stopped
+        outcomes, first = [], 0
+        for job in jobs:
+            rows = range(first, first + self.networks(job))
+            first = rows.stop
+            labels = self.sets_of([job]).judge[job.data][1].to(seen.predictions.device)
+            number = torch.zeros_like(labels)
+            for row in rows:
+                number = 10 * number + seen.predictions[row] if len(rows) > 1 else seen.predictions[row]
+            share = len(rows) / len(fleet)
+            by_epoch = {"train_loss": fleet.history.train_loss, "test_loss": trained.losses} if trained.losses else {}
+            curves = {kind: [sum(epoch[row] for row in rows) for epoch in of] for kind, of in by_epoch.items()}
+            outcomes.append(
+                Outcome(
+                    job, 100 * float((number != labels).double().mean()), sum(losses[row] for row in rows),
+                    sum(last[row] for row in rows), min((stopped[row] for row in rows if row in stopped), default=None),
+                    trained.seconds * share, fleet.setup_seconds * share, {"curves": finite(curves)} if curves else {},
+                )
+            )  # fmt: skip
+        return outcomes
+
+    def sets_of(self, jobs: Sequence[Job]) -> Sets:
+        """The sets of some jobs, written where they are not yet; those of an earlier phase are dropped."""
+        if jobs[0].phase != self._phase:
+            self._sets, self._phase = Sets({}, {}), jobs[0].phase
+        missing = [name for name in dict.fromkeys(job.data for job in jobs) if name not in self._sets.train]
+        if missing:
+            written = make_sets(self.digits, missing, self.purpose, device=self.device, images=self.config.images)
+            self._sets.train.update(written.train)
+            self._sets.judge.update(written.judge)
+        return self._sets
+
+    def _names(self, job: Job) -> list[str]:
+        """The names of the data of a job's networks."""
+        return [f"{job.data}#{place}" for place in range(self.networks(job))] if job.network == "oracle" else [job.data]
+
+    def _labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:
+        sets: dict[str, Labelled] = getattr(self.sets_of(jobs), part)
+        labelled: dict[str, Labelled] = {}
+        for job in jobs:
+            images, labels = sets[job.data]
+            for place, name in enumerate(self._names(job)):
+                labelled[name] = images, _digit(labels, self.networks(job), place) if "#" in name else labels
+        return labelled
+
+
+def _digit(labels: Tensor, digits: int, place: int) -> Tensor:
+    """One digit of each label, counted from the most significant."""
+    power: int = 10 ** (digits - 1 - place)
+    return labels // power % 10
+
+
+def _speed(device: str) -> tuple[float, str]:
+    """Images a second over all networks of a fleet, and where the number is from."""
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+        if "H200" in name:
+            return H200, "as measured on an H200, results/table1.json"
+        return images_per_second(_fleet_on_noise(device, 64, 2000), 2000), f"measured just now on {name}"
+    threads = torch.get_num_threads()
+    words = f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
+    return images_per_second(_fleet_on_noise(device, 6, 200), 200), words
+
+
+def _fleet_on_noise(device: str, networks: int, images: int) -> Fleet:
+    drawn = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (images, 28, 28), dtype=torch.uint8, generator=drawn)
+    labels = torch.randint(100, (images,), generator=drawn)
+    members = [Member("trial", "noise", seed, 0.01, Schedule(2)) for seed in range(networks)]
+    return Fleet([build("A2", 100, m.seed) for m in members], members, {"noise": (noise, labels)}, device=device)

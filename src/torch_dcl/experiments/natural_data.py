@@ -1,0 +1,393 @@
+"""The images of Table 2 and of the chart, read from where they lie or generated, and the settings that both share."""
+
+import abc
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torch_dcl.data import Dataset, load
+from torch_dcl.data.mnist import find_mnist
+from torch_dcl.data.sources import places
+from torch_dcl.experiments.natural_networks import (
+    DATA,
+    TrainingRecipe,
+    build,
+    caffe_factors,
+    inputs_of,
+    network_of,
+    recipe_of,
+)
+from torch_dcl.experiments.protocol import Estimate, Recipe, images_per_second
+from torch_dcl.experiments.settings import Config, SettingError, setting, settings_of
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.fleet.fleet import Precision
+
+__all__ = [
+    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "Workload", "departures",
+    "generate_images", "is_here", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
+]  # fmt: skip
+
+NOT_AVAILABLE = "not run: data not available"
+MADE_UP = "made-up"
+"""In place of a folder: generated images."""
+AUTO = "auto"
+"""In place of a folder: the usual places."""
+SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
+"""Images to train on and to test with."""
+_FILES = {
+    "cifar10": ("cifar-10-binary.tar.gz", "cifar-10-batches-bin", "cifar10"),
+    "cifar100": ("cifar-100-binary.tar.gz", "cifar-100-binary", "cifar100"),
+    "svhn": ("train_32x32.mat", "svhn/train_32x32.mat", "SVHN/train_32x32.mat"),
+}
+Images = tuple[int | None, int | None]
+"""How many images to train on and to test with, the first ones of a set; None for all."""
+_PRECISIONS = ("auto", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class NaturalConfig(Config):
+    """The settings that the recipes on natural images share."""
+
+    data: Any = setting(DATA, "which sets", choices=DATA, what="set")
+    root: str = setting(
+        AUTO, f'the folder with the sets; "{AUTO}" for the usual places, "{MADE_UP}" for generated images',
+        smoke=MADE_UP,
+    )  # fmt: skip
+    seeds: int = setting(3, "networks of each kind", smoke=2, least=1, most=1000)
+    scale: float = setting(
+        1.0, "the fraction of each recipe's epochs to train; a shortened run is marked so", smoke=0.005, above=0, most=1
+    )
+    train_images: int = setting(0, "the first images of a set to train on; 0 for all", smoke=20, least=0)
+    test_images: int = setting(0, "the first images of a set to test with; 0 for all", smoke=10, least=0)
+    batch: int = setting(0, "images of a step; 0 for the recipe's", smoke=10, least=0, most=100_000)
+    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+    precision: str = setting(
+        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', choices=_PRECISIONS,
+        what="precision",
+    )  # fmt: skip
+    most: int = setting(
+        12, "networks that train at a time: seeds of a column, on a GPU several columns", least=1, most=100_000,
+        machine=True,
+    )  # fmt: skip
+    compile: bool = setting(False, "compile the networks")
+    streams: int = setting(8, "how many networks of a fleet run at a time on a GPU", least=1, most=1000, machine=True)
+    deterministic: bool = setting(False, "the same bits every time, also on a GPU and after a resume")
+    average: bool = setting(False, "test with the mean over an image and its mirror image")
+
+    @classmethod
+    def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
+        """``data`` names sets, their folder, or both."""
+        if key != "data":
+            return None
+        default, rules = settings_of(cls)["data"]
+        is_one = isinstance(default, str)
+        names, folder = read_data(value, rules.choices, one=is_one)
+        changes: dict[str, Any] = {"root": folder} if folder is not None else {}
+        return changes | ({"data": names[0] if is_one else names} if names else {})
+
+    @property
+    def place(self) -> str | None:
+        """Where the sets are; None for the usual places."""
+        return None if self.root in ("", AUTO) else self.root
+
+    def check_root(self) -> None:
+        """Refuse a folder that does not exist.
+
+        Raises:
+            SettingError: It does not.
+        """
+        if self.place not in (None, MADE_UP) and not Path(self.root).expanduser().is_dir():
+            raise SettingError(f"root is {self.root!r}, and there is no such folder; name one, {AUTO} or {MADE_UP}")
+
+    @property
+    def images(self) -> Images | None:
+        """How many images to train on and to test with; None for all."""
+        train, test = self.train_images or None, self.test_images or None
+        return None if train is None and test is None else (train, test)
+
+    @property
+    def wanted_precision(self) -> Precision | None:
+        """The precision; None for the device's own."""
+        return None if self.precision == "auto" else cast("Precision", self.precision)
+
+
+def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = False) -> tuple[list[str], str | None]:
+    """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
+
+    A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
+
+    Args:
+        given: What was typed.
+        known: The sets that there are.
+        one: Whether there can be only one.
+
+    Returns:
+        The sets, none where only a folder was named; and the folder.
+
+    Raises:
+        SettingError: A word is neither, or there are two folders, or too many sets.
+    """
+    names: set[str] = set()
+    folders: list[str] = []
+    words = [part.strip() for text in ([given] if isinstance(given, str) else given) for part in str(text).split(",")]
+    for word in filter(None, words):
+        plain = word.lower().replace("-", "").replace("_", "")
+        if plain == "all" and not one:
+            names.update(known)
+        elif plain in known:
+            names.add(plain)
+        elif Path(word).expanduser().is_dir():
+            folders.append(word)
+        else:
+            what = "no folder either" if "/" in word or "\\" in word else "no folder of that name"
+            raise SettingError(f"there is no set {word!r}, and {what}", plain, known)
+    if len(folders) > 1:
+        raise SettingError(f"--data names {len(folders)} folders, {', '.join(folders)}; name one")
+    if one and len(names) > 1:
+        raise SettingError(f"data is one set, not {', '.join(sorted(names))}; run it once for each")
+    if not names and not folders:
+        raise SettingError(f"no data is named; give some of {', '.join(known)}, or a folder")
+    return [name for name in known if name in names], folders[0] if folders else None
+
+
+def tensors_of(data: Dataset) -> list[Tensor]:
+    """Everything in a set that a network sees."""
+    return [tensor for split in data.splits.values() for tensor in split]
+
+
+def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
+    """Whether files of a named set are in the usual places, or in a folder alone, judged by their names."""
+    if name == "mnist":
+        return any(find_mnist(place) is not None for place in places(root))
+    return any((place / file).exists() for place in places(root) for file in _FILES[name])
+
+
+def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
+    """The sets that are not there, with what to put where.
+
+    Raises:
+        SettingError: The folder to look in does not exist.
+    """
+    config.check_root()
+    missing: dict[str, str] = {}
+    for name in names:
+        if config.place != MADE_UP and not is_here(name, config.place):
+            try:
+                load(name, root=config.place)
+            except FileNotFoundError as error:
+                missing[name] = _remedy(error)
+    return missing
+
+
+def read_sets(
+    names: Sequence[str], config: NaturalConfig, report: Callable[[str], None] = print
+) -> tuple[dict[str, Dataset], dict[str, str]]:
+    """Read the sets that are there, and say which are not.
+
+    Args:
+        names: Some of `DATA`.
+        config: Where they are, and how many images to take.
+        report: Called with a line for each set: what it is, or what to put where.
+
+    Returns:
+        Sets by name, and by name why one is absent.
+
+    Raises:
+        SettingError: None of them is there.
+    """
+    config.check_root()
+    sets: dict[str, Dataset] = {}
+    absent: dict[str, str] = {}
+    for name in names:
+        if config.place == MADE_UP:
+            train, test = config.images or (None, None)
+            sets[name] = generate_images(name, train or 400, test or 100)
+        else:
+            try:
+                whole = load(name, root=config.place)
+            except FileNotFoundError as error:
+                absent[name] = _remedy(error)
+                continue
+            sets[name] = whole if config.images is None else _first(whole, *config.images)
+        report(str(sets[name]))
+    if not sets:
+        raise SettingError(
+            f"{'; '.join(absent.values())}; or name their folder with --data. Without any, --smoke tries the path on "
+            "generated images"
+        )
+    for name, words in absent.items():
+        report(f"{name}: {NOT_AVAILABLE}; {words}")
+    return sets, dict.fromkeys(absent, NOT_AVAILABLE)
+
+
+def _remedy(error: FileNotFoundError) -> str:
+    """What `load` says of a set that is not there, without what only a caller in Python can do."""
+    return str(error).replace(" (pass extra=False to do without the extra images)", "")
+
+
+def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
+    first = dataclasses.replace(
+        data,
+        train_images=data.train_images[:train], train_labels=data.train_labels[:train],
+        test_images=data.test_images[:test], test_labels=data.test_labels[:test],
+    )  # fmt: skip
+    count = f"the first {len(first.train_labels):,} and {len(first.test_labels):,}"
+    return dataclasses.replace(first, source=f"{data.source}, of which {count}")
+
+
+def generate_images(name: str, train: int, test: int) -> Dataset:
+    """Synthetic images: a pattern of colours for each class, under noise. They are the same every time.
+
+    Every class that occurs has ten images to train on where there are so many.
+
+    Args:
+        name: One of `DATA`, whose number of classes it has.
+        train: Images to train on.
+        test: Images to test with.
+    """
+    classes = 100 if name == "cifar100" else 10
+    drawn = torch.Generator().manual_seed(DATA.index(name))
+    used = max(1, min(classes, train // 10))
+    patterns = torch.randint(40, 216, (classes, 3, 4, 4), generator=drawn).repeat_interleave(8, 2)
+    patterns = patterns.repeat_interleave(8, 3)
+
+    def some(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.arange(count) % used
+        noise = torch.randint(-40, 40, (count, 3, 32, 32), generator=drawn)
+        return (patterns[labels] + noise).to(torch.uint8), labels
+
+    names = tuple(f"pattern {number}" for number in range(classes))
+    return Dataset(name, *some(train), *some(test), names, f"synthetic images, {train:,} + {test:,}")
+
+
+def departures(sources: Iterable[str], images: Sequence[int | None] | None, batches: Iterable[int]) -> list[str]:
+    """What a run does otherwise than the protocol, in sentences; none where it follows it.
+
+    Args:
+        sources: What its images are.
+        images: As it was asked for.
+        batches: Images of a step, where that is not the recipe's number.
+    """
+    sentences = []
+    if any(source.startswith(("synthetic", "made-up")) for source in sources):
+        sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")
+    elif images:
+        train, test = ("all" if count is None else f"the first {count:,}" for count in images)
+        sentences.append(f"Of each set {train} images were trained on, and {test} tested with.")
+    if sizes := sorted(set(batches)):
+        sentences.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
+    return sentences
+
+
+# Fleets, and what they take
+
+
+def make_fleet(
+    column: str, seeds: Sequence[int], data: Dataset, recipe: TrainingRecipe, config: NaturalConfig,
+    device: str = "cpu", *, stacked: bool = False,
+) -> Fleet:  # fmt: skip
+    """The networks of a column with these seeds, ready to be trained on a set.
+
+    Stacked they were measured slower: they fill a GPU side by side.
+    """
+    networks = [build(column, len(data.classes), seed, dropout=recipe.dropout) for seed in seeds]
+    members = [
+        Member(f"{column} {data.name} {seed}", data.name, seed, recipe.lr, recipe.schedule, recipe.weight_decay)
+        for seed in seeds
+    ]
+    precision: Precision | None = config.wanted_precision
+    return Fleet(
+        networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
+        momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
+        precision=precision, device=device, inputs=inputs_of(network_of(column), data, average=config.average),
+        stacked=stacked, compile=config.compile and not stacked, streams=1 if stacked else config.streams,
+        deterministic=config.deterministic,
+    )  # fmt: skip
+
+
+class Workload(NamedTuple):
+    """Networks that are trained alike, for an estimate."""
+
+    network: str
+    data: str
+    networks: int
+    images: int
+    epochs: int
+
+
+C = TypeVar("C", bound=NaturalConfig)
+
+
+class NaturalRecipe(Recipe[C]):
+    """A recipe on natural images."""
+
+    @abc.abstractmethod
+    def workloads(self, name: str, images: int) -> list[Workload]:
+        """What is trained on a set of so many images, for an estimate."""
+
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """Networks, images, memory, and time by a short trial; also which sets are there."""
+        config, device = self.config, self.device
+        sets = [config.data] if isinstance(config.data, str) else list(config.data)
+        absent = missing_sets(sets, config)
+        there = [name for name in sets if name not in absent]
+        most = (config.images or (None, None))[0]
+        loads = [each for name in there or sets for each in self.workloads(name, min(SIZES[name][0], most or 10**9))]
+        networks, seen = sum(w.networks for w in loads), sum(w.networks * w.images * w.epochs for w in loads)
+        fleet, at_once = min(config.seeds, config.most), {}
+        for name in dict.fromkeys(w.network for w in loads):
+            of_a_set = max(sum(w.networks for w in loads if (w.network, w.data) == (name, d)) for d in there or sets)
+            at_once[name] = min(config.most // fleet * fleet, of_a_set) if device.startswith("cuda") else fleet
+        speeds = {name: _speed(name, count, config, device) for name, count in at_once.items()}
+        seconds = sum(w.networks * w.images * w.epochs / speeds[w.network] for w in loads)
+        gib = max(_memory(w.network, w.data, at_once[w.network], config, device) for w in loads)
+        short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
+        then = ", its cells will say so" if there else ""
+        words = {
+            "recipe": f"{self.name} on {', '.join(there or sets)}, {config.seeds} seeds{short}",
+            "networks": f"{networks:,}: {', '.join(speeds)}",
+            "images": f"{seen:,} to train on, all epochs of all networks together",
+            **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
+            **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
+            "device": device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": ", ".join(f"{name} {v:,.0f} images/s" for name, v in speeds.items()) + ", measured just now",
+            "time": f"about {say_time(seconds)}, without reading and judging; DCL taken to be as fast as plain",
+        }
+        plain = {
+            "networks": networks, "images": seen, "available": there, "absent": absent, "memory_gib": gib,
+            "images_per_s": speeds, "minutes": seconds / 60,
+        }  # fmt: skip
+        return Estimate(words, plain)
+
+
+def _speed(network: str, at_once: int, config: NaturalConfig, device: str) -> float:
+    """Images a second over so many networks, on generated images."""
+    recipe, on_gpu = recipe_of(network, "cifar10"), device.startswith("cuda")
+    batch, steps = (config.batch or recipe.batch, 50) if on_gpu else (10, 2)
+    recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))
+    data, seeds = generate_images("cifar10", batch * steps, 10), range(at_once if on_gpu else 1)
+    return images_per_second(make_fleet(network, seeds, data, recipe, config, device), batch * steps)
+
+
+def _memory(network: str, data: str, networks: int, config: NaturalConfig, device: str) -> float:
+    """GiB, about: images, weights with gradient, momentum and a copy, and what a step keeps for its backward pass."""
+    model = build(network, 100 if data == "cifar100" else 10, 0)
+    outputs: list[int] = []
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output.numel()))
+    size = 24 if network == "bignet" else 32
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, 3, size, size))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    number = 2 if device.startswith("cuda") and config.wanted_precision in (None, "bfloat16") else 4
+    images = sum(min(size, count or size) for size, count in zip(SIZES[data], config.images or (0, 0), strict=True))
+    batch = config.batch or recipe_of(network, data).batch
+    step = min(networks, config.streams) * batch * sum(outputs) * number
+    return float(images * 3 * 32 * 32 + networks * parameters * 16 + step) / 2**30

@@ -1,0 +1,158 @@
+"""A network by the name that people type: of torchvision, of timm, or one's own function."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch_dcl.experiments.settings import SettingError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["find_model"]
+
+Size = tuple[int, ...]
+_OWN = "or is it your own? Then write module:function or file.py:function"
+
+
+def find_model(name: str) -> tuple["nn.Module", Size | None]:
+    """Build the network that is meant, with random weights.
+
+    Args:
+        name: ``torchvision:NAME``, ``timm:NAME``, ``module:function``, ``file.py:function``, or a bare name, which is
+            looked for in torchvision first.
+
+    Returns:
+        The network, and the size of its input where that is known.
+
+    Raises:
+        SettingError: There is no such network; the nearest is offered.
+    """
+    home, colon, rest = name.rpartition(":")
+    if home == "torchvision":
+        return _torchvision(rest)
+    if home == "timm":
+        return _timm(rest)
+    if colon:
+        return _own(home, rest)
+    from torchvision.models import list_models
+
+    ours = list_models()
+    if name in ours:
+        return _torchvision(name)
+    theirs = _timm_names()
+    if name in theirs:
+        return _timm(name)
+    where = f"torchvision{' or timm' if theirs else ''}"
+    raise SettingError(f"there is no network {name!r} in {where}", name, [*ours, *theirs], _OWN)
+
+
+def _torchvision(name: str) -> tuple["nn.Module", Size | None]:
+    from torchvision.models import get_model, list_models
+
+    if name not in (known := list_models()):
+        raise SettingError(f"torchvision has no network {name!r}", name, known, _OWN)
+    model: nn.Module = get_model(name, weights=None)
+    return model, (3, 299, 299) if name == "inception_v3" else (3, 224, 224)
+
+
+def _timm_names() -> list[str]:
+    try:
+        import timm
+    except ImportError:
+        return []
+    names: list[str] = timm.list_models()
+    return names
+
+
+def _timm(name: str) -> tuple["nn.Module", Size | None]:
+    try:
+        import timm
+    except ImportError:
+        raise SettingError("timm is not installed; pip install timm") from None
+    if name.partition(".")[0] not in (known := timm.list_models()):
+        raise SettingError(f"timm has no network {name!r}", name, known, _OWN)
+    model: nn.Module = timm.create_model(name, pretrained=False)
+    about: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    return model, tuple(about.get("input_size") or (3, 224, 224))
+
+
+def _own(home: str, function: str) -> tuple["nn.Module", Size | None]:
+    from torch import nn
+
+    module = _module(home)
+    if not hasattr(module, function):
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise SettingError(f"{home} has no function {function!r}", function, callables)
+    network = getattr(module, function)
+    if callable(network) and not isinstance(network, nn.Module):
+        _check_signature(f"{home}:{function}", network)
+        network = _run_theirs(f"{home}:{function}", network)
+    if not isinstance(network, nn.Module):
+        raise SettingError(f"{home}:{function} gives {type(network).__name__}, not a torch network")
+    size = getattr(network, "input_size", None)
+    return network, tuple(size) if size is not None else None
+
+
+def _check_signature(what: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise SettingError(f"{what} cannot be called without arguments ({error}); write one that can") from None
+
+
+def _run_theirs(what: str, run: Callable[[], Any]) -> Any:
+    """Run a user's code; an error in it says whose it is and where."""
+    try:
+        return run()
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        own = [frame for frame in frames if not frame.filename.startswith(_not_theirs())] or frames
+        where = f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+        raise RuntimeError(
+            f"{what} raised {type(error).__name__}: {error}{where}; --debug shows the traceback"
+        ) from error
+
+
+def _not_theirs() -> tuple[str, ...]:
+    """How the paths of files begin that a user did not write: Python's, of installed packages, and ours."""
+    paths = sysconfig.get_paths()
+    return "<", str(Path(__file__).parents[1]), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _module(home: str) -> ModuleType:
+    if home.endswith(".py"):
+        path = Path(home)
+        if not path.is_file():
+            raise SettingError(f"{home} does not exist")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise SettingError(f"{home} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent.resolve()))
+        loader = spec.loader
+        _run_theirs(f"the import of {home}", lambda: loader.exec_module(module))
+        return module
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        imported: ModuleType = _run_theirs(f"the import of {home}", lambda: importlib.import_module(home))
+    except RuntimeError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and f"{home}.".startswith(f"{missing.name}."):
+            raise SettingError(
+                f"there is no module {home!r}; write torchvision:NAME, timm:NAME, or a module that can be imported"
+            ) from None
+        raise
+    return imported

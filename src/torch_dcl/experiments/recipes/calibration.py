@@ -1,0 +1,178 @@
+"""How difficult the multi-digit sets are, fitted to the paper's baseline column.
+
+The paper shows its layouts in a figure and gives no numbers. The layouts of `torch_dcl.data.layouts` follow the
+figure's description, and one number a set, its strength, scales every random variation and the noise. This finds the
+strengths with which the *baseline* LeNet errs as often as the paper's, on digits of MNIST's training set alone. No DCL
+network is involved, and the baseline column of every table says that it was fitted.
+
+A first round tries a few strengths with one seed. Each further round tries, with all seeds, the strength that the
+points so far suggest.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from torch_dcl.data.layouts import LAYOUTS, Layout
+from torch_dcl.experiments.digits import SETS_RULES, TWO, DigitConfig, DigitRecipe
+from torch_dcl.experiments.paper_numbers import SETS, TABLE1
+from torch_dcl.experiments.protocol import Job, Outcome
+from torch_dcl.experiments.runner import minutes_of, outcomes_of
+from torch_dcl.experiments.settings import setting
+from torch_dcl.experiments.stats import signed
+from torch_dcl.files import write_text
+from torch_dcl.fleet.run_folder import environment
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torch_dcl.fleet.run_folder import RunFolder
+
+__all__ = ["Calibration", "CalibrationConfig", "Fitted", "largest_strength", "next_strength"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationConfig(DigitConfig):
+    """The settings of the calibration."""
+
+    sets: tuple[str, ...] = setting(SETS, "which of the fifteen", smoke=TWO[:1], **SETS_RULES)
+    seeds: int = setting(3, "networks of a further round for each set", smoke=1, least=1, most=100)
+    rounds: int = setting(
+        3, "further rounds, each at the strength that the points so far suggest", smoke=0, least=0, most=100
+    )
+    start: tuple[float, ...] = setting(
+        (0.0, 0.5, 1.0, 1.5, 2.0), "strengths of the first round", smoke=(1.0,), least=0, most=100
+    )
+    lr: float = setting(0.07, "the baseline's learning rate", above=0, most=1e6)
+
+
+@dataclasses.dataclass
+class Fitted:
+    """The strengths that were tried on a set, and the errors at each."""
+
+    name: str
+    target: float
+    """The paper's baseline error, per cent."""
+    tried: dict[float, list[float]] = dataclasses.field(default_factory=dict)
+    """Errors by strength, one for each seed."""
+
+    def off(self, strength: float) -> float:
+        """How far the mean error at a strength is from the target, as a fraction of it."""
+        return mean(self.tried[strength]) / self.target - 1
+
+    def __str__(self) -> str:
+        points = "  ".join(f"{s:g}: {mean(e):.2f} ({len(e)})" for s, e in sorted(self.tried.items()))
+        best = f"best {self.best:g}, {100 * self.off(self.best):+.1f} % of {self.target:.2f}"
+        return f"{self.name}  {best}  tried {points}"
+
+    @property
+    def best(self) -> float:
+        """The strength whose mean error is nearest to the target."""
+        return min(self.tried, key=lambda strength: abs(self.off(strength)))
+
+
+class Calibration(DigitRecipe[CalibrationConfig]):
+    """The baseline on every set at several strengths, round by round."""
+
+    name = "calibration"
+    config_type = CalibrationConfig
+    purpose = "choose"
+
+    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """All rounds up to the first that is not done, whose strengths depend on the rounds before it."""
+        return self.fit(outcomes)[0]
+
+    def fit(self, outcomes: Mapping[Job, Outcome]) -> tuple[list[Job], dict[str, Fitted]]:
+        """The jobs that can be named with these outcomes, and the errors by set and strength so far."""
+        config = self.config
+        fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in config.sets}
+        most = {name: largest_strength(LAYOUTS[name]) for name in config.sets}
+        jobs: list[Job] = []
+        for number in range(1 + config.rounds):
+            wanted = {
+                name: [next_strength(fit, most[name])] if number else sorted({min(s, most[name]) for s in config.start})
+                for name, fit in fitted.items()
+            }
+            seeds = config.seeds if number else 1
+            these = [
+                Job("baseline", f"{name}@{strength}", seed, config.lr, f"round {number}")
+                for name, strengths in wanted.items()
+                for strength in strengths
+                for seed in range(seeds)
+            ]
+            jobs += these
+            if any(job not in outcomes for job in these):
+                break
+            for job in these:
+                name, _, strength = job.data.partition("@")
+                fitted[name].tried.setdefault(float(strength), []).append(outcomes[job].error)
+        return jobs, fitted
+
+    def planned(self) -> list[Job]:
+        """The first round, and as many jobs as further rounds have; their strengths are not known before."""
+        config = self.config
+        return self.jobs({}) + [
+            Job("baseline", name, seed, config.lr, f"round {number}")
+            for number in range(1, 1 + config.rounds)
+            for name in config.sets
+            for seed in range(config.seeds)
+        ]
+
+    def result(self, folder: "RunFolder") -> list[Fitted]:
+        """The strengths, as JSON."""
+        fitted = list(self.fit(outcomes_of(folder))[1].values())
+        rows: list[dict[str, Any]] = [
+            {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
+             "tried": {f"{strength:g}": errors for strength, errors in fit.tried.items()}}
+            for fit in fitted
+        ]  # fmt: skip
+        content = {
+            "title": "How difficult the multi-digit sets are, fitted to the paper's baseline column",
+            "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "sets": rows,
+        }  # fmt: skip
+        write_text(folder.path / "calibration.json", json.dumps(content, indent=1) + "\n")
+        return fitted
+
+    def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
+        """The strength of each set, and how far its error is from the paper's."""
+        from rich.table import Table
+
+        del width
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("set", "strength", "error % (n)", "paper %", "off"):
+            table.add_column(name, justify="left" if name == "set" else "right")
+        for fit in result:
+            errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"
+            table.add_row(fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
+        return ["Strengths at which the baseline errs as the paper's does:", table]
+
+
+def largest_strength(layout: Layout) -> float:
+    """The largest strength that the layout's ranges allow, down to two decimals, and at most 4."""
+    declared = dataclasses.replace(layout, strength=1.0)
+    limits = {"shift": 4, "scale": 0.75, "rotation": 180, "noise": 128}
+    most = min(high / declared.effective(name) for name, high in limits.items() if declared.effective(name) > 0)
+    return min(4.0, math.floor(most * 100) / 100)
+
+
+def next_strength(fitted: Fitted, most: float) -> float:
+    """Where to look next: between the nearest neighbours of the target, linear in the error's logarithm."""
+    points = sorted((strength, max(mean(errors), 1e-3)) for strength, errors in fitted.tried.items())
+    below = [point for point in points if point[1] <= fitted.target]
+    above = [point for point in points if point[1] > fitted.target]
+    if not above:
+        return min(most, points[-1][0] * 1.5 + 0.25)
+    if not below:
+        return max(0.0, points[0][0] / 2 if points[0][0] > 0.1 else 0.0)
+    # Noise may put a lower error above a higher one; the innermost pair that brackets the target is taken.
+    low = max(below)
+    higher = [point for point in above if point[0] > low[0]]
+    if not higher:
+        low = max((point for point in below if point[0] < min(above)[0]), default=min(below))
+        higher = above
+    high = min(higher)
+    share = math.log(fitted.target / low[1]) / math.log(high[1] / low[1])
+    return round(low[0] + min(max(share, 0.05), 0.95) * (high[0] - low[0]), 2)

@@ -1,0 +1,171 @@
+"""The settings of a recipe: a frozen dataclass whose fields carry help, the value of a smoke run, and bounds."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+__all__ = ["Config", "Setting", "SettingError", "choose_names", "names_code", "setting", "settings_of", "with_settings"]
+
+
+class SettingError(ValueError):
+    """A setting that a recipe does not have, or a value that it cannot take.
+
+    Args:
+        message: What is wrong.
+        given: A name that is unknown, if that is the mistake.
+        known: The names that there are.
+        otherwise: What to do where none of them is near.
+    """
+
+    def __init__(self, message: str, given: str = "", known: Sequence[str] = (), otherwise: str = "") -> None:
+        super().__init__(message + (f"; known are {', '.join(known)}" if known else ""))
+        self.message, self.given, self.known, self.otherwise = message, given, tuple(known), otherwise
+
+
+class Setting(NamedTuple):
+    """What a field of a config carries beside its default."""
+
+    help: str
+    smoke: Any = None
+    """What takes its place in a smoke run; None for the default."""
+    choices: tuple[str, ...] = ()
+    what: str = ""
+    """What a choice is called, in the singular."""
+    prefix: str = ""
+    """What may be typed before a choice, or left out of it."""
+    of: type = str
+    """The type of the elements of a list whose default is empty."""
+    longest: int = 100
+    """How many elements a list has at most."""
+    may_be_empty: bool = False
+    """Whether a list may be empty though its default is not."""
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    code: bool = False
+    """Whether it may name code to run, such as ``net.py:make``."""
+    machine: bool = False
+    """Whether it says where and how fast to compute, and changes no result."""
+
+
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A field of a config: its default, a line of help, and the rules of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, **rules)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The settings of a recipe. Lists are tuples, and a choice of yes and no is a bool."""
+
+    @classmethod
+    def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
+        """What a setting means that stands for several fields; None where it is one field."""
+        del key, value
+        return None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
+
+
+def settings_of(config: type[Config]) -> dict[str, tuple[Any, Setting]]:
+    """The settings of a config by name: default and rules, the recipe's own before those that it shares with others."""
+    own = config.__annotations__
+    fields = sorted(dataclasses.fields(config), key=lambda field: field.name not in own)
+    return {field.name: (field.default, field.metadata["setting"]) for field in fields}
+
+
+C = TypeVar("C", bound=Config)
+
+
+def with_settings(config: C, settings: Mapping[str, Any]) -> C:
+    """A config with some settings changed; texts are read as what the setting is.
+
+    Raises:
+        SettingError: There is no such setting, or it cannot have this value.
+    """
+    known = [field.name for field in dataclasses.fields(config)]
+    changes: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in known:
+            raise SettingError(f"there is no setting {key!r}", key, known)
+        changes |= type(config).typed(key, value) or {key: value}
+    return dataclasses.replace(config, **changes)
+
+
+_KINDS = {bool: '"yes" or "no"', int: "a whole number", float: "a number", tuple: "a list", str: "a text"}
+
+
+def _read(field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """A value of the kind that a field has, inside of its bounds."""
+    name, rules = field.name, field.metadata["setting"]
+    default: Any = field.default
+    kind = type(default)
+    try:
+        if kind is not tuple:
+            return _one(name, rules, kind, value)
+        parts = value.split(",") if isinstance(value, str) else list(value)
+        parts = [part.strip() if isinstance(part, str) else part for part in parts]
+        parts = [part for part in parts if part != ""]
+        if len(parts) > rules.longest:
+            raise SettingError(f"{name} has {len(parts):,} elements; give at most {rules.longest}")
+        if rules.choices:
+            return choose_names(rules, parts) if parts or default else ()
+        inner = type(default[0]) if default else rules.of
+        if not parts and default and not rules.may_be_empty:
+            shown = ",".join(f"{part:g}" if inner is float else str(part) for part in default)
+            raise SettingError(f"{name} is empty; give some, such as --set {name}={shown}")
+        return tuple(_one(name, rules, inner, part) for part in parts)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, SettingError):
+            raise
+        raise SettingError(f"{name} must be {_KINDS[kind]}, not {value!r}") from None
+
+
+def _one(name: str, rules: Setting, kind: type, value: Any) -> Any:
+    if kind is bool:
+        answer = {"yes": True, "no": False}.get(value, value) if isinstance(value, str) else value
+        if not isinstance(answer, bool):
+            raise TypeError
+        return answer
+    if kind is str:
+        if not isinstance(value, str):
+            raise TypeError
+        if rules.choices and ("," in value or value.lower() == "all"):
+            raise SettingError(f"{name} is one {rules.what}, not {value!r}")
+        return choose_names(rules, [value])[0] if rules.choices else value
+    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise TypeError
+    number = kind(value)
+    if not rules.least <= number <= rules.most or not number > rules.above or math.isnan(number):
+        low = f"above {rules.above:g}" if rules.above > -math.inf else f"at least {rules.least:g}"
+        high = f" and at most {rules.most:,.10g}" if rules.most < math.inf else ""
+        raise SettingError(f"{name} must be {low}{high}, not {number:,.10g}")
+    return number
+
+
+def choose_names(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
+    """Names out of the choices, or ``all``, each once and in the order of the choices."""
+    prefix = rules.prefix.lower()
+    by_low = {name.lower().removeprefix(prefix): name for name in rules.choices}
+    chosen: set[str] = set()
+    for name in map(str, given):
+        low = name.lower().removeprefix(prefix)
+        if low == "all":
+            chosen.update(rules.choices)
+        elif low in by_low:
+            chosen.add(by_low[low])
+        else:
+            is_short = bool(prefix) and rules.choices[0].startswith(rules.prefix)
+            near = rules.prefix + low.upper() if is_short else name
+            raise SettingError(f"there is no {rules.what} {name!r}", near, rules.choices)
+    if not chosen:
+        raise SettingError(f"no {rules.what} is named", "", rules.choices)
+    return tuple(name for name in rules.choices if name in chosen)
+
+
+def names_code(network: str) -> bool:
+    """Whether a network's name makes its building run somebody's own code, as ``net.py:make`` does."""
+    home, colon, _ = network.rpartition(":")
+    return bool(colon) and home not in ("torchvision", "timm")

@@ -1,0 +1,315 @@
+"""Means, spreads and intervals of a few runs, and columns of a table of errors compared set by set."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from torch_dcl.experiments.paper_numbers import SETS, Reported
+
+__all__ = [
+    "Comparison", "Difference", "ErrorTable", "Errors", "Interval", "Losses", "by_seed", "centre", "compare",
+    "difference", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation", "paired", "signed", "spread",
+    "std", "t_quantile",
+]  # fmt: skip
+
+
+class Interval(NamedTuple):
+    """A 95 % interval of a mean."""
+
+    low: float
+    high: float
+
+
+class Difference(NamedTuple):
+    """The mean difference of two lists of errors over the same seeds, with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def clear(self) -> int:
+        """-1 where the interval lies below 0, 1 where it lies above, 0 where it holds 0."""
+        return (self.low > 0) - (self.high < 0)
+
+    @property
+    def sign(self) -> str:
+        """▾ where the interval lies below 0, ▴ where it lies above, nothing where it holds 0."""
+        return ("▾", "", "▴")[self.clear + 1]
+
+    def __str__(self) -> str:
+        """The mean with its interval, as tables have it."""
+        return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("the mean of no values does not exist; give at least one")
+    return math.fsum(values) / len(values)
+
+
+def std(values: Sequence[float]) -> float:
+    """The sample standard deviation, with n - 1 in the denominator.
+
+    Raises:
+        ValueError: fewer than two values.
+    """
+    if len(values) < 2:
+        raise ValueError(f"a standard deviation needs at least 2 values, not {len(values)}")
+    centre = mean(values)
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The 95 % interval of the mean after Student.
+
+    Raises:
+        ValueError: fewer than two values.
+    """
+    error_of_mean = std(values) / math.sqrt(len(values))
+    half = t_quantile(0.975, len(values) - 1) * error_of_mean
+    return Interval(mean(values) - half, mean(values) + half)
+
+
+def paired(errors: Sequence[float], reference: Sequence[float]) -> Difference:
+    """The mean of ``errors - reference`` with its 95 % interval. Entry i of both comes from the same seed.
+
+    Raises:
+        ValueError: lists of different lengths, or fewer than two pairs.
+    """
+    if len(errors) != len(reference):
+        raise ValueError(
+            f"{len(errors)} errors cannot be paired with {len(reference)}; give two lists over the same seeds"
+        )
+    if len(errors) < 2:
+        raise ValueError(f"a paired interval needs at least 2 seeds, not {len(errors)}")
+    differences = [a - b for a, b in zip(errors, reference, strict=True)]
+    low, high = interval(differences)
+    return Difference(mean(differences), low, high, len(differences))
+
+
+def by_seed(errors: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
+    """The paired difference over the seeds that both have; None where that is fewer than two."""
+    common = [seed for seed in errors if seed in reference]
+    if len(common) < 2:
+        return None
+    return paired([errors[seed] for seed in common], [reference[seed] for seed in common])
+
+
+def notation(mean: float, std: float | None = None) -> str:
+    """The paper's notation: two decimals, and the standard deviation in hundredths in brackets.
+
+    ``1.96(03)`` is 1.96 with a deviation of 0.03. From 1 on the deviation is written out, ``12.30(1.25)``, so that its
+    digits cannot be taken for hundredths. Without a deviation there are no brackets.
+    """
+    if std is None:
+        return f"{mean:.2f}"
+    hundredths = round(std * 100)
+    return f"{mean:.2f}({hundredths:02d})" if hundredths < 100 else f"{mean:.2f}({std:.2f})"
+
+
+def is_complete(values: Sequence[float | None]) -> bool:
+    """Whether all values are finite numbers; a run that diverged has others."""
+    return all(value is not None and math.isfinite(value) for value in values)
+
+
+def mean_std_n(errors: Sequence[float]) -> str:
+    """Mean, standard deviation where there is one, and how many: ``1.96 ± 0.03 (5)``."""
+    spread = f" ± {std(errors):.2f}" if len(errors) > 1 else ""
+    return f"{mean(errors):.2f}{spread} ({len(errors)})"
+
+
+def signed(value: float, decimals: int = 2) -> str:
+    """A difference with its sign; what rounds to zero has none."""
+    text = f"{value:+.{decimals}f}"
+    return text.replace("-", "−") if float(text) else text[1:]
+
+
+def t_quantile(p: float, df: int) -> float:
+    """The value that Student's t with ``df`` degrees of freedom stays below with probability ``p``.
+
+    Args:
+        p: Between 0 and 1, both excluded.
+        df: A whole number, at least 1.
+
+    Raises:
+        ValueError: arguments out of range.
+    """
+    if not 0 < p < 1:
+        raise ValueError(f"p is {p}; a quantile exists for 0 < p < 1")
+    if df < 1 or df != int(df):
+        raise ValueError(f"df is {df}; give a whole number, at least 1")
+    if p < 0.5:
+        return -t_quantile(1 - p, df)
+    target = 2 * p - 1
+    # Bisection over the angle atan(t / √df), which is bounded where t is not.
+    low, high = 0.0, math.pi / 2
+    while low < (middle := (low + high) / 2) < high:
+        if _central(middle, int(df)) < target:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(df) * math.tan(low)
+
+
+def _central(angle: float, df: int) -> float:
+    """P(|t| < √df · tan(angle)), by the finite sums for whole df (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = df % 2
+    term = cosine if odd else 1.0
+    total = 0.0
+    for k in range(odd, df - 1, 2):
+        total += term
+        term *= cosine * cosine * (k + 1) / (k + 2)
+    return (angle + sine * total) * 2 / math.pi if odd else sine * total
+
+
+# Errors in percent: as the paper prints them, one per seed, or one per position where all lists have the same seeds.
+Errors: TypeAlias = Reported | Mapping[int, float] | Sequence[float]
+ErrorTable: TypeAlias = Mapping[str, Mapping[str, Errors]]
+
+
+def seeds(errors: Errors) -> Mapping[int, float] | None:
+    """Seed to error, or None where only a mean is known. A list counts its places as seeds."""
+    if isinstance(errors, Reported):
+        return None
+    return errors if isinstance(errors, Mapping) else dict(enumerate(errors))
+
+
+def centre(errors: Errors) -> float:
+    """The mean error."""
+    runs = seeds(errors)
+    return errors.mean if isinstance(errors, Reported) else mean(list((runs or {}).values()))
+
+
+def spread(errors: Errors) -> float | None:
+    """The standard deviation; None where there is only one run."""
+    runs = seeds(errors)
+    if isinstance(errors, Reported):
+        return errors.std
+    return std(list(runs.values())) if runs and len(runs) > 1 else None
+
+
+def difference(errors: Errors, reference: Errors) -> Difference | None:
+    """``errors - reference`` over the seeds that both have; None where these are fewer than two, or unknown."""
+    ours, theirs = seeds(errors), seeds(reference)
+    return None if ours is None or theirs is None else by_seed(ours, theirs)
+
+
+def margin(errors: Errors, reference: Errors) -> float:
+    """The larger of the two standard deviations; 0 where neither is known."""
+    return max(spread(errors) or 0.0, spread(reference) or 0.0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """On which sets one column has lower errors than another.
+
+    Attributes:
+        column: The column that is judged.
+        reference: The column it is judged against.
+        better: Sets where the mean of ``column`` is lower.
+        equal: Sets where the means are equal.
+        worse: Sets where the mean of ``column`` is higher.
+        beyond: Sets of ``better`` where it is lower by more than the larger of the two standard deviations.
+        paired: Sets with at least two seeds in common.
+        clear_better: Sets where the 95 % paired interval of the difference lies below 0.
+        clear_worse: Sets where it lies above 0.
+        absent: Sets of the paper that lack one of the columns.
+    """
+
+    column: str
+    reference: str
+    better: tuple[str, ...]
+    equal: tuple[str, ...]
+    worse: tuple[str, ...]
+    beyond: tuple[str, ...]
+    paired: tuple[str, ...]
+    clear_better: tuple[str, ...]
+    clear_worse: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    @property
+    def compared(self) -> int:
+        """The number of sets that have both columns."""
+        return len(self.better) + len(self.equal) + len(self.worse)
+
+    @property
+    def named(self) -> str:
+        """The reference as it stands in a sentence."""
+        return _named(self.reference)
+
+    def __str__(self) -> str:
+        column, reference = _named(self.column), self.named
+        if not self.compared:
+            return f"no set has both {column} and {reference}"
+        parts = [f"{column} is better than {reference} on {len(self.better)} of {self.compared} sets"]
+        if self.equal:
+            parts.append(f"equal on {len(self.equal)}")
+        if self.paired:
+            parts.append(f"clearly better on {len(self.clear_better)} and clearly worse on {len(self.clear_worse)}")
+        elif self.better:
+            parts.append(f"by more than the larger deviation on {len(self.beyond)}")
+        if self.absent:
+            parts.append(f"{len(self.absent)} not run")
+        return ", ".join(parts)
+
+
+def _named(column: str) -> str:
+    return f"the {column}" if column in ("baseline", "oracle") else column
+
+
+def compare(table: ErrorTable, column: str, reference: str, sets: Sequence[str] = SETS) -> Comparison:
+    """Compare two columns of a table.
+
+    Args:
+        table: Set to column to errors.
+        column: The column to judge.
+        reference: The column to judge it against.
+        sets: The sets to compare on; one that lacks a column is counted as absent.
+    """
+    groups: dict[str, list[str]] = {
+        key: [] for key in ("better", "equal", "worse", "beyond", "paired", "clear_better", "clear_worse", "absent")
+    }
+    for name in sets:
+        row = table.get(name, {})
+        if column not in row or reference not in row:
+            groups["absent"].append(name)
+            continue
+        ours, theirs = row[column], row[reference]
+        gap = centre(ours) - centre(theirs)
+        groups["better" if gap < 0 else "worse" if gap > 0 else "equal"].append(name)
+        if gap < -margin(ours, theirs):
+            groups["beyond"].append(name)
+        pair = difference(ours, theirs)
+        if pair is not None:
+            groups["paired"].append(name)
+            if pair.clear:
+                groups["clear_better" if pair.clear < 0 else "clear_worse"].append(name)
+    return Comparison(column, reference, **{key: tuple(names) for key, names in groups.items()})
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses at the end of training, one per seed in the same order."""
+
+    train: Sequence[float]
+    test: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if not self.train or len(self.train) != len(self.test):
+            raise ValueError(
+                f"{len(self.train)} training losses and {len(self.test)} test losses; give one of each per seed"
+            )
+
+    @property
+    def gaps(self) -> list[float]:
+        """Test loss minus training loss, per seed."""
+        return [test - train for train, test in zip(self.train, self.test, strict=True)]

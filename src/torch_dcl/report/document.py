@@ -1,0 +1,146 @@
+"""A page for the browser: one file that asks for nothing from outside, with figures inside and tables that sort."""
+
+import base64
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from markupsafe import Markup
+
+from torch_dcl.experiments.table import Table, mark
+from torch_dcl.report.figures import svg
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from matplotlib.figure import Figure
+
+__all__ = ["Drawn", "Picture", "bold", "document", "figure", "prose", "render", "sheet"]
+
+SCALE = 1.5
+GROUPS = ("A2", "B2", "narrow")
+"""A rule stands before each of these columns: the DCL models of either layer, and the controls."""
+TONES = {"holds": "holds", "does not hold": "fails", "not decidable": "open"}
+
+
+@functools.cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+
+    environment = Environment(
+        loader=PackageLoader("torch_dcl.report"), autoescape=select_autoescape(), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"prose": prose, "md": _markdown}
+    environment.globals |= {
+        "bold": bold, "lined": _lined, "mark": mark, "repeated": _repeated, "short": _short, "tones": TONES,
+    }  # fmt: skip
+    return environment
+
+
+def render(template: str, **context: Any) -> Markup:
+    """A template as HTML; texts in the context are escaped."""
+    return Markup(_environment().get_template(template).render(context))
+
+
+def document(title: str, body: Markup) -> str:
+    """A whole page."""
+    files = resources.files("torch_dcl.report") / "templates"
+    css, js = (Markup((files / name).read_text(encoding="utf-8")) for name in ("style.css", "sort.js"))
+    return str(render("page.html", title=title, body=body, css=css, js=js))
+
+
+def prose(text: str) -> str:
+    """A sentence with the apostrophes of print, and no line break before a per cent sign or around ``=``."""
+    return text.replace("'", "’").replace(" %", "\u00a0%").replace("n = ", "n\u00a0=\u00a0")
+
+
+def _markdown(text: str) -> str:
+    """Text that Markdown leaves alone."""
+    for sign in "\\`*_|<>[]":
+        text = text.replace(sign, f"&#{ord(sign)};" if sign in "<>" else f"\\{sign}")
+    return " ".join(text.split())
+
+
+def bold(text: str, is_bold: bool = True) -> Markup:
+    """A text in bold, if it is to be so."""
+    return Markup("<b>{}</b>" if is_bold else "{}").format(text)
+
+
+def _lined(name: str) -> Markup:
+    return Markup(' class="lined"' if name in GROUPS else "")
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("MNIST-")
+
+
+def _repeated(table: Table, machine: bool) -> dict[str, str]:
+    """Hardware, versions and minutes of a table; the first two may stand elsewhere."""
+    facts: dict[str, str] = {}
+    if table.hardware and machine:
+        facts["Hardware"] = table.hardware
+    if table.versions and machine:
+        facts["Versions"] = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    if table.minutes:
+        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in table.minutes.items())
+        together = f"; together {sum(table.minutes.values()):.4g}" if len(table.minutes) > 1 else ""
+        facts["Minutes"] = phases + together
+    return facts
+
+
+class Drawn(NamedTuple):
+    """A figure for a light and for a dark page, and its caption."""
+
+    images: dict[str, Markup]
+    caption: str
+
+
+def figure(draw: "Callable[[bool], Figure]", name: str) -> Drawn:
+    """Draw a figure.
+
+    Args:
+        draw: Called with whether it is for a dark page.
+        name: What its ids begin with.
+    """
+    drawn = {"light": draw(False), "dark": draw(True)}
+    images = {kind: Markup(_larger(svg(each, name=f"{name}-{kind}"))) for kind, each in drawn.items()}
+    return Drawn(images, str(drawn["light"].get_label()))
+
+
+def _larger(text: str) -> str:
+    """The same, larger than on paper: a screen is read from farther away."""
+    head, close, rest = text.partition(">")
+    head = re.sub(r'\b(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{SCALE * float(m[2]):g}pt"', head)
+    return head + close + rest
+
+
+class Picture(NamedTuple):
+    """A contact sheet."""
+
+    names: Sequence[str]
+    png: str
+    caption: str
+
+
+def sheet(names: Sequence[str], mnist: str | os.PathLike[str] | None = None, samples: int = 12) -> Picture:
+    """The contact sheet of some sets, to stand inside a page.
+
+    Args:
+        names: The sets.
+        mnist: A folder with the idx files of MNIST; None for the embedded digits.
+        samples: Images of each set.
+    """
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.data.sheet import contact_sheet
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "sheet.png")
+        contact_sheet(path, mnist=mnist, samples=samples, layouts=[LAYOUTS[name] for name in names])
+        png = base64.b64encode(path.read_bytes()).decode("ascii")
+    words = "Each set: its name and variation, where the digits stand, and the first images of its test part."
+    return Picture(names, png, words + (" They are written with the embedded digits." if mnist is None else ""))

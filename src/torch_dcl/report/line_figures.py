@@ -1,0 +1,276 @@
+"""Accuracy against filters, and losses against epochs."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from torch_dcl.experiments.stats import interval
+from torch_dcl.report.canvas import (
+    _BODY,
+    _COLUMN,
+    _DASHES,
+    _INCH,
+    _and,
+    _figure,
+    _get,
+    _id,
+    _list,
+    _n,
+    _numbers,
+    _style,
+    _Theme,
+    _theme,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["curves_figure", "filters_figure"]
+
+
+def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
+    """Draw accuracy against filters per branch, and the baseline as a dashed line: the paper's figure in 4.1.3.
+
+    Args:
+        data: ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
+            "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
+        dark: For a dark page.
+
+    Raises:
+        ValueError: something is missing, empty or out of range.
+    """
+    from matplotlib.ticker import NullLocator
+
+    where = "filters_figure"
+    points = sorted(_list(data, "points", where), key=lambda point: int(_get(point, "filters", where)))
+    widths = [int(point["filters"]) for point in points]
+    if len(set(widths)) < len(widths) or widths[0] < 1:
+        raise ValueError(f"{where}: filters must be different and at least 1, got {widths}; merge the errors of equals")
+    seeds = [_accuracies(point, f"{where}, {point['filters']} filters") for point in points]
+    base = _accuracies(_get(data, "baseline", where), f"{where}, baseline")
+    theme = _theme(dark)
+    with _style():
+        figure, axes = _figure("filters", _COLUMN, 58 / _INCH, theme)
+        place = dict(zip(widths, _places(widths), strict=True))
+        axes.set_xlim(-0.35, max(place.values()) + 0.35)
+        middle, half = fmean(base), _half_width(base)
+        if half:
+            axes.axhspan(middle - half, middle + half, color=theme.muted, alpha=0.13, lw=0)
+        axes.axhline(middle, color=theme.text, lw=1.1, ls=_DASHES, gid="baseline")
+        means = [fmean(values) for values in seeds]
+        axes.plot(list(place.values()), means, color=theme.blue, lw=1.3, zorder=3)
+        for x, mean, values in zip(place.values(), means, seeds, strict=True):
+            if len(values) > 1:
+                axes.errorbar(x, mean, _half_width(values), color=theme.blue, lw=1.1, capsize=2.2, capthick=1.1)
+            spread = [x + 0.15] * len(values)
+            axes.plot(spread, values, "o", ms=2.1, mfc=theme.blue, mec="none", alpha=0.55, zorder=2)
+            axes.plot(x, mean, "o", ms=4.4, mfc=theme.blue, mec=theme.page, mew=0.7, zorder=4)
+        shown = _with_room(list(place.values()))
+        labels = [
+            f"{point['filters']}\n{_short(point.get('weights'))}".rstrip() if has_room else ""
+            for point, has_room in zip(points, shown, strict=True)
+        ]
+        axes.set_xticks(list(place.values()), labels, linespacing=1.35)
+        axes.xaxis.set_minor_locator(NullLocator())
+        second = "\nweights of the network (millions)" if any(point.get("weights") for point in points) else ""
+        axes.set_xlabel(f"filters per branch{second}", linespacing=1.35)
+        axes.set_ylabel("test accuracy (%)")
+        _room(axes, [*base, *(a for values in seeds for a in values)], (middle - half, middle + half))
+        ends = [(middle, "baseline", theme.text), (means[-1], "DCL-A2", theme.blue)]
+        _end_labels(figure, axes, ends, axes.get_xlim()[1])
+        many = _n([base, *seeds])
+        figure.set_label(
+            f"Test accuracy (%) of DCL-A2 on {_get(data, 'set', where)} with different numbers of filters per branch. "
+            f"Large dots are means over {many}, small dots are seeds, bars are 95 % t-intervals of the mean. The "
+            "dashed line is the mean of the baseline, the band its 95 % interval."
+        )
+    return figure
+
+
+def _places(widths: Sequence[int]) -> list[float]:
+    """Where numbers of filters stand: by their logarithm, neighbours one unit apart on average."""
+    if len(widths) == 1:
+        return [0.0]
+    first, span = math.log(widths[0]), math.log(widths[-1] / widths[0])
+    return [(math.log(width) - first) / span * (len(widths) - 1) for width in widths]
+
+
+def _with_room(places: Sequence[float], room: float = 0.8) -> list[bool]:
+    """Which labels can be read beside their neighbours; the last one always."""
+    shown, nearest = [], math.inf
+    for place in reversed(places):
+        shown.append(nearest - place >= room)
+        nearest = place if shown[-1] else nearest
+    return shown[::-1]
+
+
+def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
+    """Draw training and test loss by epoch, one colour a network: the paper's loss curves of section 4.1.3.
+
+    Args:
+        data: ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
+            ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
+        dark: For a dark page.
+
+    Raises:
+        ValueError: something is missing, empty, not finite or of unequal length.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    where = "curves_figure"
+    series = _get(data, "series", where)
+    if not series:
+        raise ValueError(f"{where}: series is empty; give at least the baseline")
+    curves = {
+        name: {kind: _curves(runs, kind, f"{where}, {name}") for kind in ("train_loss", "test_loss")}
+        for name, runs in series.items()
+    }
+    theme = _theme(dark)
+    values = [v for kinds in curves.values() for seeds in kinds.values() for seed in seeds for v in seed]
+    epochs = max(len(seed) for kinds in curves.values() for seeds in kinds.values() for seed in seeds)
+    with _style():
+        figure, axes = _figure("curves", _COLUMN, 64 / _INCH, theme)
+        logarithmic = min(values) > 0 and max(values) / min(values) > 5
+        if logarithmic:
+            axes.set_yscale("log")
+        ends: list[tuple[float, str, str]] = []
+        for name, colour in zip(curves, _series_colours(curves, theme), strict=True):
+            for kind, width, dashes in (("train_loss", 0.8, _DASHES), ("test_loss", 1.5, "-")):
+                seeds = curves[name][kind]
+                steps = range(1, len(seeds[0]) + 1)
+                by_epoch = list(zip(*seeds, strict=True))
+                mean = [fmean(epoch) for epoch in by_epoch]
+                if len(seeds) > 1:
+                    low, high = [min(epoch) for epoch in by_epoch], [max(epoch) for epoch in by_epoch]
+                    axes.fill_between(steps, low, high, color=colour, alpha=0.16, lw=0)
+                front = 3 if kind == "test_loss" else 2.5
+                axes.plot(
+                    steps,
+                    mean,
+                    color=colour,
+                    zorder=front,
+                    solid_capstyle="round",
+                    gid=_id(name, kind),
+                    lw=width,
+                    ls=dashes,
+                )
+            ends.append((mean[-1], _title(name), colour))
+        axes.set_xlim(1, max(epochs, 2))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if logarithmic:
+            _decades(axes)
+        axes.set(xlabel="epoch", ylabel="loss" + (" (log scale)" if logarithmic else ""))
+        _end_labels(figure, axes, ends, epochs)
+        keys = [
+            Line2D([], [], color=theme.muted, lw=1.5, label="test"),
+            Line2D([], [], color=theme.muted, lw=0.8, ls=_DASHES, label="training"),
+        ]
+        axes.legend(
+            handles=keys, loc="upper right", frameon=False, handlelength=2.6, borderpad=0, labelcolor=theme.muted,
+            borderaxespad=0.2, fontsize=_BODY,
+        )  # fmt: skip
+        many = _n([kinds["test_loss"] for kinds in curves.values()])
+        figure.set_label(
+            f"Training and test loss by epoch on {_get(data, 'set', where)}: {_and([_title(n) for n in curves])}. "
+            f"Lines are means over {many}, bands reach from the lowest to the highest seed. Solid: test; dashed: "
+            "training."
+        )
+    return figure
+
+
+def _title(name: str) -> str:
+    """What a network is called in a figure: the paper writes DCL-A2."""
+    return f"DCL-{name}" if re.fullmatch(r"[AB]\d[SD]?", name) else name
+
+
+def _series_colours(names: Iterable[str], theme: _Theme) -> list[str]:
+    """Give the paper's networks colours of their own, and the others what is left."""
+    fixed = {"baseline": theme.text, "A2": theme.blue, "A3D": theme.green, "A3S": theme.orange, "oracle": theme.muted}
+    rest = [theme.purple, theme.sky, theme.red]
+    names = list(names)
+    others = [name for name in names if name not in fixed]
+    return [fixed[name] if name in fixed else rest[others.index(name) % len(rest)] for name in names]
+
+
+def _decades(axes: "Axes") -> None:
+    """Label a logarithmic axis at 1, 2 and 5 of every decade, in plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(LogLocator(10, subs="all", numticks=60))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _end_labels(figure: "Figure", axes: "Axes", ends: Sequence[tuple[float, str, str]], last: float) -> None:
+    """Name lines at their ends, moved apart where they would overlap; a thin leader shows which line is meant."""
+    figure.draw_without_rendering()
+    box = axes.get_window_extent()
+    point = figure.dpi / 72
+    heights = [axes.transData.transform((last, value))[1] for value, _, _ in ends]
+    order = sorted(range(len(ends)), key=heights.__getitem__)
+    step = 1.25 * _BODY * point
+    placed = [heights[i] for i in order]
+    for _ in range(200):  # neighbours push each other away, a little at a time
+        for a in range(len(placed) - 1):
+            overlap = placed[a] + step - placed[a + 1]
+            if overlap > 0:
+                placed[a] -= overlap / 2
+                placed[a + 1] += overlap / 2
+        placed[0] = max(placed[0], box.y0 + step / 2)
+        placed[-1] = min(placed[-1], box.y1 - step / 2)
+    for i, y in zip(order, placed, strict=True):
+        _, name, colour = ends[i]
+        start, end = (1.012, (heights[i] - box.y0) / box.height), (1.055, (y - box.y0) / box.height)
+        axes.plot(
+            *zip(start, end, strict=True), transform=axes.transAxes, color=colour, lw=0.6, clip_on=False,
+            solid_capstyle="round",
+        )  # fmt: skip
+        axes.text(1.07, end[1], name, transform=axes.transAxes, color=colour, va="center_baseline", ha="left")
+
+
+def _room(axes: "Axes", values: Iterable[float], band: tuple[float, float]) -> None:
+    """Limits of y with everything inside and some room."""
+    low, high = axes.get_ylim()
+    inside = [*values, *band, low, high]
+    margin = 0.05 * (max(inside) - min(inside) or 1)
+    axes.set_ylim(min(inside) - margin, max(inside) + margin)
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % t-interval of a mean; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    low, high = interval(values)
+    return (high - low) / 2
+
+
+def _short(weights: int | None) -> str:
+    """A number of weights in millions."""
+    if not weights:
+        return ""
+    return f"{weights / 1e6:.2f}"
+
+
+def _accuracies(data: Mapping[str, Any], where: str) -> list[float]:
+    """Accuracies from errors in percent."""
+    errors = _numbers(_list(data, "errors", where), "errors", where)
+    for error in errors:
+        if not 0 <= error <= 100:
+            raise ValueError(f"{where}: an error of {error} is not between 0 and 100; give errors in percent")
+    return [100 - error for error in errors]
+
+
+def _curves(data: Mapping[str, Any], key: str, where: str) -> list[list[float]]:
+    """One list of losses a seed, all of one length."""
+    seeds = [_numbers(seed, key, where) for seed in _list(data, key, where)]
+    lengths = sorted({len(seed) for seed in seeds})
+    if len(lengths) > 1 or lengths[0] == 0:
+        raise ValueError(
+            f"{where}: {key} has seeds of {_and([str(n) for n in lengths])} epochs; give as many epochs for every seed"
+        )
+    return seeds

@@ -1,0 +1,350 @@
+"""What the pages of Table 1, Table 2 and the chart show: numbers and sentences for their templates."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from html import escape as html_escape
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from torch_dcl.experiments.claims import Finding
+from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
+from torch_dcl.experiments.recipes import table1, table2
+from torch_dcl.experiments.recipes.chart import against_dcl, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
+from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
+from torch_dcl.experiments.text import findings, notes, reservations, scores, summary, verdict
+from torch_dcl.report.document import bold, figure
+from torch_dcl.report.figures import chart_figure
+
+__all__ = [
+    "chart_context", "column", "differences", "markdown_context", "table1_context", "table2_context", "tried_context",
+]  # fmt: skip
+
+NOT_RUN = Markup('<span class="absent">{}</span>')
+SIGN = Markup("{}<i>{}</i>")
+
+
+def column(name: str) -> Markup:
+    """The name of a network, with the dot of its colour."""
+    return Markup('<span class="c-{0}"><span class="dot"></span></span>{0}').format(name)
+
+
+def table1_context(
+    table: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
+) -> dict[str, Any]:
+    """What ``table1.html`` shows.
+
+    Args:
+        table: The table.
+        further: Findings from other data to show among the claims.
+        asked: What the run folder keeps, for the commands; None for the protocol.
+        prefix: What ids begin with, where several tables stand on one page.
+    """
+    pairs = scores(table)
+    scored = {
+        "DCL against the baseline": [(c.column, c, paper) for c, paper in pairs if c.reference == "baseline"],
+        "A2 against a control": [(c.reference, c, paper) for c, paper in pairs if c.reference in CONTROLS],
+    }
+    scored = {group: rows for group, rows in scored.items() if rows}
+    # What makes it a trial comes before everything else that a reader has to know.
+    departures = [text for text in table.deviations if is_trial(table) and text not in table1.DEVIATIONS]
+    return {
+        "table": table, "prefix": prefix, "extent": _extent(table, len(SETS)), "summary": summary(table, further),
+        "scored": scored, "first_group": next(iter(scored), ""), "notes": notes(table), "all_sets": SETS,
+        "sentences": departures + reservations(table),
+        "fitted": {cell.column for cell in table.cells if cell.fitted}, "findings": findings(table, further),
+        "by_set": [_one_set(table, name, asked) for name in table.sets], "with_figures": False,
+    }  # fmt: skip
+
+
+def _extent(table: Table, sets: int) -> str:
+    counts = [len(cell.errors) for cell in table.cells]
+    if not counts:
+        return "No cell was run."
+    seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    columns, there = len({cell.column for cell in table.cells}), len({cell.set for cell in table.cells})
+    word = "seed" if max(counts) == 1 else "seeds"
+    scale = getattr(table, "scale", 1)
+    short = "" if scale == 1 else f" · shortened to {scale:g} of the epochs"
+    return f"{there} of {sets} sets · {columns} columns · {seeds} {word} · test error in percent{short}"
+
+
+def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The runs of a set, drawn and as a table; what was not run says so beside the paper's number."""
+    lanes = {each: table.cell(name, each) for each in table.columns}
+    cells = [cell for cell in lanes.values() if cell is not None]
+    rows = []
+    for each, cell in lanes.items():
+        if cell is None:
+            paper = TABLE1[name].get(each)
+            theirs = "–" if paper is None else notation(paper.mean, paper.std)
+            rows.append([column(each), theirs, NOT_RUN.format("not run"), "", "", "", ""])
+            continue
+        within = "–" if len(cell.errors) < 2 else "[{:.2f}, {:.2f}]".format(*interval(cell.errors))
+        signs = Markup('<small class="tag">fitted</small>' if cell.fitted else "") + ("†" if cell.stopped else "")
+        rows.append([column(each) + signs, cell.theirs, _ours(cell, each in table.best(name)), within,
+                     _gap(table.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
+    command = ""
+    # Nobody knows the settings of a trial without its recipe.
+    if asked is not None or not is_trial(table):
+        seeds = max(len(cell.errors) for cell in cells)
+        command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
+    return {"name": name, "strip": Markup(strip(name, lanes)), "rows": rows, "command": command}
+
+
+def _ours(cell: Cell, is_best: bool) -> Markup:
+    ours = f"{cell.mean:.2f}" if cell.std is None else f"{cell.mean:.2f} ± {cell.std:.2f}"
+    return bold(ours, is_best) + f" ({len(cell.errors)})"
+
+
+def _gap(gap: Difference | None) -> Markup | str:
+    return "" if gap is None else SIGN.format(str(gap), gap.sign)
+
+
+def _minutes(cell: Cell) -> str:
+    if cell.minutes is None:
+        return "–"
+    return f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
+
+
+def differences(table: Table) -> list[dict[str, Any]]:
+    """Every DCL cell's difference to the baseline, with the paper's beside it: what `differences_figure` draws."""
+    cells = []
+    for each in DCL_COLUMNS:
+        for name in table.sets:
+            cell = table.cell(name, each)
+            gap = table.to_baseline(cell) if cell is not None else None
+            if gap is not None:
+                paper = TABLE1[name]
+                cells.append({"set": name, "column": each, "difference": gap.mean, "low": gap.low, "high": gap.high,
+                              "paper_difference": paper[each].mean - paper["baseline"].mean})  # fmt: skip
+    return cells
+
+
+def table2_context(table: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
+    """What ``table2.html`` shows.
+
+    Args:
+        table: The table.
+        prefix: What ids begin with, where several tables stand on one page.
+    """
+    lead, *rest = table2.said(table) or ["Nothing to compare yet."]
+    sentences = [deviation for deviation in table.deviations if deviation not in table2.DEVIATIONS] + rest
+    if table.scale < 1:
+        sentences.insert(0, f"Shortened: every recipe was trained for {table.scale:g} of its epochs.")
+    # Before anything is run, the paper's own networks are shown.
+    by_set = []
+    for name in table.sets:
+        columns = table.columns or tuple(each for each in COLUMNS if paper_error(each, name) is not None)
+        reason = table.absent.get(name)
+        rows = [_natural_row(table, name, each, reason or "not run") for each in columns]
+        shortened = table.scale != 1 and not reason
+        by_set.append({"name": name, "title": TITLES[name], "shortened": shortened, "rows": rows})
+    return {
+        "table": table, "prefix": prefix, "extent": _extent(table, len(DATA)), "lead": lead, "sentences": sentences,
+        "by_set": by_set, "quoted": _quoted(DATA), "titles": [TITLES[name] for name in DATA],
+    }  # fmt: skip
+
+
+def _quoted(sets: Sequence[str]) -> list[list[str]]:
+    """The rows of Table 2 that the paper quotes."""
+    return [
+        [f"{row.name} {row.reference.split('_')[1]}", *(_percent(row.errors[name.upper()]) for name in sets)]
+        for row in TABLE2
+        if row.reference
+    ]
+
+
+def markdown_context(table: Table, further: Sequence[Finding]) -> dict[str, Any]:
+    """What ``table.md`` shows."""
+    is_natural = isinstance(table, table2.NaturalTable)
+    return {
+        "table": table, "is_natural": is_natural, "notes": notes(table), "shown": _in_markdown, "weights": _weights,
+        "sentences": table2.said(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
+        "findings": () if is_natural else findings(table, further), "quoted": _quoted(table.sets) if is_natural else (),
+    }  # fmt: skip
+
+
+def _in_markdown(table: Table, name: str, each: str) -> str:
+    """A cell: our number, and the paper's beneath; of Table 2 the difference to the plain network as well."""
+    cell, theirs = table.cell(name, each), table.paper_of(each, name)[0]
+    if isinstance(table, table2.NaturalTable):
+        if cell is None:
+            paper = "" if theirs is None else f"<br>paper {theirs:.2f}"
+            return table.absent.get(name, "not run") + (paper if name in table.absent else "")
+        gap = table.to_baseline(cell)
+        lines = [f"{cell.ours} × {len(cell.seeds)}{'†' if cell.stopped else ''}", f"paper {cell.theirs}"]
+        return "<br>".join([*lines, *([str(gap)] if gap is not None else [])])
+    if cell is None:
+        return "not run"
+    ours = f"**{cell.ours}**" if each in table.best(name) else cell.ours
+    return f"{ours}{mark(table, cell)}<br>{cell.theirs}".replace("*†", r"\*†")
+
+
+def _weights(table: Table, each: str) -> str:
+    counts = dict.fromkeys(cell.weights for cell in table.cells if cell.column == each)
+    return ", ".join(f"{count:,}" for count in counts)
+
+
+def _natural_row(table: table2.NaturalTable, name: str, each: str, reason: str) -> list[Markup | str]:
+    cell, plain = table.cell(name, each), table.cell(name, network_of(each))
+    paper, paper_plain = paper_error(each, name), paper_error(network_of(each), name)
+    paper_gap = "" if paper is None or paper_plain is None or "+" not in each else signed(paper - paper_plain)
+    if cell is None:
+        return [each, _percent(paper), NOT_RUN.format(reason), "", paper_gap, "", "", ""]
+    gap = _gap(table.to_baseline(cell))
+    if not gap and each != network_of(each) and plain is not None:
+        gap = SIGN.format(signed(cell.mean - plain.mean), "")
+    losses = f"{_loss(cell.train_loss)} · {_loss(cell.test_loss)}"
+    return [f"{each}{'†' if cell.stopped else ''}", cell.theirs, _ours(cell, each in table.best(name)), gap, paper_gap,
+            losses, f"{cell.weights:,}", _minutes(cell)]  # fmt: skip
+
+
+def _loss(values: Sequence[float] | None) -> str:
+    """The mean of those that are finite."""
+    finite = [value for value in values or () if is_complete([value])]
+    return f"{mean(finite):.3f}" if finite else "–"
+
+
+def _percent(error: float | None) -> str:
+    return "–" if error is None else f"{error:.2f}"
+
+
+def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The points of the chart, how they were measured, and its figure.
+
+    Args:
+        chart: What `torch_dcl.experiments.recipes.chart` wrote.
+        name: What ids of the figure begin with.
+    """
+    points = lowest_first(chart)
+    rows = [
+        [escape(p["unit"]) + Markup("<small>{}</small>").format(p["what"]), _budget(p), mean_std_n(p["errors"]),
+         _gap(against_dcl(chart, p)), f"{p['weights']:,}", f"{p['step_ms']:.2f}", f"{p['lr']:g}"]
+        for p in points
+    ]  # fmt: skip
+    rates = sorted({rate for point in points for rate in point["trials"]}, key=float)
+    trials = []
+    for point in points:
+        tried = {rate: bold(f"{error:.2f}", float(rate) == point["lr"]) for rate, error in point["trials"].items()}
+        trials.append([point["unit"], _budget(point), *(tried.get(rate, "–") for rate in rates)])
+    words = (
+        "The budget is the filters of one of DCL’s two branches as a fraction of the layer’s. A difference is the "
+        "layer’s error minus that of DCL on the same seeds, with the 95 % confidence interval of the paired "
+        f"differences; ▾ and ▴ mark one without 0. Trained on all training images: {chart['recipe']}, with each "
+        "layer’s own rate in place of the recipe’s. The test set is evaluated once."
+    )
+    search = (
+        "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
+        f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
+        f"{edges_said(chart) or ''}"
+    )
+    return {
+        "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
+        "told": [str(sentence) for sentence in chart.get("told", ())], "rows": rows, "words": words,
+        "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
+    }  # fmt: skip
+
+
+def _budget(point: Mapping[str, Any]) -> str:
+    return "–" if point["unit"] == "plain" else f"{point['share']:g}"
+
+
+def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:
+    """More branches, and both layers replaced."""
+    rows = [
+        [column(row["column"]), mean_std_n(row["errors"]), f"{row['weights']:,}", f"{100 * row['one_fires']:.0f} %",
+         f"{100 * row['all_fire']:.1f} %"]
+        for row in data["columns"]
+    ]  # fmt: skip
+    return {"set": data["set"], "rows": rows}
+
+
+# The runs of one set as a small drawing: a lane per column, a point per seed.
+
+WIDTH = 300
+LANE = 26
+HEAD = 30
+FOOT = 24
+LEFT = 66
+RIGHT = 16
+
+
+def strip(name: str, cells: Mapping[str, Cell | None]) -> str:
+    """An inline SVG with the errors of one set.
+
+    A filled point is a run, the bar is their mean, a hollow diamond is the paper's mean, and the dashed line stands at
+    the mean of the baseline. Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A
+    column that was not run has the paper's diamond alone.
+
+    Args:
+        name: The set.
+        cells: Its columns from top to bottom, with None for those that were not run.
+    """
+    paper = {column: reported.mean for column in cells if (reported := TABLE1[name].get(column)) is not None}
+    run = [cell for cell in cells.values() if cell is not None]
+    low, high, ticks = _axis(run, list(paper.values()))
+    height = HEAD + LANE * len(cells) + FOOT
+    bottom = HEAD + LANE * len(cells)
+
+    def x(value: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low)
+
+    parts = [
+        f'<svg class="strip" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+        f'aria-label="{html_escape(name)}: errors of every run in percent, by column">'
+    ]
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{HEAD}" y2="{bottom}"/>')
+        parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
+    for cell in run:
+        if cell.column == "baseline" and low <= cell.mean <= high:
+            at = f"{x(cell.mean):.1f}"
+            parts.append(f'<line class="base" x1="{at}" x2="{at}" y1="{HEAD}" y2="{bottom}"/>')
+    for i, (column, lane) in enumerate(cells.items()):
+        y = HEAD + LANE * i + LANE / 2
+        parts.append(f'<g class="c-{html_escape(column)}">')
+        kind = "lane" if lane is not None else "lane tick"
+        parts.append(f'<text class="{kind}" x="0" y="{y + 4:g}">{html_escape(column)}</text>')
+        if lane is not None:
+            parts += _runs(lane, y, low, high, x)
+        if column in paper:
+            title = f"<title>{html_escape(column)} in the paper: {paper[column]:.2f}</title>"
+            parts.append(f'<path class="paper" d="M{x(paper[column]):.1f} {y - 5:g}l5 5l-5 5l-5 -5z">{title}</path>')
+        parts.append("</g>")
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def _runs(cell: Cell, y: float, low: float, high: float, x: Callable[[float], float]) -> list[str]:
+    """A point a run, and the bar of their mean."""
+    parts = []
+    for seed, error in cell.runs.items():
+        title = f"<title>{html_escape(cell.column)}, seed {seed}: {error:.2f}</title>"
+        if error > high:
+            edge = WIDTH - RIGHT + 4
+            parts.append(f'<path d="M{edge} {y - 4:g}l7 4l-7 4z">{title}</path>')
+        else:
+            parts.append(f'<circle cx="{x(error):.1f}" cy="{y:g}" r="3">{title}</circle>')
+    if low <= cell.mean <= high:
+        at = f"{x(cell.mean):.1f}"
+        parts.append(f'<line class="mean" x1="{at}" x2="{at}" y1="{y - 8:g}" y2="{y + 8:g}"/>')
+    return parts
+
+
+def _axis(cells: Sequence[Cell], paper: Sequence[float]) -> tuple[float, float, list[float]]:
+    """Both ends and the ticks, over the paper's means and the runs that did not diverge."""
+    values = [error for cell in cells for seed, error in cell.runs.items() if seed not in cell.stopped]
+    values += paper
+    if not values:
+        values = [error for cell in cells for error in cell.errors]
+    low, high = min(values), max(values)
+    pad = max(0.06 * (high - low), 0.02)
+    low, high = max(low - pad, 0.0), high + pad
+    rough = (high - low) / 4
+    scale = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * scale for m in (1, 2, 2.5, 5, 10) if m * scale >= rough)
+    first = math.ceil(low / step)
+    return low, high, [round(k * step, 6) for k in range(first, math.floor(high / step) + 1)]
