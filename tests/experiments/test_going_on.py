@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from tests.halves import slow
 
 from torch_dcl.experiments import calibration_run, checkpoints, engine, parts
 from torch_dcl.experiments.calibration_run import run_calibration
@@ -138,10 +139,10 @@ def test_the_epochs_are_those_that_the_tests_count_on(figures, calibration):
     [
         (("filters", "curves"), 3, ["filters"] * 2),  # in the second fleet, which curves has too
         (("filters", "curves"), 4, []),  # behind its last epoch: the part is written down
-        (("filters", "curves"), 5, ["curves"]),
+        slow(("filters", "curves"), 5, ["curves"]),
         (("filters", "curves"), 4 + 7, ["curves"] * 4),  # in the fleet that filters has too
-        (("knowledge",), 3, ["knowledge"] * 2),
-        (("tried",), 7, ["tried"] * 4),
+        slow(("knowledge",), 3, ["knowledge"] * 2),
+        slow(("tried",), 7, ["tried"] * 4),
     ],
 )
 def test_figures_that_are_interrupted_go_on_in_the_middle_of_a_fleet(figures, epochs, tmp_path, names, after, fleets):
@@ -172,6 +173,7 @@ def test_a_part_that_is_asked_for_again_leaves_the_fleets_of_another_alone(figur
     assert kept(path) == []
 
 
+@pytest.mark.slow
 def test_figures_in_slices_that_end_anywhere_give_the_figures_of_one_run(figures, epochs, tmp_path, monkeypatch):
     # The clock is how many epochs were trained.
     for module in (parts, engine):
@@ -274,7 +276,7 @@ def test_fleets_of_another_size_leave_what_is_kept_aside_and_say_so(epochs, tmp_
 # The calibration
 
 
-@pytest.mark.parametrize("after", [3, ROUND + 1, ROUND + 3, 2 * ROUND, 2 * ROUND + 3])
+@pytest.mark.parametrize("after", [slow(3), slow(ROUND + 1), ROUND + 3, slow(2 * ROUND), slow(2 * ROUND + 3)])
 def test_a_calibration_that_is_interrupted_goes_on_in_the_middle_of_a_fleet(calibration, epochs, tmp_path, after):
     path = tmp_path / "run"
     assert fit(path, stopping(after)) is None

@@ -129,7 +129,9 @@ def test_a_record_that_is_nested_beyond_measure_is_damaged(tmp_path):
         RunFolder(tmp_path, {}, format=1).read("outcomes")
 
 
-@pytest.mark.parametrize("look", [RunFolder.look, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()])
+@pytest.mark.parametrize(
+    "look", [RunFolder.inspect, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()]
+)
 def test_a_recipe_that_is_nested_beyond_measure_is_damaged(tmp_path, look):
     (tmp_path / "recipe.json").write_text(NESTED)
     with pytest.raises(RunError, match=r"recipe.json is damaged .*write the recipe again"):

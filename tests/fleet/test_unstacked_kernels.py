@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 from tests.fleet.test_unstacked import SMALL, learnt_otherwise, three_sets
+from tests.halves import slow_where
 
 from torch_dcl import kernels
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
@@ -32,7 +33,7 @@ def interpreted(kind):
     return [{name: value.numpy() for name, value in each.state_dict().items()} for each in trained(kind)[0]]
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", slow_where(SMALL, "nesterov|deterministic|residual"))
 def test_they_train_as_with_plain_torch(interpreter, kind):
     ends, starts = trained(kind)
     for values, end, start in zip(interpreter(interpreted, kind), ends, starts, strict=True):

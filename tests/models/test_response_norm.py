@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from tests.halves import slow_where
 from tests.models import response_norm_cases as cases
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ def too_large(found, limit):
 
 @needs_triton
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 1e-3)], ids=str)
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", slow_where(cases.CASES, "a thousand rows|wider than the row"))
 def test_an_interpreted_kernel_agrees_with_torch_in_float64(interpreter, name, dtype, limit):
     assert too_large(interpreter(cases.errors_of, cases.CASES[name], "cpu", dtype), limit) == {}
 
@@ -33,6 +34,7 @@ def test_where_it_runs_and_what_it_leaves_to_torch(interpreter, name):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(interpreter):
     assert too_large(interpreter(cases.alexnet_errors, "cpu"), 1e-5) == {}
 
