@@ -346,6 +346,7 @@ def free_port():
         return found.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whole, tmp_path):
     path, out = tmp_path / "shared", tmp_path / "table1.json"
     port = str(free_port())

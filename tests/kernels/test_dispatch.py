@@ -46,7 +46,8 @@ def test_an_interpreted_kernel_in_half_precision_is_as_close_as_plain_torch(inte
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float16) for name in autocast_cases.CASES if name in autocast_cases.IN_KERNELS),
+        *((name, torch.float16) for name in autocast_cases.IN_KERNELS if "P=150" not in name),
+        *(slow(name, torch.float16) for name in autocast_cases.IN_KERNELS if "P=150" in name),
         *(slow(name, torch.float16) for name in autocast_cases.CASES if name not in autocast_cases.IN_KERNELS),
         *((name, torch.bfloat16) for name in autocast_cases.CASES if name not in autocast_cases.IN_KERNELS),
     ],
