@@ -13,14 +13,16 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 WORKERS ?= auto
 
-# One thread for the tests: steady on a machine with few cores, or with other work on them.
+# One thread for the tests: steady on a machine with few cores, or with other work on them. Workers take
+# neighbouring tests, which share what fixtures make; one that is done takes some from the other.
 OMP_NUM_THREADS ?= 1
+PYTEST = OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 export PYTHON VENV
 
 RUN = "$(VENV)/bin/python"
 SETUP = bash tools/setup_env.sh
 
-.PHONY: help env env-dev demo test test-zoo lint format docs clean
+.PHONY: help env env-dev demo test test-all test-zoo lint format docs clean
 
 help: ## show this list
 	@echo "torch-dcl: Deep Collaborative Learning for PyTorch"
@@ -32,8 +34,11 @@ help: ## show this list
 demo: env ## the idea in two minutes: three networks on two-digit numbers, and a report
 	@$(RUN) examples/demo.py
 
-test: env-dev ## run the tests (no GPU needed)
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+test: env-dev ## run the tests that every change needs (no GPU needed)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: env-dev ## run these and the slow ones: the same on more sizes, types and recipes
+	$(PYTEST) -m "not zoo" $(PYTEST_ARGS)
 
 test-zoo: env-dev ## run the large zoo: torchvision, timm, transformers, segmentation-models-pytorch
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(RUN) -m pytest -m zoo --durations=10 tests/convert/test_zoo.py $(PYTEST_ARGS)

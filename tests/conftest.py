@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import hypothesis
 import pytest
 import torch
+from tests.kernels.interpreter import Interpreter
 
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
@@ -22,6 +23,14 @@ def a_backward_pass_before_the_first() -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """One process for all interpreted kernels: a second import of torch and Triton takes seconds."""
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture

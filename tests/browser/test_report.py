@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from tests.halves import slow
 
 from torch_dcl.experiments import load, run, save
 from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1
@@ -67,7 +68,7 @@ def test_it_is_quiet_and_asks_for_nothing(look, page, scheme):
     assert seen.requests == [page.resolve().as_uri()]
 
 
-@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("width", [360, slow(768), slow(1280)])
 def test_it_does_not_scroll_sideways(look, page, width):
     seen = look(page, width=width)
     assert seen.overflow() <= 0
@@ -117,7 +118,7 @@ def rising(values, *, down=False):
     assert values == [*sorted(there, reverse=down), *[None] * (len(values) - len(there))]
 
 
-@pytest.mark.parametrize("index", range(1, 7))
+@pytest.mark.parametrize("index", [1, *map(slow, range(2, 7))])
 def test_a_table_sorts_on_click_up_down_and_back(look, both, index):
     seen = look(both)
     table = seen.page.locator(".set table").first

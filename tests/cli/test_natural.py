@@ -218,6 +218,7 @@ def test_ls_report_and_doctor_know_the_run(dcl, dcl_for_machines, run, folder):
     assert not (folder / "twice.json").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_run(finished, folder, environment):
     put_cifar(folder / "images")
     with socket.socket() as free:

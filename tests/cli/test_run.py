@@ -177,6 +177,7 @@ def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
     assert (folder / "runs/r/recipe.toml").read_text() == "of the winner"
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environment):
     words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/r", *TINY]
     # So many epochs that the second fleet is still at it when the interrupt comes.
@@ -261,6 +262,7 @@ def test_other_ranks_of_torchrun_are_silent(dcl, run, monkeypatch):
     assert dcl("ls") == ""
 
 
+@pytest.mark.slow
 def test_with_torchrun_the_ranks_share_the_work_and_one_speaks(folder, environment):
     words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/two", *TINY]
     command = [

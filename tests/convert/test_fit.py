@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.halves import slow
 from torch import nn
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, convert_, plan
@@ -243,7 +244,7 @@ def unit(plain, norm, *, measured, x):
     return plain, norm.eval()
 
 
-@pytest.mark.parametrize("measured", [True, False])
+@pytest.mark.parametrize("measured", [True, slow(False)])
 @pytest.mark.parametrize("calibrated", [True, False])
 @pytest.mark.parametrize(
     ("kind", "plain", "norm", "width", "size"),
@@ -579,7 +580,7 @@ def test_a_bias_that_switches_a_channel_off_is_fitted(value):
 
 
 @pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize("branches", [slow(1), 2, slow(3)])
 def test_a_layer_whose_weights_are_all_huge_is_fitted_like_any_other(branches, calibrated):
     plain, huge = (linear(matrix(48, 48), bias=0.1) for _ in range(2))
     with torch.no_grad():
@@ -601,8 +602,8 @@ def default_float64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("branches", [2, 3])
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.float64])
+@pytest.mark.parametrize("branches", [slow(2), 3])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_default_dtype_changes_nothing(dtype, branches, calibrated, default_float64):
     models = [conv_and_norm().to(dtype) for _ in range(2)]

@@ -18,6 +18,7 @@ import pytest
 from tests.docs import changes
 from tests.docs.pages import PAGES, PROSE, ROOT, SHELL, Block, blocks_of
 from tests.docs.test_site import trouble_with
+from tests.halves import slow_where
 from typer.testing import CliRunner
 
 from torch_dcl.cli.app import app
@@ -134,7 +135,7 @@ def look_at_pip(words: list[str], place: str) -> None:
         )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])
+@pytest.mark.parametrize("page", slow_where(filter(blocks_of, PAGES), "convert|command|reproduce"))
 def test_what_a_page_tells_to_do_can_be_done(page, workplace, without_downloads):
     for name in changes.NEEDS.get(page, ()):
         pytest.importorskip(name, reason="needs the extras torch-dcl[timm,onnx]")

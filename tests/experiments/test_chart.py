@@ -161,6 +161,7 @@ def test_the_rate_is_chosen_on_training_images_alone(root, tmp_path, monkeypatch
     assert seen == [(100, 1), (0, 3)]  # one image kept apart to choose by, then three of the test set
 
 
+@pytest.mark.slow
 def test_calls_cut_short_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_path, no_clock, killed_at):
     with killed_at(3):
         run(tmp_path / "run", root, every=0.0)

@@ -340,6 +340,7 @@ print("no table" if made is None else "the table")
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whole, tmp_path):
     path = tmp_path / "shared"
     with socket.socket() as free:

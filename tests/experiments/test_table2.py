@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.data.test_sources import write_cifar
+from tests.halves import slow
 
 from torch_dcl.data import load, svhn
 from torch_dcl.experiments.natural_data import NOT_AVAILABLE, NaturalConfig, make_fleet
@@ -226,7 +227,7 @@ def test_a_file_that_is_no_table_is_refused_with_the_place(whole, tmp_path, chan
 # Breaks, other data, ranks
 
 
-@pytest.mark.parametrize("step", [0, 7, 12, 23])
+@pytest.mark.parametrize("step", [slow(0), slow(7), 12, slow(23)])
 def test_a_run_killed_at_any_step_and_resumed_gives_the_same_table(step, whole, root, tmp_path, killed_at):
     with killed_at(step):
         run(tmp_path / "run", root, every=0.0)
@@ -293,6 +294,7 @@ run(Table2(config), {str(tmp_path / "run")!r})
 # Every network, and SVHN from its files
 
 
+@pytest.mark.slow
 def test_every_column_trains_on_cifar_and_on_svhn_from_files_of_the_right_form(root, tmp_path, monkeypatch):
     savemat = pytest.importorskip("scipy.io", reason="SciPy is not installed").savemat
     monkeypatch.setattr(svhn, "PER_CLASS", {"train": 1, "extra": 1})

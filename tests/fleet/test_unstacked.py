@@ -15,6 +15,7 @@ from tests.fleet.test_fleet import (
     some_data,
     worst_difference,
 )
+from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +97,7 @@ def test_they_train_as_a_stack_of_them_does(kind):
 
 
 @pytest.mark.parametrize("variant", [None, "A2", "A3S"])
-@pytest.mark.parametrize("build", [lenet_cifar, bignet])
+@pytest.mark.parametrize("build", [lenet_cifar, slow(bignet)])
 def test_the_networks_of_the_table_train_as_a_stack_of_them_does(build, variant):
     networks = [build(CLASSES) if variant is None else converted(build(CLASSES), variant) for _ in range(2)]
     data = {"one": some_data(8, (3, 32, 32))}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.halves import slow_where
 from typer.testing import CliRunner
 
 from torch_dcl import DCLLinear, convert_, plan, save_model
@@ -138,7 +139,7 @@ def compare(now, then, where=""):
         assert now == then, f"{where} is {now!r}, was {then!r}"
 
 
-@pytest.mark.parametrize("name", SMOKE)
+@pytest.mark.parametrize("name", slow_where(SMOKE, "figures|chart"))
 def test_a_recipe_gives_the_numbers_it_always_gave(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for variable in ("TORCH_DCL_DATA", "RANK", "WORLD_SIZE"):

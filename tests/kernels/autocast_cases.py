@@ -1,12 +1,11 @@
 """Linear layers with float32 weights under autocast, for the interpreter on the CPU and for a GPU alike.
 
-Run as a program it prints the relative errors as JSON. The interpreter's products in bfloat16 are wrong, so only cases
+The interpreter's products in bfloat16 are wrong, so only cases
 of more positions than those that a kernel multiplies are compared with plain torch.
 """
 
 import contextlib
 import functools
-import json
 from copy import deepcopy
 
 import torch
@@ -334,8 +333,3 @@ def errors_of(name, device, dtype):
     """Run one case, always from the same random numbers."""
     torch.manual_seed(0)
     return CASES[name](device, dtype)
-
-
-if __name__ == "__main__":
-    kinds = (torch.bfloat16, torch.float16)
-    print(json.dumps({str(kind): {name: errors_of(name, "cpu", kind) for name in CASES} for kind in kinds}))

@@ -1,9 +1,5 @@
-"""The kernels against plain torch in float64: the cases, for the interpreter on the CPU and for a GPU alike.
+"""The kernels against plain torch in float64: the cases, for the interpreter on the CPU and for a GPU alike."""
 
-Run as a program under TRITON_INTERPRET=1 it prints, as JSON, the relative errors of every case in float32.
-"""
-
-import json
 from collections.abc import Callable
 
 import torch
@@ -434,7 +430,3 @@ def errors_of(name: str, device: str, dtype: torch.dtype) -> Errors:
     """Run one case, always from the same random numbers."""
     torch.manual_seed(0)
     return CASES[name](device, dtype)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: errors_of(name, "cpu", torch.float32) for name in CASES}))

@@ -1,11 +1,10 @@
 """The fusion's kernels, and the layers that use them, against the reference in float64.
 
-For the interpreter on the CPU and for a GPU alike; run as a program it prints the relative errors as JSON.
+For the interpreter on the CPU and for a GPU alike.
 """
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -721,15 +720,18 @@ CASES["changes between calls"] = functools.partial(changes_case, None)
 CASES["changes between calls, batch norm"] = functools.partial(changes_case, nn.BatchNorm2d)
 
 
-def outcome(case, *given):
-    """The errors of a case; one that fails is its error, so that it does not hide the others."""
+@contextlib.contextmanager
+def tf32(allowed=True):
+    """Products in TF32, or not. The interpreter does not round to it, and more goes through kernels with it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
-        return case(*given)
-    except Exception as error:  # whatever it is
-        return {f"{type(error).__name__}: {error}"[-500:]: float("inf")}
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
-if __name__ == "__main__":
-    torch.backends.cuda.matmul.allow_tf32 = True  # the interpreter does not round so, and more goes through kernels
-    made = {name: outcome(case, "cpu", torch.float32) for name, case in CASES.items()}
-    print(json.dumps({"float32": made, "float16": {name: outcome(case, "cpu") for name, case in HALF.items()}}))
+def interpreted(name, dtype):
+    """The errors of a case in the interpreter."""
+    with tf32():
+        return HALF[name]("cpu") if dtype == torch.float16 else CASES[name]("cpu", dtype)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.halves import slow
 
 from torch_dcl.kernels import sizes
 
@@ -91,7 +92,7 @@ def test_sizes_are_those_of_triton(size, block):
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 def test_the_fusion(compiled, T, pairs, dtype):
     from torch_dcl.kernels import fused
 
@@ -101,15 +102,15 @@ def test_the_fusion(compiled, T, pairs, dtype):
     assert compiled == ["_fuse_forward", "_fuse_backward"]
 
 
-@pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("T", "pairs"), [(2, False), slow(3, True)])
 @pytest.mark.parametrize(
     ("P", "M", "K2", "dtype"),
     [
-        (1, 1, 1, torch.bfloat16),
-        (64, 64, 256, torch.bfloat16),
+        slow(1, 1, 1, torch.bfloat16),
+        slow(64, 64, 256, torch.bfloat16),
         (64, 128, 512, torch.bfloat16),
-        (64, 256, 1024, torch.bfloat16),
-        (64, 128, 512, torch.float32),
+        slow(64, 256, 1024, torch.bfloat16),
+        slow(64, 128, 512, torch.float32),
     ],
     ids=str,
 )
@@ -126,9 +127,9 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("M", [64, 128])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("M", [slow(64), 128])
+@pytest.mark.parametrize("bias", [True, slow(False)])
+@pytest.mark.parametrize("gradients", [slow(torch.bfloat16), torch.float32], ids=str)
 def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
     from torch_dcl.kernels import hopper
 
@@ -141,7 +142,7 @@ def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
 
 
 @pytest.mark.parametrize("T", [2, 3])
-@pytest.mark.parametrize("P", [1, 32, 256, 1024])
+@pytest.mark.parametrize("P", [slow(1), 32, slow(256), 1024])
 def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P):
     from torch_dcl.kernels import kept
 
@@ -157,7 +158,9 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
 
 @pytest.mark.parametrize("T", [2, 3])
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize(("P", "K2"), [(64, 512), (64, 4096), (100, 1024), (128, 4096), (400, 1024), (400, 4096)])
+@pytest.mark.parametrize(
+    ("P", "K2"), [slow(64, 512), slow(64, 4096), (100, 1024), slow(128, 4096), slow(400, 1024), slow(400, 4096)]
+)
 def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, keep, P, K2):
     """As under autocast, in the sizes of AlexNet's and VGG's layers: twice the bytes must fit on the chip, too."""
     from torch_dcl.kernels import kept, plans
@@ -173,8 +176,10 @@ def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, 
     assert compiled == [kernel, kernel]
 
 
-@pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
-@pytest.mark.parametrize("pool", [1, 2])
+@pytest.mark.parametrize(
+    ("channels", "filters", "side", "kernel"), [slow(1, 20, 28, 5), (20, 50, 12, 5), slow(64, 130, 6, 3)]
+)
+@pytest.mark.parametrize("pool", [slow(1), 2])
 def test_the_convolution(compiled, channels, filters, side, kernel, pool):
     from torch_dcl.fleet.kernels import conv
 
@@ -187,9 +192,9 @@ def test_the_convolution(compiled, channels, filters, side, kernel, pool):
     assert compiled[1:] == ["_weight_gradient", "_unpool", "_input_gradient"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("channels", [1, 3, 96, 100, 256])
-@pytest.mark.parametrize(("size", "beta"), [(5, 0.75), (7, 0.5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
+@pytest.mark.parametrize("channels", [slow(1), 3, slow(96), slow(100), 256])
+@pytest.mark.parametrize(("size", "beta"), [(5, 0.75), slow(7, 0.5)])
 def test_the_response_norm(compiled, dtype, channels, size, beta):
     from torch_dcl.models import _response_norm_kernels as response_norm
 
@@ -199,8 +204,8 @@ def test_the_response_norm(compiled, dtype, channels, size, beta):
     assert compiled == ["_norm_forward", "_norm_backward"]
 
 
-@pytest.mark.parametrize("channels", [96, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("channels", [slow(96), 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled, made, dtype, channels):
     from torch_dcl.models import _response_norm_kernels as response_norm
 
@@ -215,7 +220,7 @@ def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled
 
 
 @pytest.mark.parametrize("shape", [(2, 128, 28, 28), (2, 3, 31, 33), (5, 1000, 2), (1, 2, 1, 7)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
 def test_another_layout(compiled, made, dtype, shape):
     from torch_dcl.kernels import layout
 
@@ -239,7 +244,7 @@ def test_places_beyond_the_range_of_32_bits(compiled, made, positions, bits):
     assert int(places[1]) == bits
 
 
-@pytest.mark.parametrize("E", [1, 3])
+@pytest.mark.parametrize("E", [slow(1), 3])
 def test_what_stands_between_products(compiled, E):
     from torch_dcl.fleet.kernels import pointwise
     from torch_dcl.kernels.pointwise import fuse_backward, fuse_forward
@@ -260,9 +265,10 @@ def test_what_stands_between_products(compiled, E):
 
 
 @pytest.mark.parametrize(
-    ("T", "M", "N", "bias", "affine"), [(2, 1, 1, True, True), (2, 128, 512, False, True), (3, 20, 65, True, False)]
+    ("T", "M", "N", "bias", "affine"),
+    [slow(2, 1, 1, True, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False)],
 )
-@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("fixed", [slow(True), False])
 def test_norms(compiled, T, M, N, bias, affine, fixed):
     from torch_dcl.kernels import plans
     from torch_dcl.kernels.launch import Norms
@@ -284,8 +290,8 @@ def test_norms(compiled, T, M, N, bias, affine, fixed):
     assert compiled == [*first, "forward", "backward", "_gradients", "backward_rows"]
 
 
-@pytest.mark.parametrize("clipped", [True, False])
-@pytest.mark.parametrize("E", [1, 3])
+@pytest.mark.parametrize("clipped", [True, slow(False)])
+@pytest.mark.parametrize("E", [slow(1), 3])
 def test_the_optimiser(compiled, E, clipped):
     from torch_dcl.fleet.kernels import sgd
 
@@ -304,7 +310,7 @@ def test_the_optimiser(compiled, E, clipped):
     assert compiled == ["_partial_squares", "_partial_squares", "_sum_rows"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize(("E", "size", "crop"), [(3, (3, 32, 32), (24, 24)), (1, (1, 9, 7), (9, 7))], ids=str)
 def test_images_as_inputs(compiled, made, E, size, crop, drawn, dtype):

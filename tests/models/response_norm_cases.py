@@ -1,10 +1,6 @@
-"""Cases of the kernel for local response normalisation: errors of results and gradients against torch in float64.
-
-Run as a program under TRITON_INTERPRET=1 it prints those of all cases as JSON.
-"""
+"""Cases of the kernel for local response normalisation: errors of results and gradients against torch in float64."""
 
 import copy
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -237,13 +233,3 @@ OTHERS: dict[str, Callable[[str], Errors]] = {
     "layouts": _layouts, "left to torch": _left_to_torch, "operation": _operation, "compiled": _compiled,
     "second derivative": _second_derivative, "autocast": _under_autocast, "convolution": _convolution,
 }  # fmt: skip
-
-
-if __name__ == "__main__":
-    found = {
-        f"{dtype}, {name}".removeprefix("torch."): errors_of(case, "cpu", dtype)
-        for dtype in (torch.float32, torch.float16)
-        for name, case in CASES.items()
-    }
-    found |= {name: run("cpu") for name, run in OTHERS.items()}
-    print(json.dumps({**found, "alexnet": alexnet_errors("cpu")}))

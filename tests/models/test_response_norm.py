@@ -1,15 +1,11 @@
 """The kernel for local response normalisation, by Triton's interpreter on the CPU, against torch in float64."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from tests.models import response_norm_cases
+from tests.halves import slow_where
+from tests.models import response_norm_cases as cases
 from torch.nn import functional as F
 
 from torch_dcl.kernels import dispatch
@@ -20,36 +16,27 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def errors():
-    done = subprocess.run(
-        [sys.executable, Path(response_norm_cases.__file__)], capture_output=True, text=True, check=False,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def too_large(found, limit):
     return {what: error for what, error in found.items() if not error <= limit}
 
 
 @needs_triton
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-6), ("float16", 1e-3)])
-@pytest.mark.parametrize("name", response_norm_cases.CASES)
-def test_an_interpreted_kernel_agrees_with_torch_in_float64(errors, name, dtype, limit):
-    assert too_large(errors[f"{dtype}, {name}"], limit) == {}
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 1e-3)], ids=str)
+@pytest.mark.parametrize("name", slow_where(cases.CASES, "a thousand rows|wider than the row"))
+def test_an_interpreted_kernel_agrees_with_torch_in_float64(interpreter, name, dtype, limit):
+    assert too_large(interpreter(cases.errors_of, cases.CASES[name], "cpu", dtype), limit) == {}
 
 
 @needs_triton
-@pytest.mark.parametrize("name", response_norm_cases.OTHERS)
-def test_where_it_runs_and_what_it_leaves_to_torch(errors, name):
-    assert too_large(errors[name], 1e-6) == {}
+@pytest.mark.parametrize("name", cases.OTHERS)
+def test_where_it_runs_and_what_it_leaves_to_torch(interpreter, name):
+    assert too_large(interpreter(cases.OTHERS[name], "cpu"), 1e-6) == {}
 
 
 @needs_triton
-def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(errors):
-    assert too_large(errors["alexnet"], 1e-5) == {}
+@pytest.mark.slow
+def test_alexnet_gives_the_logits_and_gradients_of_torchs_own_layers(interpreter):
+    assert too_large(interpreter(cases.alexnet_errors, "cpu"), 1e-5) == {}
 
 
 def test_on_the_cpu_torch_runs_and_says_so():
