@@ -61,7 +61,7 @@ class RelationsConfig(DigitConfig):
     """The settings of the relations; the defaults are the protocol."""
 
     tasks: tuple[str, ...] = setting(
-        CORE, "what to ask about two digits", choices=tuple(TASKS), what="task", smoke=("order", "sum")
+        CORE, "what to ask about two digits", choices=tuple(TASKS), what="task", smoke=("sum",)
     )
     sizes: tuple[int, ...] = setting(SIZES, "numbers of images to train on", smoke=(100, 200), least=1)
     models: tuple[str, ...] = setting(
@@ -284,17 +284,9 @@ class Relations(DigitRecipe[RelationsConfig]):
                 f"{cell['weights']:,}", f"{cell['chosen']:g}{' edge' if cell['at_edge'] else ''}",
             )  # fmt: skip
             lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
-        heads = (
-            "<task",
-            "images",
-            "<column",
-            "error % ± std (n)",
-            "difference to DCL (95 % CI)",
-            "p",
-            "weights",
-            "rate",
-        )
-        table = fitting_table(heads, lines, width, ("weights", "p", "rate", "difference to DCL (95 % CI)"))
+        gap = "difference to DCL (95 % CI)"
+        heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p", "weights", "rate")
+        table = fitting_table(heads, lines, width, ("weights", "p", "rate", gap))
         return [Text(result["title"], style="bold"), table, *result["told"], answer(result), *details(result)]
 
 
