@@ -102,8 +102,7 @@ def measure(network: str, mode: str, selection: str, arguments: argparse.Namespa
         plan = dcl.plan(plain, example=x[:2])
         if selection == "faster":
             with autocast(arguments.device):
-                how = "graph" if mode == "reduce-overhead" else mode
-                plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=how, phase=phase)
+                plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=mode, phase=phase)
         networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
         dcl.convert_(networks["dcl"], plan, init="random")
         weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])

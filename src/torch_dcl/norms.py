@@ -44,7 +44,8 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
                 return None
             group = ()  # noqa: PLW2901
         groups.append(group)
-    return Norms(*groups, alike[1], momentum, fixed)
+    gammas, betas, means, variances, counts = groups
+    return Norms(gammas, betas, means, variances, counts, alike[1], momentum, fixed)
 
 
 _TENSORS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]

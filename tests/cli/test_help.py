@@ -150,7 +150,7 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         ),
         (
             ["plan", "net.py:make", "--select", "faster", "--mode", "jit"],
-            '--mode must be "eager", "compile" or "graph"',
+            '--mode must be "eager", "compile", "reduce-overhead" or "graph"',
         ),
         (["plan", "net.py:make", "--select", "faster", "--phase", "eval"], '--phase must be "train" or "infer"'),
         (["plan", "net.py:make", "--select", "faster", "--mode", "graph"], 'move it to a GPU, or take --mode "eager"'),

@@ -265,6 +265,15 @@ def test_many_contenders_are_compiled_each_for_its_own_shape(graphs):
     assert graphs == [True] * 10
 
 
+@pytest.mark.parametrize(("mode", "torchs"), [("compile", None), ("reduce-overhead", "reduce-overhead")])
+def test_the_two_ways_to_compile_are_torchs(mode, torchs, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda run, **settings: asked.append(settings) or run)
+    run = measure._in_mode(nn.Sequential(nn.ReLU()), mode)
+    assert asked == [{"dynamic": False, "mode": torchs}]
+    assert torch.equal(run(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
 def test_nothing_is_compiled_in_eager_mode(clock, monkeypatch):
     clock({128: 0.5})
     monkeypatch.setattr(torch, "compile", None)
@@ -391,7 +400,7 @@ def test_a_real_clock_gives_a_plan_that_holds_its_promise(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
 @pytest.mark.parametrize("phase", ["train", "infer"])
-@pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
+@pytest.mark.parametrize("mode", ["eager", "compile", "reduce-overhead", "graph"])
 def test_on_a_gpu_every_mode_has_its_plan(mode, phase):
     model = nn.Sequential(nn.Conv2d(64, 128, 3, bias=False), nn.BatchNorm2d(128), nn.ReLU(), nn.Conv2d(128, 128, 3),
                           nn.ReLU(), nn.Flatten(), nn.Linear(128 * 12 * 12, 10)).cuda()  # fmt: skip
@@ -463,9 +472,16 @@ def test_a_slower_unit_may_be_named_and_the_network_is_not_measured_with_it(cloc
     ("arguments", "message"),
     [
         ({"select": "fastest"}, 'select must be "smaller" or "faster", got \'fastest\''),
-        ({"select": "faster", "mode": "compiled"}, 'mode must be "eager", "compile" or "graph", got \'compiled\''),
+        (
+            {"select": "faster", "mode": "compiled"},
+            'mode must be "eager", "compile", "reduce-overhead" or "graph", got \'compiled\'',
+        ),
         ({"select": "faster", "phase": "eval"}, 'phase must be "train" or "infer", got \'eval\''),
         ({"select": ["faster"]}, r"select must be .* got \['faster'\]"),
+        (
+            {"select": "faster", "mode": "reduce-overhead"},
+            'mode = "reduce-overhead" times CUDA graphs, and the network',
+        ),
         ({"select": "faster", "mode": "graph"}, 'the network is on cpu; move it to a GPU, or take mode = "eager"'),
         ({"mode": "compile"}, 'mode = "compile" is for a choice by time; add select = "faster"'),
         ({"phase": "infer"}, 'phase = "infer" is for a choice by time; add select = "faster"'),

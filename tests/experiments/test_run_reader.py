@@ -216,8 +216,16 @@ def test_a_run_of_an_earlier_version_is_listed_and_reported(finished, old):
 
 
 def test_a_run_of_an_earlier_version_is_not_resumed_and_the_version_is_named(old):
-    with pytest.raises(RunError, match=r"was begun by torch-dcl 0\.1\.0 in another form .* cannot be resumed"):
+    with pytest.raises(RunError, match=r"was begun by torch-dcl 0\.1\.0 in another format .* cannot be resumed"):
         run_recipe(Table1(TINY), old, resume=True)
+
+
+def test_a_run_of_format_2_names_the_version_of_its_recipe(run):
+    recipe = json.loads((run / "recipe.json").read_text())
+    (run / "recipe.json").write_text(json.dumps({**recipe, "format": 2, "version": "0.1.7"}))
+    assert read_run(run).table is not None
+    with pytest.raises(RunError, match=r"begun by torch-dcl 0\.1\.7 in another format \(2, here 3\)"):
+        run_recipe(Table1(TINY), run, resume=True)
 
 
 @pytest.mark.parametrize(

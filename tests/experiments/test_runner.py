@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Job, Outcome, Recipe, content_hash
+from torch_dcl.experiments.protocol import Job, Outcome, Recipe, Silent, content_hash
 from torch_dcl.experiments.ranks import StopRequest
-from torch_dcl.experiments.runner import Silent, concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.runner import concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.run_folder import RunError, RunFolder
@@ -268,6 +268,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_
     assert run(toy(), tmp_path, resume=True, listener=told).result == whole
     assert sum("is damaged or was altered" in line for line in told.lines) == damaged
     assert any("resumed after epoch 1 of 2" in line for line in told.lines) == (damaged == 1)
+
+
+def test_fleets_of_another_size_leave_the_checkpoints_aside_and_say_so(tmp_path, stopped):
+    other, told = toy(), Told()
+    other.at_once = 1
+    assert run(other, tmp_path, resume=True, listener=told).complete
+    unused = [line.split()[0] for line in told.lines if "is of no fleet that is to be trained now" in line]
+    assert unused == [file.name for file in stopped]
+    assert not (tmp_path / "fleets").exists()
 
 
 def test_checkpoints_are_gone_when_the_run_is_done(tmp_path, stopped):

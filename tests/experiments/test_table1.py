@@ -17,10 +17,11 @@ from torch_dcl.experiments import load, save
 from torch_dcl.experiments.columns import weights
 from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.paper_numbers import TABLE1
+from torch_dcl.experiments.protocol import Silent
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config, table1_of
 from torch_dcl.experiments.recipes.table1_search import Trial, stored_choice, stored_minutes
 from torch_dcl.experiments.run_reader import read_run
-from torch_dcl.experiments.runner import Silent, outcomes_of
+from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.run_folder import RunError, RunFolder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import torch_dcl
 from torch_dcl.fleet import run_folder
-from torch_dcl.fleet.run_folder import RunError, RunFolder, environment
+from torch_dcl.fleet.run_folder import FORMAT, RunError, RunFolder, environment
 
 RECIPE = {"seeds": 5, "sets": ["MNIST-II-01"], "images": None}
 plain = st.recursive(
@@ -129,7 +129,9 @@ def test_a_record_that_is_nested_beyond_measure_is_damaged(tmp_path):
         RunFolder(tmp_path, {}, format=1).read("outcomes")
 
 
-@pytest.mark.parametrize("look", [RunFolder.look, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()])
+@pytest.mark.parametrize(
+    "look", [RunFolder.inspect, lambda path: RunFolder.open(path, RECIPE, resume=True).__enter__()]
+)
 def test_a_recipe_that_is_nested_beyond_measure_is_damaged(tmp_path, look):
     (tmp_path / "recipe.json").write_text(NESTED)
     with pytest.raises(RunError, match=r"recipe.json is damaged .*write the recipe again"):
@@ -181,12 +183,12 @@ def test_a_version_that_was_not_recorded_is_said_to_be_unknown(tmp_path, version
         pass
 
 
-@pytest.mark.parametrize("form", [0, -1, 3, 10**30, True, None, "2", 2.0, [2], {}])
+@pytest.mark.parametrize("form", [0, -1, FORMAT + 1, 10**30, True, None, "2", 2.0, [2], {}])
 def test_a_format_that_nobody_wrote_is_not_taken_for_the_one_without_checksums(tmp_path, form):
     with RunFolder.open(tmp_path, RECIPE) as folder:
         folder.append("outcomes", {"a": 1})
     (tmp_path / "recipe.json").write_text(json.dumps({**RECIPE, "format": form}))
-    with pytest.raises(RunError, match=r"its format is .*, from 1 to 2 can be read; use the version"):
+    with pytest.raises(RunError, match=r"its format is .*, from 1 to 3 can be read; use the version"):
         RunFolder.inspect(tmp_path)
 
 
@@ -228,11 +230,11 @@ def test_what_interrupted_writes_left_is_removed_once_the_lock_is_held(tmp_path)
 def test_the_recipe_is_kept_as_json(tmp_path):
     with RunFolder.open(tmp_path / "deep" / "run", RECIPE):
         stored = json.loads((tmp_path / "deep" / "run" / "recipe.json").read_text())
-    assert stored == {**RECIPE, "format": 2, "version": torch_dcl.__version__}
+    assert stored == {**RECIPE, "format": FORMAT, "version": torch_dcl.__version__}
     assert RunFolder.inspect(tmp_path / "deep" / "run").recipe == RECIPE
 
 
-def test_a_run_that_exists_is_refused_without_resume_and_gone_on_with_by_it(tmp_path):
+def test_a_run_that_exists_is_refused_without_resume_and_resumed_with_it(tmp_path):
     with RunFolder.open(tmp_path, RECIPE) as folder:
         folder.append("outcomes", {"a": 1})
     with (

@@ -48,7 +48,7 @@ def test_a_fleet_that_stops_at_any_step_and_resumes_ends_with_the_same_bits(tmp_
     resumed.train()
     assert torch.equal(weights(resumed), weights(whole))
     assert resumed.history == whole.history
-    # The one that stopped may go on by itself as well.
+    # The one that stopped resumes without a checkpoint as well.
     stopped.train()
     assert torch.equal(weights(stopped), weights(whole))
 

@@ -1,4 +1,4 @@
-"""Networks side by side: as a stack of them, as one alone, and as a plain loop with torch's own optimiser."""
+"""Unstacked networks, against a stack of them, one alone, and a plain loop with torch's own optimiser."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Networks side by side on a GPU: captured, on several streams, compiled, resumed; against the CPU and each other."""
+"""Unstacked networks on a GPU: captured, on several streams, compiled, resumed; against the CPU and each other."""
 
 import importlib.util
 
@@ -86,7 +86,7 @@ def test_several_at_a_time_end_with_the_same_bits_as_one_after_another(kind, str
     assert all(same_bits(together.network(i), apart.network(i)) for i in range(3))
 
 
-def test_fleets_of_several_architectures_abreast_end_with_the_same_bits_as_alone():
+def test_concurrent_fleets_of_several_architectures_end_with_the_same_bits_as_alone():
     kinds = {"tiny": 4, "overlapping pools": 2, "wide residual": 3}  # epochs
     concurrent, alone = ([some(kind, epochs=epochs)[0] for kind, epochs in kinds.items()] for _ in range(2))
     while any(fleet.epoch < fleet.epochs for fleet in concurrent):
@@ -98,7 +98,7 @@ def test_fleets_of_several_architectures_abreast_end_with_the_same_bits_as_alone
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_fleets_abreast_keep_the_partial_sums_of_their_products_apart(precision):
+def test_concurrent_fleets_do_not_share_the_partial_sums_of_their_products(precision):
     """Products over thousands of values are parted among processors, which leave their sums in cuBLAS's scratch."""
 
     def fleets():

@@ -1,4 +1,4 @@
-"""Networks side by side with the kernels of a GPU, run as Python by Triton's interpreter, against plain torch.
+"""Unstacked networks with the kernels of a GPU, run as Python by Triton's interpreter, against plain torch.
 
 Triton looks at TRITON_INTERPRET when it is imported, so all cases run in one process of their own.
 """

@@ -27,6 +27,7 @@ SMOKE = {
     "figures": ("--data", "excerpt"),
     "table2": ("--networks", "lenet,bignet"),
     "chart": ("--set", "units=plain,dcl,star", "--set", "rates=0.01,0.03"),
+    "demo": ("--set", "train_images=500", "--set", "epochs=2", "--seeds", "2"),
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
 }
 CLOCK = re.compile(r"minutes|time|step ms", re.IGNORECASE)
@@ -57,14 +58,15 @@ def _floats(text):
 
 def results_of(run):
     """What a run leaves in its files, without what depends on the clock and the machine."""
-    names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart")
+    names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo")
     found = {}
     for name in names:
         file = run / f"{name}.json"
         if file.exists():
             content = json.loads(file.read_text(encoding="utf-8"))
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
-                    "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"]}  # fmt: skip
+                    "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
+                    "demo": ["set", "networks", "verdict", "knowledge"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found
@@ -73,7 +75,9 @@ def results_of(run):
 def _without_clock(value):
     if isinstance(value, dict):
         return {
-            k: _without_clock(v) for k, v in value.items() if k not in ("minutes", "step_ms", "source", "title", "what")
+            k: _without_clock(v)
+            for k, v in value.items()
+            if k not in ("minutes", "seconds", "step_ms", "source", "title", "what")
         }
     return [_without_clock(v) for v in value] if isinstance(value, list) else value
 

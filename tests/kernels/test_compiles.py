@@ -155,6 +155,24 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     assert compiled == [*forward, *backward, *backward]
 
 
+@pytest.mark.parametrize("T", [2, 3])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("P", "K2"), [(64, 512), (64, 4096), (100, 1024), (128, 4096), (400, 1024), (400, 4096)])
+def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, keep, P, K2):
+    """As under autocast, in the sizes of AlexNet's and VGG's layers: twice the bytes must fit on the chip, too."""
+    from torch_dcl.kernels import kept, plans
+
+    y, weight, M = torch.randn(P, T * 64).bfloat16(), torch.randn(T * 64, K2), 64
+    plan = plans.Plan(
+        y.shape, y.stride(), y.dtype, y.device, K2, weight.dtype, None, 1, T, 0.01, False, keep, None, True, False
+    )
+    low = plan.forward(y, weight, None, None)[1][0]
+    assert (plan.M, low.dtype, low.shape) == (M, torch.bfloat16, weight.shape)
+    assert plan.forward(y, weight, None, None, learns=False)[1][0] is None or (keep and P > 128 and T == 3)
+    kernel = ("_kept_forward" if kept.in_one(P, T, y.dtype) else "_fuse_forward") if keep else "forward"
+    assert compiled == [kernel, kernel]
+
+
 @pytest.mark.parametrize(("channels", "filters", "side", "kernel"), [(1, 20, 28, 5), (20, 50, 12, 5), (64, 130, 6, 3)])
 @pytest.mark.parametrize("pool", [1, 2])
 def test_the_convolution(compiled, channels, filters, side, kernel, pool):

@@ -146,6 +146,15 @@ def norm_and_back(T, fixed):
     return run
 
 
+def norm_and_infer(T):
+    def run(y, weight, numbers, _):
+        gammas, betas, means, variances = (list(numbers[i * T : i * T + T]) for i in range(4))
+        given = (y, weight, None, gammas, betas, means, variances, T, 0.01, False, 1e-5)
+        return torch.ops.torch_dcl.normed_infer(*given)
+
+    return run
+
+
 CASES = {
     "conv, narrow": (project_and_back(2, False, False, True), 4096, 2, 16, 64),
     "conv, deep, without biases": (project_and_back(2, False, False, False), 3136, 2, 128, 512),
@@ -157,6 +166,8 @@ CASES = {
     "batch norm, deep": (norm_and_back(2, False), 3136, 2, 128, 512),
     "batch norm, three branches": (norm_and_back(3, False), 3136, 3, 32, 128),
     "fixed norm": (norm_and_back(2, True), 4096, 2, 16, 64),
+    "fixed norm, inference": (norm_and_infer(2), 4096, 2, 16, 64),
+    "fixed norm, inference, three branches": (norm_and_infer(3), 4096, 3, 16, 64),
 }
 
 
@@ -185,7 +196,7 @@ def test_a_compiler_sees_the_kernels_and_which_of_their_arguments_they_write_to(
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("name", ["conv, narrow", "linear", "batch norm", "fixed norm"])
+@pytest.mark.parametrize("name", ["conv, narrow", "linear", "batch norm", "fixed norm", "fixed norm, inference"])
 def test_the_code_that_a_compiler_writes_for_the_kernels_compiles(name, capability, gpu, tmp_path):
     seen = set()
     for kernel, given, options, _ in launches_of(name, torch.bfloat16):

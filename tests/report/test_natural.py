@@ -45,7 +45,7 @@ def table():
 
 def chart_table(chart):
     """The part of a page that shows a chart."""
-    nothing = {"drawn": [], "lost": 0, "differences": None, "table": None, "tried": None, "missing": []}
+    nothing = {"drawn": [], "lost": 0, "differences": None, "table": None, "text": None, "tried": None, "missing": []}
     return str(render("figures.html", chart=chart_context(chart, "run"), **nothing))
 
 

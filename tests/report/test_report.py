@@ -114,13 +114,16 @@ def test_a_table_by_itself_names_its_machine_and_its_commands(table):
     assert "To run it again" in shown
 
 
-@pytest.mark.parametrize("name", ["table1-search", "calibration"])
-def test_recipes_without_a_report_are_named(tmp_path, name):
-    recipe = {"recipe": name, "models": [], "sets": [], "trials": [], "rounds": 0}
+def test_a_recipe_without_a_page_of_its_own_shows_what_the_terminal_did(tmp_path):
+    recipe = {"recipe": "table1-search", "total": 0, "unit": "entries", "digits": "MNIST <all>"}
     with RunFolder.open(tmp_path / "run", recipe):
-        pass
-    known = "table1, table2, chart, demo, figures, knowledge"
-    with pytest.raises(ValueError, match=f"is a run of {name}; reports are of {known}"):
+        (tmp_path / "run" / "result.txt").write_text("model  2 digits\nA2 <b>  0.02\n")
+    page = report([tmp_path / "run"])
+    assert "<h1>Run of table1-search</h1>" in page
+    assert "model  2 digits\nA2 &lt;b&gt;  0.02" in page
+    assert "not run" not in page
+    (tmp_path / "run" / "result.txt").unlink()
+    with pytest.raises(ValueError, match="has no results yet"):
         report([tmp_path / "run"])
 
 

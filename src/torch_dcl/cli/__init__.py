@@ -1,4 +1,4 @@
-"""The command ``dcl``: arguments, progress and printing. What it does is done in the other rooms.
+"""The command ``dcl``: arguments, progress and printing, without logic of its own.
 
 torch and everything heavy is imported inside the commands, so that help answers at once.
 """

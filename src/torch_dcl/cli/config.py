@@ -1,4 +1,4 @@
-"""What ``dcl run`` is asked for: a recipe with its settings, from names, files and options."""
+"""The arguments of ``dcl run``: a recipe with its settings, from names, files and options."""
 
 import ast
 import dataclasses
@@ -37,7 +37,7 @@ _LARGEST = 1_000_000  # bytes of a recipe
 
 
 def _first_lines() -> dict[str, str]:
-    """What each recipe runs: the first line of its file. None is loaded for it."""
+    """The first line of each recipe's file, which says what it runs. No recipe is loaded for it."""
     lines = {}
     for file in sorted(Path(__file__).parents[1].glob("experiments/recipes/[a-z]*.py")):
         first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
@@ -57,7 +57,7 @@ class Asked(NamedTuple):
 
 
 def recipe(name: str, *, smoke: bool = False) -> Asked:
-    """A recipe as it is.
+    """A recipe with its defaults.
 
     Args:
         name: One of `ABOUT`.
@@ -76,7 +76,7 @@ def _smoke(kind: "type[Config]") -> dict[str, Any]:
 
 
 def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]:
-    """What is meant by the word after ``dcl run``: a recipe's name, a file, or the folder of a run.
+    """Find a recipe by the word after ``dcl run``: its name, a file, or the folder of a run.
 
     Args:
         given: The word.
@@ -172,7 +172,7 @@ def plain_settings(config: "Config") -> dict[str, Any]:
 
 
 def as_toml(asked: Asked) -> str:
-    """A recipe as TOML, with a word on every setting."""
+    """A recipe as TOML, with a comment on every setting."""
     from torch_dcl.experiments.settings import settings_of
 
     lines = [f"# {ABOUT[asked.name]}.", "# Copy, edit, and run it: dcl run FILE.toml", "", f'recipe = "{asked.name}"']
@@ -233,7 +233,7 @@ def make_task(
     dry: bool = False,
     trust: bool = False,
 ) -> Task:
-    """Put together what was asked for.
+    """Build a task from the arguments.
 
     Args:
         given: A recipe's name, a file, or a run folder.
@@ -271,7 +271,7 @@ def make_task(
 
 
 def _fresh(out: Path) -> Path:
-    """A folder that is not there yet: smoke runs may be repeated."""
+    """A folder that does not exist yet, so that smoke runs can be repeated."""
     count, path = 1, out
     while path.exists():
         count += 1
@@ -291,7 +291,7 @@ def _code_of(asked: Asked) -> dict[str, str]:
 
 
 def _refuse_code(asked: Asked, file: Path, typed: Mapping[str, Any]) -> None:
-    """Refuse a file that names code to run, unless this user wrote it there by a run."""
+    """Refuse a file that names code to run, unless a run of this user wrote it."""
     code = {key: value for key, value in _code_of(asked).items() if key not in typed}
     if not code:
         return

@@ -1,4 +1,4 @@
-"""What is shown, and how: one console, errors in one line, exit codes, names as people type them."""
+"""Output and input of the command: one console, errors in one line, exit codes, names, files, devices."""
 
 import codecs
 import difflib
@@ -40,7 +40,7 @@ def several() -> bool:
 
 
 def for_machines(asked: bool) -> None:
-    """With ``--json`` what is for people goes to stderr, so that stdout is JSON and nothing else.
+    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else.
 
     Args:
         asked: Whether it was asked for.
@@ -62,7 +62,7 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def _tolerate(stream: Any) -> None:
-    """Let a terminal that cannot show ± or ▾ show a question mark: a finished run is no error."""
+    """Print a question mark where a terminal cannot show ± or ▾, instead of failing."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="replace")
@@ -97,7 +97,7 @@ def fail(message: str) -> None:
 
 
 def command(*examples: str) -> Callable[[Command], Command]:
-    """Make a function a command: errors in one line, exit codes, ``--debug`` for the traceback, examples in its help.
+    """Turn a function into a command: errors in one line, exit codes, ``--debug``, and examples in its help.
 
     1 is an error of the run, 2 wrong usage, 130 an interruption.
 
@@ -136,7 +136,7 @@ def command(*examples: str) -> Callable[[Command], Command]:
 
 
 def _explained(error: Exception) -> tuple[str, bool]:
-    """An error in words, and whether it is one of usage: of the command's own, or of a setting of a recipe."""
+    """The message of an error, and whether it is a usage error."""
     if isinstance(error, UsageError) or not hasattr(error, "otherwise"):
         # The text of a KeyError is a repr.
         message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -181,7 +181,7 @@ class UsageError(ValueError):
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
-    """A message of the library with options of the command in place of Python's arguments.
+    """Replace Python's arguments in a message of the library by options of the command.
 
     Args:
         message: For example ``ratio must be above 0, or pass force=True``.
@@ -201,7 +201,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest one, or all of them where none is near.
+    """Offer the nearest name for an unknown one, or all names where none is near.
 
     Args:
         name: What was typed.
@@ -250,7 +250,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_device(given: str) -> str:
-    """The device that is meant; "auto" is the GPU where there is one.
+    """Resolve a device; "auto" is the GPU where there is one.
 
     Raises:
         UsageError: It is not there.

@@ -57,7 +57,7 @@ Mnist = Annotated[
     "dcl data check data/digits",
 )
 def data(context: typer.Context, as_json: AsJson = False) -> None:
-    """What data is here, and where it is looked for. Fetch it, make it, draw it, check it."""
+    """List the data that is here, and where it is searched. Fetch, generate, draw and check it."""
     if context.invoked_subcommand is None:
         show(as_json=as_json)
 
@@ -160,7 +160,7 @@ def what_is_here() -> list[dict[str, Any]]:
 
 
 def show(*, as_json: bool) -> None:
-    """Print what is here, and where it is looked for."""
+    """Print the data that is here, and where it is searched."""
     from rich.table import Table
     from rich.text import Text
 
@@ -180,7 +180,7 @@ def show(*, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     looked = ", ".join(str(place) for place in places())
-    screen.print(f"Looked for in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
+    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
     screen.print("Multi-digit sets are written when needed.")
     screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
 

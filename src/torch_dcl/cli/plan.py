@@ -1,4 +1,4 @@
-"""``dcl plan``: which units of a network pay."""
+"""``dcl plan``: which units of a network are worth converting."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ def plan_network(
 
 
 def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.Module":
-    """The network where and as it is to be measured.
+    """Move a network to the device, type and memory format to measure it in.
 
     Args:
         network: As it was built.

@@ -1,4 +1,4 @@
-"""``dcl ls`` and ``dcl report``: runs and recipes by the names that people type."""
+"""``dcl ls`` and ``dcl report``: recipes and runs, listed and reported."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def list_all(runs: Path, *, as_json: bool) -> None:
 
 
 def write_report(runs: Sequence[str], output: Path) -> Path:
-    """Write the page of some runs, and say where it is.
+    """Write the page of some runs, and return its path.
 
     Args:
         runs: Run folders, names of runs in ``runs/``, or files ``table1.json`` and ``table2.json``.
@@ -101,7 +101,7 @@ def _write_table(runs: "Sequence[Run]", output: Path) -> None:
 
 
 def find_run(run: str) -> Path:
-    """The run that is meant: a folder, a file, or a name in ``runs/``.
+    """Find a run: a folder, a file, or a name in ``runs/``.
 
     Raises:
         UsageError: There is none; the nearest is offered.

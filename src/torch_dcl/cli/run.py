@@ -62,6 +62,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
 def _train(task: Task, stop: Any) -> "Summary":
     """Run with a bar, and print and draw the result."""
     from torch_dcl.experiments.runner import run
+    from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
 
     screen = console()
@@ -74,6 +75,7 @@ def _train(task: Task, stop: Any) -> "Summary":
             )  # fmt: skip
     if summary.result is not None:
         _print(screen, task.recipe.shown(summary.result, screen.width))
+        write_text(task.out / "result.txt", _as_text(task.recipe.shown(summary.result, 100)))
         drawn = draw_run(task.out)
         if drawn:
             screen.print(f"Drawn in {task.out}: {', '.join(drawn)}", markup=False, soft_wrap=True)
@@ -86,6 +88,16 @@ def _print(screen: Any, shown: "Sequence[Any]") -> None:
             bullets(screen, [part])
         else:
             screen.print(part)
+
+
+def _as_text(shown: "Sequence[Any]") -> str:
+    """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
+    from rich.console import Console
+
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        recorded = Console(width=100, record=True, file=nowhere, highlight=False)
+        _print(recorded, shown)
+    return str(recorded.export_text())
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
@@ -102,8 +114,6 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
 
 
 def _next(task: Task) -> str:
-    if task.asked.name in ("calibration", "table1-search", "demo"):
-        return ""
     return f" A page of it: dcl report {shlex.quote(str(task.out))}"
 
 
@@ -118,11 +128,11 @@ def _say_stopped(task: Task, why: str) -> None:
 
 
 def dry_run(task: Task, *, as_json: bool = False) -> None:
-    """Say what the run would take.
+    """Print an estimate of the run.
 
     Args:
         task: The run.
-        as_json: Whether to say it to a machine.
+        as_json: Whether to print JSON.
     """
     words, plain = task.recipe.estimate(say_minutes)
     if as_json:
@@ -185,7 +195,7 @@ def _use_free_cores() -> int:
 
 
 class Listener:
-    """Takes what the training rooms tell of their progress, and moves a bar over networks.
+    """Moves a bar over networks with the progress of a run.
 
     Args:
         bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
@@ -204,7 +214,7 @@ class Listener:
         self.bar.now(self.first)
 
     def on_epoch(self, at: "Progress") -> None:
-        """A fleet is so far."""
+        """A fleet has trained so many epochs."""
         if at.epoch == 0:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""

@@ -74,9 +74,9 @@ def check_choice(model: nn.Module, select: Select, mode: Mode, phase: Phase, bud
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         raise ValueError('select = "faster" needs a network with values to time, and this one is on the meta device')
-    if mode == "graph" and device.type != "cuda":
+    if mode in ("reduce-overhead", "graph") and device.type != "cuda":
         raise ValueError(
-            f'mode = "graph" times CUDA graphs, and the network is on {device.type}; move it to a GPU, or take '
+            f'mode = "{mode}" times CUDA graphs, and the network is on {device.type}; move it to a GPU, or take '
             'mode = "eager" or mode = "compile"'
         )
 

@@ -184,14 +184,14 @@ def _in_mode(network: nn.Module, mode: Mode) -> Callable[..., Any]:
     Each network is compiled with a code object of its own: torch keeps at most eight compiled results for a code object
     and runs the rest uncompiled. It also frees the result with the network.
     """
-    if mode != "compile":
+    if mode not in ("compile", "reduce-overhead"):
         return network
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return network(*args, **kwargs)
 
     call.__code__ = call.__code__.replace()
-    return torch.compile(call, dynamic=False)
+    return torch.compile(call, dynamic=False, mode=None if mode == "compile" else mode)
 
 
 def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

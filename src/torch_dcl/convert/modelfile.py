@@ -205,7 +205,7 @@ _ROW = {
     "comparison": _is_comparison,
 }
 _CHOICE = {
-    "mode": lambda value: value in ("eager", "compile", "graph"),
+    "mode": lambda value: value in ("eager", "compile", "reduce-overhead", "graph"),
     "phase": lambda value: value in ("train", "infer"),
     "network": _is_comparison,
 }

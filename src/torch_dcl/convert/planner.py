@@ -62,7 +62,8 @@ def plan(
             and the phase below and in place of what ``measure`` times, and selects those that are faster. Then it times
             the network and leaves out the slowest of them until the network is not slower than the plain one, within
             the spread of the measurement. A caller's autocast holds.
-        mode: How the network will run: "eager", "compile" (``torch.compile``), or "graph", captured as a CUDA graph.
+        mode: How the network will run: "eager", "compile" (``torch.compile``), "reduce-overhead" (the same with CUDA
+            graphs), or "graph", captured as a CUDA graph without a compiler.
         phase: What is to be faster: "train", a forward with its backward in training mode, or "infer", a forward in
             eval mode without gradients.
 

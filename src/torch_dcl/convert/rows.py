@@ -26,7 +26,7 @@ GROWS = "would not shrink"
 SLOWER = "slower"
 """How the reason of a unit begins that takes more time as a DCL layer."""
 UNCAPTURED = "cannot be captured as a CUDA graph"
-Mode = Literal["eager", "compile", "graph"]
+Mode = Literal["eager", "compile", "reduce-overhead", "graph"]
 Phase = Literal["train", "infer"]
 Pattern = str | Callable[[str, nn.Module], bool]
 
@@ -75,7 +75,10 @@ class Choice(NamedTuple):
     def step(self) -> str:
         """What was timed, in words."""
         what = "training step" if self.phase == "train" else "forward"
-        return {"eager": f"eager {what}", "compile": f"compiled {what}", "graph": f"{what} as a CUDA graph"}[self.mode]
+        return {
+            "eager": f"eager {what}", "compile": f"compiled {what}", "graph": f"{what} as a CUDA graph",
+            "reduce-overhead": f"{what} compiled to CUDA graphs",
+        }[self.mode]  # fmt: skip
 
 
 @dataclass(frozen=True)

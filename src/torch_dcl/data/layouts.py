@@ -136,7 +136,7 @@ def _layout(name: str, *digits: Digit, **ranges: float) -> Layout:
 
 
 _ALL = (
-    # Two digits: side by side, stacked, on a diagonal in unequal sizes, turned and overlapping, mirrored in noise.
+    # Two digits: side by side, stacked, on a diagonal in unequal sizes, rotated and overlapping, mirrored in noise.
     _layout("MNIST-II-01", Digit(-0.50, 0.00), Digit(0.50, 0.00), shift=0.04, scale=0.05),
     _layout("MNIST-II-02", Digit(0.00, -0.50), Digit(0.00, 0.50), shift=0.08, scale=0.10),
     _layout(
@@ -150,7 +150,7 @@ _ALL = (
         "MNIST-II-05", Digit(-0.38, -0.10, rotation=15), Digit(0.38, 0.10, scale=0.85, mirror=True),
         shift=0.08, scale=0.12, rotation=12, noise=60,
     ),
-    # Three digits: a triangle, a row, a diagonal, a column; then unequal sizes, turns, mirrors, overlap and noise.
+    # Three digits: a triangle, a row, a diagonal, a column; then unequal sizes, rotation, mirroring, overlap and noise.
     _layout("MNIST-III-01", Digit(-0.55, -0.55), Digit(0.55, -0.55), Digit(0.00, 0.55), shift=0.04, scale=0.05),
     _layout("MNIST-III-02", Digit(-1.00, 0.00), Digit(0.00, 0.00), Digit(1.00, 0.00), shift=0.04, scale=0.05),
     _layout("MNIST-III-03", Digit(-0.75, -0.45), Digit(0.00, 0.00), Digit(0.75, 0.45), shift=0.06, scale=0.08),

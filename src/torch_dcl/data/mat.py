@@ -166,7 +166,7 @@ def _tag(read: Read, order: str) -> tuple[int, int, bytes | None]:
 
 
 def _stored(file: io.BufferedReader) -> Read:
-    """Read what lies in the file as it is."""
+    """A reader of uncompressed data."""
 
     def read(size: int) -> bytes:
         content = file.read(size)

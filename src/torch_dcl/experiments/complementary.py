@@ -164,7 +164,7 @@ def class_responses(
 
 
 def pick_filter(responses: ClassResponses) -> int:
-    """Choose an instructive filter by a rule, so that nobody chooses it by hand.
+    """Choose an instructive filter by a rule, not by hand.
 
     A filter responds to the class with its highest fused response. In this order, the filter is taken
 

@@ -54,7 +54,7 @@ Purpose = Literal["choose", "report"]
 
 
 class Digits(NamedTuple):
-    """MNIST, or what stands for it."""
+    """MNIST, or its excerpt."""
 
     train: Labelled
     test: Labelled
@@ -238,7 +238,7 @@ class DigitRecipe(Recipe[C]):
         return {"digits": self.digits.source, "sha256": self.digits.sha256, **super().asked()}
 
     def planned(self) -> list[Job]:
-        """About what is trained, where later jobs depend on outcomes; the jobs themselves where none does."""
+        """The jobs; where later ones depend on outcomes, as many in their place, for an estimate."""
         return self.jobs({})
 
     def total(self) -> int:
@@ -311,7 +311,7 @@ class DigitRecipe(Recipe[C]):
         return self._labelled(jobs, "judge")
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
-        """What came of the jobs; an oracle is right where all of its digits are, and its losses are sums."""
+        """The outcomes; an oracle is right where all of its digits are, and its losses are sums."""
         fleet, seen = trained.fleet, trained.evaluation
         losses, last, stopped = seen.losses.tolist(), fleet.history.train_loss[-1], fleet.history.stopped
         outcomes, first = [], 0
@@ -346,7 +346,7 @@ class DigitRecipe(Recipe[C]):
         return self._sets
 
     def _names(self, job: Job) -> list[str]:
-        """What the networks of a job call their data."""
+        """The names of the data of a job's networks."""
         return [f"{job.data}#{place}" for place in range(self.networks(job))] if job.network == "oracle" else [job.data]
 
     def _labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:

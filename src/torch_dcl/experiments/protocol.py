@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "content_hash", "finite",
-    "images_per_second",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash",
+    "finite", "images_per_second",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
@@ -45,11 +45,11 @@ class Job:
     phase: str = "report"
     """Jobs of a later phase may depend on the outcomes of an earlier one."""
     options: tuple[tuple[str, float], ...] = ()
-    """What else makes it this job, by name."""
+    """Further settings of the job, by name."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Job":
-        """The way back from plain data."""
+        """Read a job from plain data."""
         return cls(**{**plain, "options": tuple((name, value) for name, value in plain["options"])})
 
     def option(self, name: str, default: float | None = None) -> float:
@@ -60,7 +60,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a job."""
+    """The outcome of a job."""
 
     job: Job
     error: float
@@ -75,11 +75,11 @@ class Outcome:
     compiling: float = dataclasses.field(default=0.0, compare=False)
     """The share of these seconds that went into compiling and capturing kernels, on a GPU."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What else a recipe keeps of it, as plain data."""
+    """Further results, as plain data."""
 
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Outcome":
-        """The way back from plain data, where None stands for a number that is not finite."""
+        """Read an outcome from plain data, where None stands for a number that is not finite."""
         numbers = {key: math.nan if plain[key] is None else plain[key] for key in ("error", "test_loss", "train_loss")}
         return cls(**{**plain, **numbers, "job": Job.read(plain["job"])})
 
@@ -134,6 +134,19 @@ class Listener(Protocol):
 
     def report(self, line: str) -> None:
         """A line of progress."""
+
+
+class Silent:
+    """A listener that does nothing."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Nothing."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Nothing."""
+
+    def report(self, line: str) -> None:
+        """Nothing."""
 
 
 # Recipes
@@ -237,7 +250,7 @@ class Recipe(abc.ABC, Generic[C]):
         return False
 
     def compute(self, jobs: Sequence[Job]) -> list[Outcome] | None:
-        """What comes of jobs that train nothing; None where `fleet` is to be trained."""
+        """The outcomes of jobs that train nothing; None where `fleet` is to be trained."""
         del jobs
         return None
 
@@ -254,7 +267,7 @@ class Recipe(abc.ABC, Generic[C]):
         return f"{', '.join(dict.fromkeys(jobs[0].network for jobs in fleets))} on {fleets[0][0].data}"
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
-        """What came of the jobs of a trained fleet, one network each."""
+        """The outcomes of a trained fleet, one network a job."""
         fleet, count = trained.fleet, len(jobs)
         errors, losses = trained.evaluation.errors.tolist(), trained.evaluation.losses.tolist()
         last, stopped = fleet.history.train_loss[-1], fleet.history.stopped

@@ -8,11 +8,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torch_dcl.fleet.run_folder import RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 __all__ = ["Rank", "StopRequest"]
 
@@ -75,14 +76,22 @@ class Rank(NamedTuple):
             resume: Whether to resume the run that is there.
 
         Raises:
-            RunError: As `RunFolder.open`.
+            RunError: As `RunFolder.open`; or the folder has a symbolic link in it.
         """
         if self.number:
             self.wait()
+        _refuse_links(Path(path))
         with RunFolder.open(path, recipe, resume=resume or self.number > 0, part=self.part) as folder:
             if not self.number:
                 self.wait()
             yield folder
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
 
 
 class StopRequest:

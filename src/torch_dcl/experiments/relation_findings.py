@@ -82,15 +82,13 @@ def answer(result: Mapping[str, Any]) -> str:
     if not compared:
         return "One seed cannot say whether DCL-A2 errs less than its controls; run at least two."
     relations = [task for task in _tasks(result) if task != "number"]
+    about = f"a relation of the digits ({', '.join(TASKS[task].title for task in relations)})"
     parts = []
-    for words, tasks in (
-        (f"is a relation of the digits ({', '.join(TASKS[task].title for task in relations)})", relations),
-        ("is the number itself", [task for task in _tasks(result) if task == "number"]),
-    ):
+    for words, tasks in ((about, relations), ("the number itself", [t for t in _tasks(result) if t == "number"])):
         judged = [judge_cell(compared, task, images) for task in tasks for images in _sizes(result)]
         if judged:
             parts.append(
-                f"where the label {words}, DCL-A2 errs clearly less than every control of equal weights in "
+                f"where the label is {words}, DCL-A2 errs clearly less than every control of equal weights in "
                 f"{judged.count(1)} of {len(judged)} settings and clearly more than one of them in {judged.count(-1)}"
             )
     n = min(each.gap.n for each in compared)

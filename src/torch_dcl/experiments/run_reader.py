@@ -62,7 +62,7 @@ class Run:
     table: Table | None = None
     """As it was written at the run's end, or of what is there so far; None where there is none."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """The data of figures, by the names of `FILES`, as JSON has them."""
+    """The data of figures, by the names of `FILES`, as JSON has them; or the ``result`` as text where there is none."""
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[State]:
@@ -154,6 +154,9 @@ def _results(folder: RunFolder, state: State, outcomes: Mapping[Job, Outcome]) -
             table = table or compute()
         elif name not in parts and (data := compute()):
             parts[name] = data
+    text = folder.path / "result.txt"
+    if table is None and not parts and text.is_file():
+        parts["result"] = text.read_text(encoding="utf-8", errors="replace")
     return table, parts
 
 

@@ -4,7 +4,7 @@
 
     runs/table2/
       recipe.toml, recipe.json      the settings as they can be edited, and everything that outcomes depend on
-      outcomes.jsonl                what came of each fleet, one line with a checksum
+      outcomes.jsonl                the outcomes of each fleet, one line with a checksum
       fleets/KEY-EPOCH-STEP.safetensors   the last two checkpoints of each fleet that is being trained
       metrics.jsonl, minutes.jsonl, failures.jsonl, log.txt
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Silent, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
@@ -54,19 +54,6 @@ class Summary(NamedTuple):
     failures: tuple[Failure, ...] = ()
 
 
-class Silent:
-    """A listener that does nothing."""
-
-    def begin(self, before: int, total: int) -> None:
-        """Nothing."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Nothing."""
-
-    def report(self, line: str) -> None:
-        """Nothing."""
-
-
 def run(
     recipe: Recipe[Any],
     path: str | os.PathLike[str],
@@ -81,7 +68,7 @@ def run(
     """Run a recipe, or resume it.
 
     Started by ``torchrun``, every rank trains a share of the fleets, and the first one makes the result. A fleet that
-    raises an error does not end the run: its jobs are noted as failed, and a resumed run tries them again.
+    raises an error does not end the run: its jobs are recorded as failed, and a resumed run tries them again.
 
     Args:
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
@@ -91,7 +78,7 @@ def run(
         every: Seconds between two checkpoints.
         should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
         listener: Told of the progress.
-        files: What else to keep in a folder that is begun, by name, such as the settings as TOML.
+        files: Further files for a new folder, by name, such as the settings as TOML.
 
     Raises:
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
@@ -102,7 +89,6 @@ def run(
     recipe.prepare(listener.report if not rank.number else Silent().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
-        _refuse_links(folder.path)
         for name, content in (files or {}).items() if not rank.number else ():
             if not (folder.path / name).exists():
                 write_bytes(folder.path / name, content)
@@ -117,13 +103,6 @@ def run(
             return Summary(complete, None, failures)
         sweep.kept.forget_all()
         return Summary(True, recipe.result(folder), failures)
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
@@ -144,7 +123,7 @@ def minutes_of(folder: RunFolder) -> float:
 def plan_fleets(
     jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int, networks: Callable[[Job], int] = lambda _: 1
 ) -> list[list[Job]]:
-    """Share jobs out among fleets: those of one group together, in the order of the jobs.
+    """Divide jobs among fleets: those of one group together, in the order of the jobs.
 
     Args:
         jobs: All of them; one that is there twice counts once.
@@ -280,6 +259,7 @@ class _Sweep:
             mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
             if not begun:
                 self._begin(known)
+                self._report_unused(jobs, known)
                 begun = True
             if all(job in known for job in jobs):
                 return True
@@ -298,6 +278,14 @@ class _Sweep:
         if known:
             self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
 
+    def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
+        """Name the checkpoints that no fleet resumes from, because jobs were divided differently then."""
+        fleets = plan_fleets(jobs, self.recipe.group, self.recipe.at_once, self.recipe.networks)
+        keys = {_key([job for job in fleet if job not in known]) for fleet in fleets}
+        for file in sorted(self.kept.place.glob("*.safetensors")) if not self.rank.number else ():
+            if file.name[:12] not in keys:
+                self.report(f"{file.name} is of no fleet that is to be trained now, as with another setting of most")
+
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
         groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device, recipe.networks)
@@ -313,7 +301,7 @@ class _Sweep:
                 return
 
     def _train_or_fail(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
-        """Train fleets concurrently; False when time is up before the end. An error is noted as their jobs'."""
+        """Train fleets concurrently; False when time is up before the end. An error is recorded with their jobs."""
         try:
             return self._train(group, number, count)
         except (RunError, OSError):
@@ -379,7 +367,7 @@ class _Sweep:
         return True
 
     def _keep(self, key: str, outcomes: Sequence[Outcome]) -> None:
-        """Write what came of a fleet as one line; its checkpoints are not needed any more."""
+        """Write the outcomes of a fleet as one line, and remove its checkpoints."""
         plain = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
         self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
         self.kept.forget(key)

@@ -116,7 +116,7 @@ def notation(mean: float, std: float | None = None) -> str:
 
 
 def is_complete(values: Sequence[float | None]) -> bool:
-    """Whether all values are finite numbers, as they are not of a run that diverged."""
+    """Whether all values are finite numbers; a run that diverged has others."""
     return all(value is not None and math.isfinite(value) for value in values)
 
 

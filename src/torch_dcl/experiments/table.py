@@ -164,7 +164,7 @@ class Table:
         return {c: Losses([runs[s][0] for s in common], [runs[s][1] for s in common]) for c, runs in noted.items()}
 
     def to_baseline(self, cell: Cell) -> Difference | None:
-        """The cell's errors minus the baseline's on the same seeds; None for the baseline, and where that cannot be."""
+        """The cell's errors minus the baseline's on the same seeds; None for the baseline, and without common seeds."""
         baseline = self.cell(cell.set, self.baseline_of(cell.column))
         if baseline is None or baseline is cell:
             return None

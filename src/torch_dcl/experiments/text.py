@@ -11,7 +11,7 @@ from torch_dcl.experiments.stats import Comparison, compare, mean, mean_std_n, s
 from torch_dcl.experiments.table import CONTROLS, Table, mark
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    import rich.table
 
 __all__ = [
     "LEGEND", "Line", "Pair", "as_rich", "as_text", "findings", "fitting_table", "long_table", "notes", "reservations",
@@ -39,7 +39,7 @@ def notes(table: Table) -> list[str]:
     return signs
 
 
-def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
+def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
     """The table for `rich.print`.
 
     Args:
@@ -94,7 +94,9 @@ class Line(NamedTuple):
     """Whether a rule follows."""
 
 
-def fitting_table(heads: Sequence[str], lines: Sequence[Line], width: int, optional: Sequence[str]) -> "RichTable":
+def fitting_table(
+    heads: Sequence[str], lines: Sequence[Line], width: int, optional: Sequence[str]
+) -> "rich.table.Table":
     """A table that fits: a narrow terminal goes without some of the columns, and no number is cut.
 
     Args:
@@ -123,7 +125,7 @@ def fitting_table(heads: Sequence[str], lines: Sequence[Line], width: int, optio
     return table
 
 
-def long_table(table: Table, width: int) -> "RichTable":
+def long_table(table: Table, width: int) -> "rich.table.Table":
     """A line for every cell: the paper's number, ours, and the difference to the baseline.
 
     Args:

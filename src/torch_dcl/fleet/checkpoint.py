@@ -1,6 +1,6 @@
 """The state of a fleet as one file, checked byte by byte and then value by value.
 
-A seal says that a file is whole, not that it makes sense: whoever seals a file again may have written anything.
+A seal says that a file is whole, not that it makes sense: a file that was sealed again may contain anything.
 """
 
 import json
@@ -85,7 +85,7 @@ def _check_members(path: str | os.PathLike[str], then: object, now: list[dict[st
 
 
 def _wrong_value(about: Mapping[str, Any], alive: Sequence[bool], epochs: int, steps: int) -> str | None:
-    """The name of a value that no fleet wrote, members apart; None where all are right."""
+    """The name of the first value that no fleet writes, without the members; None where all are right."""
     count = len(alive)
     unknown = about.keys() - {"members", "epoch", "train_loss", "stopped", "extra", *_INSIDE_AN_EPOCH}
     if unknown:

@@ -62,6 +62,7 @@ class RunFolder:
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], format: int = FORMAT) -> None:
         self.path, self.recipe, self.format = path, dict(recipe), format
+        self.version: str | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -118,8 +119,10 @@ class RunFolder:
                 f"{file}: its format is {_short(form)}, from 1 to {FORMAT} can be read; use the version of torch-dcl "
                 "that wrote it"
             )
-        recipe.pop("version", None)
-        return cls(Path(path), recipe, form)
+        version = recipe.pop("version", None)
+        folder = cls(Path(path), recipe, form)
+        folder.version = version if isinstance(version, str) else None
+        return folder
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
         """Append records to a file in one write, and sync it to the disk.
@@ -361,7 +364,8 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
     if before.format != FORMAT:
         starts = before.read("environment")
         versions = starts[0].get("versions") if starts else None
-        version = versions.get("torch-dcl", "unknown") if isinstance(versions, dict) else "unknown"
+        noted = versions.get("torch-dcl", "unknown") if isinstance(versions, dict) else "unknown"
+        version = before.version or noted
         raise RunError(
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"

@@ -13,8 +13,6 @@ With ``d`` the gradient of the normalised response, backward needs two sums over
 and the gradient of a product x is ``scale · d + (2 V · (x - mean) + U) / P``.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,8 @@ from torch import Tensor
 from torch_dcl.kernels.arithmetic import OPTIONS, single
 from torch_dcl.kernels.launch import Norms
 from torch_dcl.kernels.launcher import Launch
+from torch_dcl.kernels.passes import fixed_statistics, scale_and_shift
+from torch_dcl.kernels.project import three
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
 __all__ = ["Statistics"]
@@ -92,17 +92,11 @@ def _moments(
 
 
 @triton.jit
-def _scale_and_shift(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-                     GAMMA: tl.constexpr, BETA: tl.constexpr):  # fmt: skip
-    """What the projection's kernels read of a norm, and what its backward kernel does."""
-    inside = n < N
-    scale = rstd
-    if GAMMA:
-        scale *= tl.load(gamma + n, mask=inside, other=0.0).to(tl.float32)
-    shift = -mean * scale
-    if BETA:
-        shift += tl.load(beta + n, mask=inside, other=0.0).to(tl.float32)
-    to = known + t * N + n
+def _know(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr,
+          BETA: tl.constexpr):  # fmt: skip
+    """Write what the projection's kernels read of a norm, and what its backward kernel does."""
+    scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, N, GAMMA, BETA)
+    inside, to = n < N, known + t * N + n
     tl.store(to, scale, mask=inside)
     tl.store(to + T * N, shift, mask=inside)
     tl.store(to + 2 * T * N, mean, mask=inside)
@@ -142,7 +136,7 @@ def _statistics_of(
     tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
-    _scale_and_shift(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    _know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
     if BIAS:
         mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
     variance *= positions / tl.maximum(positions - 1.0, 1.0)
@@ -201,16 +195,12 @@ def _fixed_of(
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    inside = n < N
     at = (t * M + m)[:, None] * N + n[None, :]
-    both = (m < M)[:, None] & inside[None, :]
+    both = (m < M)[:, None] & (n < N)[None, :]
     tl.store(low + at, tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty), mask=both)
     if tl.program_id(2) == 0:
-        mean = tl.load(running_mean + n, mask=inside, other=0.0).to(tl.float32)
-        variance = tl.load(running_var + n, mask=inside, other=1.0).to(tl.float32)
-        if BIAS:
-            mean -= tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
-        _scale_and_shift(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+        mean, rstd = fixed_statistics(running_mean, running_var, bias, epsilon, n, t, N, BIAS)
+        _know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
 
 
 @triton.jit
@@ -349,8 +339,8 @@ class Statistics:
         if self.fixed:
             known = torch.empty(4 * T * N, dtype=torch.float32, device=device)
             self._find(
-                weight, of_bias, *_three(norms.gammas, known), *_three(norms.betas, known),
-                *_three(norms.means, known), *_three(norms.variances, known), known, low,
+                weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
+                *three(norms.means, known), *three(norms.variances, known), known, low,
             )  # fmt: skip
             return known, low
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
@@ -358,8 +348,8 @@ class Statistics:
         self._add(y, parts)
         running = (norms.means, norms.variances, norms.counts) if self.track else ((), (), ())
         self._find(
-            parts, y, weight, of_bias, *_three(norms.gammas, known), *_three(norms.betas, known),
-            *_three(running[0], known), *_three(running[1], known), *_three(running[2], known), known, low,
+            parts, y, weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
+            *three(running[0], known), *three(running[1], known), *three(running[2], known), known, low,
         )  # fmt: skip
         if self.cumulative:
             torch._foreach_add_(list(norms.counts), 1)
@@ -396,10 +386,3 @@ class Statistics:
             "AT_ONCE": _IN_FLIGHT // (BK * _TILE), "BK": BK, "BN": _TILE,
         }  # fmt: skip
         return Launch(_gradients, (cdiv(N, _TILE), T), values, {"num_warps": 8, "num_stages": 2, **OPTIONS})
-
-
-def _three(tensors: Sequence[Tensor], otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One pointer for each of up to three branches."""
-    if not tensors:
-        return otherwise, otherwise, otherwise
-    return tensors[0], tensors[1], tensors[-1]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch_dcl import kernels
 from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norms
-from torch_dcl.kernels.plans import plan_for
+from torch_dcl.kernels.plans import Known, plan_for
 
 __all__ = ["fuse", "linear", "project", "turn"]
 
@@ -53,6 +53,11 @@ def project(
         z = torch.ops.torch_dcl.project(rows, weight, bias, T, eps, pairs, keep)[0]
         return launch.at_positions(y, channels, z)
     running = (list(norms.means), list(norms.variances)) if norms.fixed else ([], [])
+    if norms.fixed and not torch.is_grad_enabled():
+        z = torch.ops.torch_dcl.normed_infer(
+            rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
+        )
+        return launch.at_positions(y, channels, z)
     z, known, _ = torch.ops.torch_dcl.normed_project(
         rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
     )
@@ -155,11 +160,13 @@ def _op_project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z ``[P, K2]``; the weights as they were computed with, or nothing if they are those given; likewise responses."""
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
+    known: Known
     if not keep and launch.takes_hopper(plan, y, weight) is not None:
-        low = weight.to(y.dtype)
-        z, pre = torch.ops.torch_dcl.hopper_project(y, low, bias, eps), None
+        rounded = weight.to(y.dtype)
+        z, known = torch.ops.torch_dcl.hopper_project(y, rounded, bias, eps), (rounded, None)
     else:
-        z, (low, pre) = plan.forward(y, weight, bias, None)
+        z, known = plan.forward(y, weight, bias, None)
+    low, pre = known
     assert low is not None
     return z, y.new_empty(0) if low is weight else low, y.new_empty(0) if pre is None else pre
 
@@ -189,6 +196,17 @@ def _op_normed_project(
     assert low is not None
     assert known is not None
     return z, known, low
+
+
+@operation("normed_infer")
+def _op_normed_infer(
+    y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
+    variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
+) -> Tensor:  # fmt: skip
+    """z by running means and variances, where nothing learns."""
+    norms = Norms(gammas, betas, means, variances, (), norm_eps, 0.0, fixed=True)
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norms, track=False)
+    return plan.forward(y, weight, bias, norms, learns=False)[0]
 
 
 @operation("normed_project_backward")

@@ -15,7 +15,9 @@ import triton.language as tl
 
 from torch_dcl.kernels.arithmetic import careful, careful_gradients, quick, quick_gradients, respond, single
 
-__all__ = ["add_parts_", "backward", "backward_rows", "forward"]
+__all__ = [
+    "add_parts_", "backward", "backward_rows", "fixed_statistics", "forward", "infer", "scale_and_shift"
+]  # fmt: skip
 
 
 @triton.jit
@@ -65,9 +67,28 @@ def _response(rows, w, scale, shift, NORM: tl.constexpr, BM: tl.constexpr, BN: t
 
 
 @triton.jit
-def _keep(
-    low, weights, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def scale_and_shift(mean, rstd, gamma, beta, n, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    """A norm of the outputs n, as what it does to responses."""
+    scale = rstd
+    if GAMMA:
+        scale *= tl.load(gamma + n, mask=n < N, other=0.0).to(tl.float32)
+    shift = -mean * scale
+    if BETA:
+        shift += tl.load(beta + n, mask=n < N, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
+def fixed_statistics(mean, variance, bias, epsilon, n, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+    """The running mean of the outputs n, less the bias before it, and the inverse of their deviation."""
+    of = tl.load(mean + n, mask=n < N, other=0.0).to(tl.float32)
+    if BIAS:
+        of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+    return of, 1.0 / tl.sqrt_rn(tl.load(variance + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)
+
+
+@triton.jit
+def _keep(low, weights, n, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
     """Write weights as they were computed with; the first program of every few outputs does it."""
     k = tl.arange(0, BK)
     first = tl.where(tl.program_id(1) == 0, M, 0)
@@ -76,21 +97,11 @@ def _keep(
 
 @triton.jit
 def _forward_pass(
-    y, w, bias, out, low, P, eps, floor, CAREFUL: tl.constexpr, ROUNDED: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, CAREFUL: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, NORM: tl.constexpr,
+    LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z of this program's outputs at its positions; whether everything was moderate, as 0 or NaN."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
-    if ROUNDED:
-        _keep(low, w0, n, 0, N, M, BK)
-        _keep(low, w1, n, 1, N, M, BK)
-        if T == 3:
-            _keep(low, w2, n, 2, N, M, BK)
     seen = tl.zeros((BM,), tl.float32)
     for m in range(tl.program_id(1), tl.cdiv(P, BM), tl.num_programs(1)):
         p = tl.arange(0, BM).to(tl.int64) + m * BM
@@ -124,18 +135,70 @@ def forward(
 ):  # fmt: skip
     """z of a few outputs, position by position; with ROUNDED the weights in the type of y, as well."""
     eps, floor = single(eps), single(floor)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    kind = y.dtype.element_ty
+    w0, s0, b0 = _columns(w, bias, n, kind, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, kind, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, kind, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    if ROUNDED:
+        _keep(low, w0, n, 0, N, M, BK)
+        _keep(low, w1, n, 1, N, M, BK)
+        if T == 3:
+            _keep(low, w2, n, 2, N, M, BK)
     moderate = float("nan")
     if FOUND:
         moderate = _met(found)
     elif QUICK > 0:
         moderate = _forward_pass(
-            y, w, bias, out, low, P, eps, floor, False, ROUNDED,
-            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+            y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, False,
+            N, M, T, PAIRS, QUICK, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
     if moderate != 0:
         _forward_pass(
-            y, w, bias, out, low, P, eps, floor, True, False,
-            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+            y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, True,
+            N, M, T, PAIRS, QUICK, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _normed_columns(
+    w, bias, gamma, beta, mean, variance, epsilon, n, kind: tl.constexpr, t: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """`_columns` behind a norm of fixed statistics, from the norm itself."""
+    weights, _, _ = _columns(w, bias, n, kind, t, N, M, T, False, 0, BN, BK)
+    of, rstd = fixed_statistics(mean, variance, bias, epsilon, n, t, N, BIAS)
+    scale, shift = scale_and_shift(of, rstd, gamma, beta, n, N, GAMMA, BETA)
+    return weights, scale, shift
+
+
+@triton.jit
+def infer(
+    y, w, bias, out, g0, g1, g2, e0, e1, e2, m0, m1, m2, v0, v1, v2, P, eps, floor, epsilon,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
+    GAMMA: tl.constexpr, BETA: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z behind norms of fixed statistics, where nothing learns: every program looks at the norms itself."""
+    eps, floor, epsilon = single(eps), single(floor), single(epsilon)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    kind = y.dtype.element_ty
+    w0, s0, b0 = _normed_columns(w, bias, g0, e0, m0, v0, epsilon, n, kind, 0, N, M, T, BIAS, GAMMA, BETA, BN, BK)
+    w1, s1, b1 = _normed_columns(w, bias, g1, e1, m1, v1, epsilon, n, kind, 1, N, M, T, BIAS, GAMMA, BETA, BN, BK)
+    w2, s2, b2 = w1, s1, b1
+    if T == 3:
+        w2, s2, b2 = _normed_columns(w, bias, g2, e2, m2, v2, epsilon, n, kind, 2, N, M, T, BIAS, GAMMA, BETA, BN, BK)
+    moderate = float("nan")
+    if QUICK > 0:
+        moderate = _forward_pass(
+            y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, False,
+            N, M, T, PAIRS, QUICK, 1, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
+    if moderate != 0:
+        _forward_pass(
+            y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, True,
+            N, M, T, PAIRS, QUICK, 1, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
 
 

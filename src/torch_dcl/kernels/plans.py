@@ -8,9 +8,9 @@ from torch import Tensor
 
 from torch_dcl.kernels import launch
 from torch_dcl.kernels.launch import Norms
-from torch_dcl.kernels.launcher import kept
+from torch_dcl.kernels.launcher import Launch, kept
 
-__all__ = ["Plan", "plan_for"]
+__all__ = ["Known", "Plan", "plan_for"]
 
 Known = tuple[Tensor | None, ...]
 """What a forward pass leaves for the backward pass: the weights as they were computed with, and two more."""
@@ -67,6 +67,7 @@ class Plan:
             settings = Norms(*norms[:-1])
             norm, of_bias = 2 - settings.fixed, torch.float32
             self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norms[-1], track=track)
+        self._inference: Launch | None = None
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
 
     def forward(
@@ -76,7 +77,9 @@ class Plan:
         rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
         z = torch.empty_strided(self.z_shape, self.z_stride, dtype=y.dtype, device=y.device)
         known: Known
-        if self.statistics is not None and norms is not None:
+        if norms is not None and norms.fixed and not learns:
+            known = self._infer(rows, weight.contiguous(), None if bias is None else bias.contiguous(), z, norms)
+        elif self.statistics is not None and norms is not None:
             about, low = self.statistics(rows, weight.contiguous(), None if bias is None else bias.contiguous(), norms)
             self.projection(rows, low, about, z)
             known = (low, about)
@@ -86,13 +89,26 @@ class Plan:
             z = launch.turn(z, self.channels, False, z.dtype)
         return z, known
 
+    def _infer(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, norms: Norms) -> Known:
+        """Write z behind norms of fixed statistics; there is nothing to know, for nothing learns."""
+        from torch_dcl.kernels.project import three  # noqa: PLC0415
+
+        if self._inference is None:
+            self._inference = self.projection.launch_inference(norms, bias=bias is not None)
+        if self.P:
+            tensors = (norms.gammas, norms.betas, norms.means, norms.variances)
+            of_bias = y if bias is None else bias
+            self._inference(y, weight, of_bias, z, *(t for part in tensors for t in three(part, y)))
+        return None, None
+
     def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, learns: bool) -> Known:
         """Write z; give the weights in the type of y, and the responses if they are kept."""
         from torch_dcl.kernels import kept as responses  # noqa: PLC0415
         from torch_dcl.kernels import project  # noqa: PLC0415
 
         hopper = None if self.keep else launch.takes_hopper(self, y, weight)
-        low, rounded = weight, None
+        low: Tensor | None = weight
+        rounded = None
         if self.rounds:
             if hopper is not None or not self.P or (self.keep and not responses.in_one(self.P, self.T, self.dtype)):
                 weight = low = weight.to(y.dtype)

@@ -5,6 +5,7 @@ as it goes, where registers allow; the gradient of the branch outputs takes a se
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,22 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.launch import DEEPEST
+from torch_dcl.kernels.launch import DEEPEST, Norms
 from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
-__all__ = ["ON_CHIP", "Projection", "add_parts", "as_rows", "by_branch", "by_weights", "projection", "weight_gradient"]
+__all__ = [
+    "ON_CHIP",
+    "Projection",
+    "add_parts",
+    "as_rows",
+    "by_branch",
+    "by_weights",
+    "projection",
+    "three",
+    "weight_gradient",
+]
 
 _SHALLOW = 64
 """Filters of a branch up to which nothing is short."""
@@ -107,6 +118,16 @@ class Projection:
         if self.P:
             launch(y, weight, y if bias is None else bias, z, y if low is None else low, y)
 
+    def launch_inference(self, norms: Norms, *, bias: bool) -> Launch:
+        """The same behind norms of fixed statistics, from the norms themselves: of their tensors only which there are.
+
+        The launch takes y, weights, biases, z, and of the norms γ, β, means and variances of `three` branches each.
+        """
+        grid, BN, options = _tiles(*self._sizes)
+        values = {name: value for name, value in self._values.items() if name != "NORM"}
+        values |= {"BN": BN, "BIAS": bias, "GAMMA": bool(norms.gammas), "BETA": bool(norms.betas)}
+        return Launch(passes.infer, grid, {**values, "epsilon": norms.eps}, options)
+
     def again(self, found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """z once more with care where another kernel's programs, of 64 by 64, found values that are too large."""
         launch = self._made.get("again")
@@ -184,6 +205,13 @@ class Projection:
 
 projection = kept(Projection)
 """The same, made once."""
+
+
+def three(tensors: Sequence[Tensor], otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One pointer for each of up to three branches."""
+    if not tensors:
+        return otherwise, otherwise, otherwise
+    return tensors[0], tensors[1], tensors[-1]
 
 
 def as_rows(y: Tensor, channels: int) -> Tensor:

@@ -70,7 +70,7 @@ def report(
 
     Raises:
         RunError: One of them is damaged, or has nothing to show yet.
-        ValueError: No run is given, or one is of a recipe that has no report.
+        ValueError: No run is given, or one has nothing to show yet.
     """
     read = [run if isinstance(run, Run) else read_run(run) for run in runs]
     if not read:
@@ -145,18 +145,14 @@ def check(run: Run) -> None:
     """Refuse a run that has nothing to report.
 
     Raises:
-        ValueError: It has no results yet, or is of a recipe without a report; the message says what to do.
+        ValueError: It has no results yet; the message says what to do.
     """
     if run.table is None and not run.parts:
-        if run.state.recipe in ("table1", "table2", *TITLES):
-            raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
-        raise ValueError(
-            f"{run.path} is a run of {run.state.recipe}; reports are of table1, table2, {', '.join(TITLES)}"
-        )
+        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """The runs, those of Table 2 as one where they have no cell in common and were run alike."""
+    """Join runs of Table 2 that have no cell in common and the same settings."""
     natural = [run for run in runs if isinstance(run.table, NaturalTable)]
     if len(natural) < 2:
         return list(runs)
@@ -178,7 +174,9 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _title(run: Run) -> str:
     if run.table is not None:
         return run.table.title
-    return str(run.parts.get(run.state.recipe, {}).get("title") or TITLES.get(run.state.recipe, "Report"))
+    part = run.parts.get(run.state.recipe)
+    given = part.get("title") if isinstance(part, Mapping) else None
+    return str(given or TITLES.get(run.state.recipe, f"Run of {run.state.recipe}"))
 
 
 def _gist(run: Run) -> str:
@@ -222,9 +220,12 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> Markup:
 
 
 def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
-    """What can be drawn from the run, and what no run on the page has."""
+    """The figures of the run, and those that no run on the page has."""
     wanted = (run.state.recipe,) if run.state.recipe in ("knowledge", "chart") else tuple(ABSENT)
+    if "result" in run.parts:
+        wanted = ()
     context: dict[str, Any] = {"drawn": [], "lost": 0, "differences": None, "chart": None, "tried": None}
+    context["text"] = run.parts.get("result")
     context["missing"] = [ABSENT[part] for part in wanted if part in ABSENT and part not in there]
     if run.table is not None and (cells := differences(run.table)):
         draw = lambda dark: figures.differences_figure(cells, dark=dark)  # noqa: E731
@@ -291,7 +292,7 @@ def _machine(last: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _starts(run: Run) -> list[list[Markup | str]]:
-    """On what it ran, every time that it was started."""
+    """Time, machine and command of every start."""
     return [
         [
             start["time"].replace("T", " ").removesuffix("+00:00"),

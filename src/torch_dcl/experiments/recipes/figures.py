@@ -49,9 +49,7 @@ class FiguresConfig(DigitConfig):
     parts: tuple[str, ...] = setting(PARTS, "which", choices=PARTS, what="part")
     set: str = setting("MNIST-III-10", "the set of filters, curves and tried", smoke=TWO[0], **SETS_RULES)
     knowledge_set: str = setting("MNIST-II-05", "the set of knowledge", smoke=TWO[0], **SETS_RULES)
-    filters: tuple[int, ...] = setting(
-        FILTERS, "how many filters a branch has, one after the other", smoke=(10, 25, 50), least=1, most=500
-    )
+    filters: tuple[int, ...] = setting(FILTERS, "numbers of filters in a branch", smoke=(10, 25, 50), least=1, most=500)
     seeds: int = setting(5, "networks of each kind; knowledge looks at one", smoke=2, least=1, most=1000)
     # One epoch gives no curve to draw.
     epochs: int = setting(SCHEDULE.epochs, "passes over a set", smoke=2, least=1, most=1_000_000)

@@ -71,7 +71,7 @@ class Table2Config(NaturalConfig):
         (), "which columns exactly, such as bignet,bignet+dcl; none for the networks'", choices=COLUMNS, what="model"
     )
     data: tuple[str, ...] = setting(
-        DATA, "which sets; one that is not found is noted as not run", smoke=("cifar10",), choices=DATA, what="set"
+        DATA, "which sets; one that is missing is marked as not run", smoke=("cifar10",), choices=DATA, what="set"
     )
 
     @property
@@ -98,7 +98,7 @@ class NaturalTable(Table):
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """The sets that have a cell or are noted as absent, in a fixed order."""
+        """The sets that have a cell or are marked as absent, in a fixed order."""
         there = {cell.set for cell in self.cells} | set(self.absent)
         return tuple(name for name in DATA if name in there)
 

@@ -330,15 +330,15 @@ def conv_forward(
     out = torch.empty(E, B, PH, PW, filters, dtype=x.dtype, device=x.device)
     which = torch.empty(out.shape, dtype=torch.uint8, device=x.device)
     BK, flat = _depth(KW * C, x)
-    together = pool == 2 and not flat
-    BM, BN = _lines(x, 64 if together else 128), _tile(NP)
+    pooled = pool == 2 and not flat
+    BM, BN = _lines(x, 64 if pooled else 128), _tile(NP)
     grid = (cdiv(B * PH * PW, BM), E, NP // BN)
     sizes = (B * PH * PW, B * H * W * C, H, W, PH, PW, filters, NP)
     common = {
         "C": C, "ROW": KW * C, "KH": KH, "RELU": relu, "BIAS": bias is not None, "BM": BM, "BN": BN,
         "FLAT": flat, "PRECISION": _precision(x), "num_warps": 4, "num_stages": 3, **OPTIONS,
     }  # fmt: skip
-    if together:
+    if pooled:
         _forward_pooled[grid](x, packed, bias, out, which, *sizes, **common, BK=min(BK, 64))
     else:
         _forward[grid](x, packed, bias, out, which, *sizes, **common, BK=BK, POOL=pool)
