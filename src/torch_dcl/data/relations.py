@@ -56,9 +56,7 @@ def label_pairs(task: str, numbers: Tensor) -> Tensor:
         raise ValueError(f"there is no task {task!r}; the tasks are {', '.join(TASKS)}")
     if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) <= 99:
         wrong = next(int(n) for n in (numbers.min(), numbers.max()) if not 0 <= int(n) <= 99)
-        raise ValueError(
-            f"{wrong} is no number of two digits; relations are of sets of two digits, such as MNIST-II-05"
-        )
+        raise ValueError(f"{wrong} is no number of two digits; use a set of two digits, such as MNIST-II-05")
     return TASKS[task].label(*_digits(numbers))
 
 
