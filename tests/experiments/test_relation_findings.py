@@ -39,7 +39,7 @@ def result(errors, *, jitter=JITTER):
 WON = {
     "plain": [30, 16, 8], "narrow": [28, 16, 8], "low-rank": [32, 16, 7.9], "summed": [24, 12, 6.06], "A2": [16, 8, 6],
 }  # fmt: skip
-EVEN = dict.fromkeys(WON, [10, 7, 5])
+EVEN = {column: [10, 7, 5] for column in WON}
 
 
 @pytest.mark.parametrize("values", [[0.3, -0.1, 0.5, 0.2], [1e-3, 2e-3, -5e-3], [5.0, 5.1, 4.9, 5.05, 5.2]])
@@ -87,10 +87,10 @@ def test_a_setting_is_won_against_all_controls_and_lost_to_any():
 
 def test_the_answer_counts_settings():
     assert answer(result({"number": EVEN, "sum": WON})) == (
-        "Where the label is a relation of the digits (sum mod 10), DCL-A2 errs clearly less than every control of equal "
-        "weights in 2 of 3 settings and clearly more than one of them in 0; where the label is the number itself, DCL-A2 "
-        "errs clearly less than every control of equal weights in 0 of 3 settings and clearly more than one of them in 0 "
-        "(n = 4 seeds, paired t-tests, Holm, 5 %)."
+        "Where the label is a relation of the digits (sum mod 10), DCL-A2 errs clearly less than every control of "
+        "equal weights in 2 of 3 settings and clearly more than one of them in 0; where the label is the number "
+        "itself, DCL-A2 errs clearly less than every control of equal weights in 0 of 3 settings and clearly more "
+        "than one of them in 0 (n = 4 seeds, paired t-tests, Holm, 5 %)."
     )
     assert answer(result({"sum": WON}, jitter=(0.0,))).startswith("One seed cannot say")
 

@@ -60,7 +60,10 @@ def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure"
         errors = _numbers(_list(cell, "errors", where), "errors", where)
         if any(not 0 <= error <= 100 for error in errors):
             raise ValueError(f"{where}: errors are {errors}; give percent, from 0 to 100")
-        of_task = curves.setdefault(str(_get(cell, "task", where)), {})
+        task = str(_get(cell, "task", where))
+        if task not in TASKS:
+            raise ValueError(f"{where}: there is no task {task!r}; the tasks are {', '.join(TASKS)}")
+        of_task = curves.setdefault(task, {})
         of_task.setdefault(str(_get(cell, "column", where)), {})[int(_get(cell, "images", where))] = errors
     theme = _theme(dark)
     with _style():
