@@ -11,7 +11,7 @@ COLUMNS = ("plain", "narrow", "low-rank", "summed", "A2", "power-0", "power-1")
 def data(seeds=3, tasks=("number", "sum")):
     return {
         "cells": [
-            {"task": task, "images": images, "column": column, "errors": [60_000 / images + seed for seed in range(seeds)]}
+            {"task": task, "images": images, "column": column, "errors": [60_000 / images + k for k in range(seeds)]}
             for task in tasks
             for images in (60_000, 6_000)
             for column in COLUMNS
