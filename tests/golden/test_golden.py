@@ -68,7 +68,8 @@ def results_of(run):
             content = json.loads(file.read_text(encoding="utf-8"))
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
                     "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
-                    "demo": ["set", "networks", "verdict", "knowledge"], "relations": ["set", "steps", "cells"]}  # fmt: skip
+                    "demo": ["set", "networks", "verdict", "knowledge"],
+                    "relations": ["set", "steps", "cells"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found
