@@ -16,7 +16,7 @@ import torch_dcl as dcl
 from docs import command_page
 from torch_dcl.cli.app import app
 
-ROOMS = ["", ".convert", ".data", ".fleet", ".models", ".experiments", ".kernels"]
+ROOMS = ["", ".convert", ".data", ".fleet", ".models", ".experiments", ".report", ".kernels"]
 COMMAND = typer.main.get_command(app)
 HELP = {"--help", "-h", "--debug", "--version", "--install-completion", "--show-completion"}
 

@@ -376,7 +376,9 @@ class Counting(Toy):
 
 def test_jobs_that_train_nothing_are_computed_kept_and_may_fail(tmp_path):
     config = ToyConfig(units=("wide", "narrow", "deep"))
-    summary = run(Counting(config), tmp_path)
+    told = Told()
+    summary = run(Counting(config), tmp_path, listener=told)
+    assert told.epochs == [("wide on toy", 0), ("wide on toy", 1), ("narrow on toy", 0), ("narrow on toy", 1)]
     assert [failure.error for failure in summary.failures] == ["ValueError: too deep"]
     known = outcomes_of(RunFolder.inspect(tmp_path))
     assert {job.network: outcome.extra["length"] for job, outcome in known.items()} == {"wide": 4, "narrow": 6}

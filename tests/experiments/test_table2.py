@@ -255,7 +255,7 @@ def test_another_recipe_in_the_same_folder_is_refused(whole, root):
     [
         ({"networks": ["vgg"]}, "there is no network 'vgg'; known are lenet, bignet, wrn"),
         ({"data": ["mnist"]}, "there is no set 'mnist'; known are cifar10, cifar100, svhn"),
-        ({"seeds": 10**9}, "seeds must be at least 1 and at most 10,000, not 1e.09"),
+        ({"seeds": 10**9}, "seeds must be at least 1 and at most 1,000, not 1,000,000,000"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(settings, message):

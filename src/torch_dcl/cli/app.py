@@ -87,7 +87,9 @@ def plan(
     select: Annotated[
         str, typer.Option(help="The units that are smaller, or, by time, those that make the network faster.")
     ] = "smaller",
-    mode: Annotated[str, typer.Option(help="With faster, how the network will run: eager, compile, graph.")] = "eager",
+    mode: Annotated[
+        str, typer.Option(help="With faster, how the network will run: eager, compile, reduce-overhead, graph.")
+    ] = "eager",
     phase: Annotated[str, typer.Option(help="With faster, what is to be so: train, infer.")] = "train",
     only: Annotated[
         list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.", metavar="NAMES")

@@ -321,6 +321,9 @@ class _Sweep:
         if all(outcomes is not None for outcomes in computed):
             for key, outcomes in zip(keys, computed, strict=True):
                 self._keep(key, outcomes or [])
+            for epoch in (0, 1):
+                at = Progress(number, count, recipe.describe(group), sum(map(len, group)), epoch, 1)
+                self.listener.on_epoch(at)
             return True
         fleets = [recipe.fleet(jobs) for jobs in group]
         name, networks = recipe.describe(group), sum(map(len, fleets))

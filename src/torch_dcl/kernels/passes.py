@@ -136,10 +136,9 @@ def forward(
     """z of a few outputs, position by position; with ROUNDED the weights in the type of y, as well."""
     eps, floor = single(eps), single(floor)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    kind = y.dtype.element_ty
-    w0, s0, b0 = _columns(w, bias, n, kind, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, kind, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, kind, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
     if ROUNDED:
         _keep(low, w0, n, 0, N, M, BK)
         _keep(low, w1, n, 1, N, M, BK)
@@ -183,12 +182,17 @@ def infer(
     """z behind norms of fixed statistics, where nothing learns: every program looks at the norms itself."""
     eps, floor, epsilon = single(eps), single(floor), single(epsilon)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    kind = y.dtype.element_ty
-    w0, s0, b0 = _normed_columns(w, bias, g0, e0, m0, v0, epsilon, n, kind, 0, N, M, T, BIAS, GAMMA, BETA, BN, BK)
-    w1, s1, b1 = _normed_columns(w, bias, g1, e1, m1, v1, epsilon, n, kind, 1, N, M, T, BIAS, GAMMA, BETA, BN, BK)
+    w0, s0, b0 = _normed_columns(
+        w, bias, g0, e0, m0, v0, epsilon, n, y.dtype.element_ty, 0, N, M, T, BIAS, GAMMA, BETA, BN, BK
+    )
+    w1, s1, b1 = _normed_columns(
+        w, bias, g1, e1, m1, v1, epsilon, n, y.dtype.element_ty, 1, N, M, T, BIAS, GAMMA, BETA, BN, BK
+    )
     w2, s2, b2 = w1, s1, b1
     if T == 3:
-        w2, s2, b2 = _normed_columns(w, bias, g2, e2, m2, v2, epsilon, n, kind, 2, N, M, T, BIAS, GAMMA, BETA, BN, BK)
+        w2, s2, b2 = _normed_columns(
+            w, bias, g2, e2, m2, v2, epsilon, n, y.dtype.element_ty, 2, N, M, T, BIAS, GAMMA, BETA, BN, BK
+        )
     moderate = float("nan")
     if QUICK > 0:
         moderate = _forward_pass(
