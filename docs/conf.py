@@ -72,7 +72,9 @@ html_theme_options = {
 # What is not ours cannot be linked without the network; what is ours must be found.
 nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|contextlib|weakref|pathlib|os|typing|rich)\..*")]
 nitpick_ignore = [("py:class", name) for name in ("torch.Tensor", "Tensor", "Path", "Any", "RenderableType")]
-nitpick_ignore += [("py:class", "torch_dcl.experiments.protocol.C")]  # a type variable
+nitpick_ignore += [
+    ("py:class", f"torch_dcl.experiments.{module}.C") for module in ("protocol", "digits")
+]  # type variables
 
 ROOMS = ("", ".convert", ".data", ".data.digits", ".data.layouts", ".fleet", ".models", ".experiments", ".kernels")
 

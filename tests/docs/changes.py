@@ -38,6 +38,7 @@ ADDED = {
     "dcl run table2 --networks lenet --data cifar10 --seeds 5 --out runs/lenet": "--smoke --models lenet --seeds 1",
     "dcl run table2 --networks wrn --data cifar10 --seeds 1 --out runs/wrn": "--smoke --models wrn",
     "dcl run chart --data cifar10": "--smoke --set units=dcl,star --seeds 1 --out runs/chart",
+    "dcl run relations --data mnist/": "--dry-run --device cpu",
     "dcl run table2 --smoke": "--models lenet --seeds 1",
     "dcl run figures": "--smoke --set parts=filters --set filters=10,25 --seeds 1",
     "dcl run knowledge.toml": "--set size=32 --set images=20",

@@ -30,6 +30,7 @@ SMOKE = {
     "chart": ("--set", "units=plain,dcl,star", "--set", "rates=0.01,0.03"),
     "demo": ("--set", "train_images=500", "--set", "epochs=2", "--seeds", "2"),
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
+    "relations": ("--data", "excerpt", "--models", "narrow,low-rank,summed,A2,power-1", "--set", "sizes=100,200"),
 }
 CLOCK = re.compile(r"minutes|time|step ms", re.IGNORECASE)
 """Columns of a page that no two runs have in common."""
@@ -59,7 +60,8 @@ def _floats(text):
 
 def results_of(run):
     """What a run leaves in its files, without what depends on the clock and the machine."""
-    names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo")
+    names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo",
+             "relations")  # fmt: skip
     found = {}
     for name in names:
         file = run / f"{name}.json"
@@ -67,7 +69,8 @@ def results_of(run):
             content = json.loads(file.read_text(encoding="utf-8"))
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
                     "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
-                    "demo": ["set", "networks", "verdict", "knowledge"]}  # fmt: skip
+                    "demo": ["set", "networks", "verdict", "knowledge"],
+                    "relations": ["set", "steps", "cells"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found

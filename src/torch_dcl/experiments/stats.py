@@ -9,8 +9,8 @@ from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
     "Comparison", "Difference", "ErrorTable", "Errors", "Interval", "Losses", "by_seed", "centre", "compare",
-    "difference", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation", "paired", "signed", "spread",
-    "std", "t_quantile",
+    "difference", "holm", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation", "p_value", "paired",
+    "signed", "spread", "std", "t_quantile",
 ]  # fmt: skip
 
 
@@ -157,6 +157,31 @@ def t_quantile(p: float, df: int) -> float:
         else:
             high = middle
     return math.sqrt(df) * math.tan(low)
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """The two-sided p of the t-test that the mean of paired differences is 0; 1 where all of them are 0.
+
+    Raises:
+        ValueError: fewer than two differences.
+    """
+    deviation, n = std(differences), len(differences)
+    if deviation == 0:
+        return 1.0 if mean(differences) == 0 else 0.0
+    t = abs(mean(differences)) * math.sqrt(n) / deviation
+    return max(0.0, 1 - _central(math.atan(t / math.sqrt(n - 1)), n - 1))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Correct the p of several comparisons by Holm's method, in their order.
+
+    The k-th smallest of m is multiplied by m + 1 − k; none is below a smaller one's, and none is above 1.
+    """
+    corrected, largest = [0.0] * len(values), 0.0
+    for k, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (len(values) - k) * values[i]))
+        corrected[i] = largest
+    return corrected
 
 
 def _central(angle: float, df: int) -> float:

@@ -15,6 +15,7 @@ from torch_dcl.fleet import operations
 from torch_dcl.layers import DCLConv2d, DCLLinear
 from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 from torch_dcl.models.controls import SummedLinear
+from torch_dcl.models.power_mean import PowerMeanLinear, bounded, fuse_power_mean
 
 __all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
 
@@ -301,6 +302,18 @@ class StackedSummed(StackedDCLLinear):
         return F.relu(pre).mean(1)
 
 
+class StackedPowerMean(StackedDCLLinear):
+    """Two branches fused by a power mean, each network with an exponent of its own."""
+
+    raw_exponent: Tensor
+
+    def _fused(self, y: Tensor) -> Tensor:
+        pre, bias = self.fusion.respond(y)
+        if bias is not None:
+            pre = pre + operations.lowered(bias, pre)[:, :, None]
+        return fuse_power_mean(pre[:, 0], pre[:, 1], bounded(self.raw_exponent)[..., None])
+
+
 class StackedDCLConv2d(StackedLayer):
     """DCL convolutions: stage 1 a convolution of ΣM filters, stage 2 the same product at every position."""
 
@@ -342,4 +355,5 @@ register_stacked(QuickConv2d, StackedConv2d)
 register_stacked(QuickResponseNorm, _Each)
 register_stacked(DCLLinear, StackedDCLLinear)
 register_stacked(SummedLinear, StackedSummed)
+register_stacked(PowerMeanLinear, StackedPowerMean)
 register_stacked(DCLConv2d, StackedDCLConv2d)

@@ -18,13 +18,14 @@ from torch_dcl.report.canvas import save, svg
 from torch_dcl.report.chart_figure import chart_figure
 from torch_dcl.report.line_figures import curves_figure, filters_figure
 from torch_dcl.report.panel_figures import complementary_figure, differences_figure
+from torch_dcl.report.relations_figure import relations_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
     "chart_figure", "complementary_figure", "curves_figure", "differences_figure", "drawings", "filters_figure",
-    "lost_runs", "save", "svg",
+    "lost_runs", "relations_figure", "save", "svg",
 ]  # fmt: skip
 
 
@@ -42,6 +43,8 @@ def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "
         return {"curves": lambda dark: curves_figure(whole, dark=dark)} if whole["series"] else {}
     if part == "chart":
         return {"chart": lambda dark: chart_figure(data, dark=dark)}
+    if part == "relations":
+        return {"relations": lambda dark: relations_figure(data, dark=dark)}
     if part == "knowledge":
         return {f"knowledge-{name}": _responses(stored) for name, stored in data["networks"].items()}
     if part == "demo" and "reason" not in data["knowledge"]:

@@ -19,6 +19,7 @@ from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes import demo
 from torch_dcl.experiments.recipes.chart import chart_said
 from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2, said
+from torch_dcl.experiments.relation_findings import answer
 from torch_dcl.experiments.run_reader import Run, State, read_run
 from torch_dcl.experiments.stats import mean_std_n
 from torch_dcl.experiments.table import Table, TableError
@@ -26,6 +27,7 @@ from torch_dcl.experiments.text import summary
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
 from torch_dcl.report.document import Drawn, bold, document, figure, render, sheet
+from torch_dcl.report.relations_figure import relations_context
 from torch_dcl.report.tables import (
     chart_context,
     differences,
@@ -42,6 +44,7 @@ TITLES = {
     "demo": "dcl demo",
     "figures": "Figures beside Table 1",
     "knowledge": "What filters and their branches respond to",
+    "relations": "Relations of two digits",
 }
 ABSENT = {
     "filters": ("Accuracy against filters of a branch", "dcl run figures --set parts=filters"),
@@ -171,7 +174,9 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _title(run: Run) -> str:
     if run.table is not None:
         return run.table.title
-    return str(run.parts.get("chart", {}).get("title") or TITLES.get(run.state.recipe, f"Run of {run.state.recipe}"))
+    part = run.parts.get(run.state.recipe)
+    given = part.get("title") if isinstance(part, Mapping) else None
+    return str(given or TITLES.get(run.state.recipe, f"Run of {run.state.recipe}"))
 
 
 def _gist(run: Run) -> str:
@@ -181,6 +186,8 @@ def _gist(run: Run) -> str:
         return summary(run.table, _further(run))
     if "chart" in run.parts:
         return chart_said(run.parts["chart"])
+    if "relations" in run.parts:
+        return answer(run.parts["relations"])
     held = [finding.verdict for finding in _further(run)]
     names = f"{', '.join(run.parts)}"
     return f"{names}; {held.count('holds')} of {len(held)} claims hold." if held else f"{names}."
@@ -202,6 +209,8 @@ def _run(run: Run, name: str, there: set[str], prefix: str) -> Markup:
         return render("run.html", kind="table2", **common, **table2_context(run.table, prefix))
     if "demo" in run.parts:
         return render("run.html", kind="demo", **common, **_demo(run, name))
+    if "relations" in run.parts:
+        return render("run.html", kind="relations", **common, **_relations(run, name))
     further = _further(run)
     context = {**common, "further": further, "table": None, **_figures(run, name, there)}
     if run.table is None:
@@ -264,6 +273,14 @@ def _demo(run: Run, name: str) -> dict[str, Any]:
         "drawn": _drawn("demo", data, name),
         "picture": sheet([data["set"]]), "protocol": protocol,
     }  # fmt: skip
+
+
+def _relations(run: Run, name: str) -> dict[str, Any]:
+    data = run.parts["relations"]
+    try:
+        return {"relations": relations_context(data), "drawn": _drawn("relations", data, name)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{run.path / 'relations.json'} cannot be drawn: {error}; resume the run") from error
 
 
 def _machine(last: Mapping[str, Any]) -> dict[str, str]:

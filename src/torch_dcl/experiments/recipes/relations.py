@@ -1,0 +1,320 @@
+"""Where a product may win: labels that are relations of two digits, with few and with many images.
+
+The sets are two-digit numbers; only the labels change from task to task. A LeNet's first fully-connected layer is
+replaced, and all columns but the plain one have DCL-A2's weights. `docs/protocol.md` has the hypotheses and the tests.
+
+The order is the protocol. For every task, size and column the learning rate is chosen by validation error: networks
+train on images written with five sixths of MNIST's training digits and are judged with the others. Then networks with
+other seeds train on images written with all training digits, and the test digits are used once. Every seed has images
+of its own, the same for all columns, and every training takes the same number of steps whatever its number of images.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_dcl.data.layouts import LAYOUTS
+from torch_dcl.data.relations import TASKS, label_pairs
+from torch_dcl.experiments import columns
+from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
+from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained
+from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details
+from torch_dcl.experiments.runner import minutes_of, outcomes_of
+from torch_dcl.experiments.settings import SettingError, setting, settings_of
+from torch_dcl.experiments.stats import mean, mean_std_n
+from torch_dcl.experiments.table import MARK
+from torch_dcl.experiments.text import Line, fitting_table
+from torch_dcl.files import write_text
+from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.models import count_weights, lenet
+from torch_dcl.models.power_mean import PowerMeanLinear
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from torch_dcl.fleet.run_folder import RunFolder
+
+__all__ = ["COLUMNS", "Relations", "RelationsConfig", "build_column"]
+
+SET = "MNIST-II-05"
+CORE = ("number", "order", "sum")
+SIZES = (6_000, 20_000, 60_000)
+RATES = (0.03, 0.04, 0.053, 0.071, 0.095, 0.126, 0.169, 0.225)
+FIRST_SEARCH_SEED = 1000
+COLUMNS = {
+    "plain": "the layer as it is, with more weights than the others",
+    "narrow": "the layer with fewer filters",
+    "low-rank": "one branch: relu(W·θ·x)",
+    "summed": "two branches averaged",
+    "A2": "two branches, the root of their product",
+    "power-0": "two branches, a learned power mean that starts as a product (p = 0)",
+    "power-1": "two branches, a learned power mean that starts as a sum (p = 1)",
+}
+"""What stands in place of the first fully-connected layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RelationsConfig(DigitConfig):
+    """The settings of the relations; the defaults are the protocol."""
+
+    tasks: tuple[str, ...] = setting(
+        CORE, "what to ask about two digits", choices=tuple(TASKS), what="task", smoke=("sum",)
+    )
+    sizes: tuple[int, ...] = setting(SIZES, "numbers of images to train on", smoke=(100, 200), least=1)
+    models: tuple[str, ...] = setting(
+        tuple(COLUMNS), "which columns; DCL-A2 and its three controls must be among them", choices=tuple(COLUMNS),
+        what="model", prefix="DCL-",
+    )  # fmt: skip
+    rates: tuple[float, ...] = setting(
+        RATES, "learning rates to try, the same for every column", smoke=(0.04, 0.095), above=0, most=1e6
+    )
+    search_seeds: int = setting(2, "networks of each learning rate", smoke=1, least=1, most=1000)
+    seeds: int = setting(20, "networks of each column with the chosen rate", smoke=2, least=1, most=1000)
+    clip: float = setting(1.0, "the largest norm of a gradient; larger ones are scaled down", above=0)
+    train_images: int = setting(60_000, "images of a whole set", smoke=200, least=1, most=60_000)
+    epochs: int = setting(
+        SCHEDULE.epochs, "passes over a whole set; fewer images are passed over as many steps", smoke=1, least=1,
+        most=1_000_000,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "sizes", tuple(sorted(set(self.sizes))))
+        object.__setattr__(self, "rates", tuple(sorted(set(self.rates))))
+        if self.sizes[-1] > self.train_images:
+            raise SettingError(
+                f"sizes has {self.sizes[-1]:,}, more than the {self.train_images:,} images of the set; "
+                f"give at most that, such as --set sizes={self.train_images}"
+            )
+        if self.sizes[0] < self.batch:
+            raise SettingError(f"sizes has {self.sizes[0]:,}, less than one batch; give at least {self.batch}")
+        missing = [name for name in (*CONTROLS, DCL) if name not in self.models]
+        if missing:
+            needed = ",".join(name for name in COLUMNS if name in (*self.models, *CONTROLS, DCL))
+            raise SettingError(
+                f"models lacks {', '.join(missing)}: no column stands without DCL-A2 and controls of its weights; "
+                f"give --models {needed}"
+            )
+
+    def epochs_of(self, images: int) -> int:
+        """The passes over so many images that take as many steps as ``epochs`` take over the whole set."""
+        return max(1, round(self.epochs * (self.train_images // self.batch) / (images // self.batch)))
+
+
+class Relations(DigitRecipe[RelationsConfig]):
+    """Every column on every task with every number of images: trials of learning rates, then all seeds."""
+
+    name = "relations"
+    unit = "trainings"
+    config_type = RelationsConfig
+
+    # Jobs
+
+    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """The trials; and when they are done, all seeds at the rate that each cell takes."""
+        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        if any(job not in outcomes for job in trials):
+            return trials
+        return trials + self._reports(lambda *cell: self._chosen(outcomes, *cell))
+
+    def planned(self) -> list[Job]:
+        """All jobs, with the first rate in place of the one that will be chosen."""
+        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        return trials + self._reports(lambda *_: self.config.rates[0])
+
+    def _cells(self) -> Iterator[tuple[int, str, str]]:
+        config = self.config
+        return ((size, task, name) for size in config.sizes for task in config.tasks for name in config.models)
+
+    def _trials(self, images: int, task: str, column: str) -> list[Job]:
+        seeds = range(FIRST_SEARCH_SEED, FIRST_SEARCH_SEED + self.config.search_seeds)
+        return [_job(images, task, column, seed, lr, "choose") for lr in self.config.rates for seed in seeds]
+
+    def _reports(self, rate_of: Callable[[int, str, str], float]) -> list[Job]:
+        return [
+            _job(*cell, seed, rate_of(*cell), "report") for cell in self._cells() for seed in range(self.config.seeds)
+        ]
+
+    def _chosen(self, outcomes: Mapping[Job, Outcome], images: int, task: str, column: str) -> float:
+        errors = self._validation(outcomes, images, task, column)
+        return min(errors, key=lambda lr: mean(errors[lr]))
+
+    def _validation(
+        self, outcomes: Mapping[Job, Outcome], images: int, task: str, column: str
+    ) -> dict[float, list[float]]:
+        """Errors on validation digits by learning rate, one for each search seed."""
+        errors: dict[float, list[float]] = {}
+        for job in self._trials(images, task, column):
+            errors.setdefault(job.lr, []).append(_error(outcomes[job]))
+        return errors
+
+    # Fleets
+
+    def group(self, job: Job) -> Hashable:
+        """A fleet has the networks of one cell."""
+        return job.phase, job.option("images"), job.data, job.network
+
+    def concurrent(self, job: Job) -> Hashable:
+        """Fleets of one phase and size have epochs of one length."""
+        return job.phase, job.option("images")
+
+    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
+        """Trials or seeds, of which columns and tasks, with how many images."""
+        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
+        cells = ", ".join(f"{jobs[0].network} on {jobs[0].data}" for jobs in fleets)
+        return f"{aim} {cells} with {fleets[0][0].option('images'):,.0f} images"
+
+    def fleet(self, jobs: Sequence[Job]) -> Fleet:
+        """The networks of a cell, each with the images of its seed. The exponent of a power mean does not decay."""
+        config, first = self.config, jobs[0]
+        schedule = Schedule(config.epochs_of(_images(first)), config.warmup, config.drops, config.factor)
+        members = [
+            Member(f"{job.network} {job.lr:g} {job.seed}", str(job.seed), job.seed, job.lr, schedule, clip=config.clip)
+            for job in jobs
+        ]
+        return Fleet(
+            [build_column(job.network, TASKS[job.data].classes, job.seed) for job in jobs], members,
+            self._labelled_by_seed(jobs, self.sets_of(jobs).train, _images(first)), batch=config.batch,
+            precision=config.wanted_precision, device=self.device,
+            factors=lambda name: (1.0, 0.0 if name.endswith("raw_exponent") else 1.0),
+        )  # fmt: skip
+
+    def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
+        """In a trial images of validation digits, otherwise of test digits, written for each seed."""
+        return self._labelled_by_seed(jobs, self.sets_of(jobs).judge, None)
+
+    def sets_of(self, jobs: Sequence[Job]) -> Sets:
+        """The images of all seeds of some jobs, written where they are not yet; those of another phase are dropped."""
+        phase = jobs[0].phase
+        if phase != self._phase:
+            self._sets, self._phase = Sets({}, {}), phase
+        names = dict.fromkeys(_name(job.seed) for job in jobs)
+        # Random numbers are drawn from a layout's name, so another name is another set of the same kind.
+        layouts = [dataclasses.replace(LAYOUTS[SET], name=name) for name in names if name not in self._sets.train]
+        if layouts:
+            images = self.config.sizes[-1], self.config.test_images or 10_000
+            purpose = "choose" if phase == "choose" else "report"
+            written = make_sets(self.digits, layouts, purpose, device=self.device, images=images)  # type: ignore[arg-type]
+            for kept, new in zip(self._sets, written, strict=True):
+                kept.update(new)
+        return self._sets
+
+    def _labelled_by_seed(
+        self, jobs: Sequence[Job], sets: Mapping[str, Labelled], most: int | None
+    ) -> dict[str, Labelled]:
+        parts = {job.seed: sets[_name(job.seed)] for job in jobs}
+        return {
+            str(seed): (images[:most], label_pairs(jobs[0].data, numbers[:most]))
+            for seed, (images, numbers) in parts.items()
+        }
+
+    def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
+        """Errors, and where the exponent of a power mean ended."""
+        outcomes = Recipe.outcomes(self, jobs, trained)
+        if not jobs[0].network.startswith("power"):
+            return outcomes
+        layers: list[Any] = [trained.fleet.network(row).fc1 for row in range(len(jobs))]
+        ended = [float(layer.exponent.detach()) for layer in layers]
+        return [dataclasses.replace(o, extra={"exponent": p}) for o, p in zip(outcomes, ended, strict=True)]
+
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """Networks, images, memory, and time by a short trial; every fleet has a copy of its seeds' images."""
+        words, plain = super().estimate(say_time)
+        config = self.config
+        gib = config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
+        cells = f"{len(config.tasks)} tasks, {len(config.sizes)} sizes, {len(config.models)} columns"
+        about = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
+        return Estimate({**words, "recipe": about, "memory": f"about {gib:.1f} GiB"}, {**plain, "memory_gib": gib})
+
+    # Result
+
+    def result(self, folder: "RunFolder") -> dict[str, Any]:
+        """All cells as JSON."""
+        config, known, cells = self.config, outcomes_of(folder), []
+        for images, task, column in sorted(self._cells(), key=lambda cell: config.tasks.index(cell[1])):
+            tried = self._validation(known, images, task, column)
+            lr = self._chosen(known, images, task, column)
+            jobs = [_job(images, task, column, seed, lr, "report") for seed in range(config.seeds)]
+            errors = [_error(known[job]) for job in jobs]
+            cell = {
+                "task": task, "images": images, "column": column, "errors": errors,
+                "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
+                "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": lr,
+                "at_edge": len(tried) > 1 and lr in (config.rates[0], config.rates[-1]),
+                "trials": {f"{rate:g}": values for rate, values in tried.items()},
+            }  # fmt: skip
+            if column.startswith("power"):
+                cell["exponents"] = [known[job].extra["exponent"] for job in jobs]
+            cells.append(cell)
+        departures = self._departures()
+        result = {
+            "title": f"Relations of two digits{MARK if departures else ''}", "set": SET,
+            "digits": self.digits.source, "told": departures, "steps": config.epochs_of(config.sizes[-1])
+            * (config.sizes[-1] // config.batch), "cells": cells, "minutes": minutes_of(folder),
+            "environment": folder.read("environment")[-1],
+        }  # fmt: skip
+        write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
+        return result
+
+    def _departures(self) -> list[str]:
+        """In what a run is not the protocol's, as sentences."""
+        rules = settings_of(self.config_type)
+        other = {name: getattr(self.config, name) for name, (_, rule) in rules.items() if not rule.machine}
+        named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]
+        sentences = [f"Not as docs/protocol.md says: {'; '.join(named)}."] if named else []
+        if self.digits.source.startswith("the embedded"):
+            sentences.append("Written with an excerpt of MNIST, not with all of it.")
+        return sentences
+
+    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+        """The answer, every cell, and the details."""
+        from rich.text import Text
+
+        compared = {(each.task, each.images, each.column): each for each in compare_cells(result)}
+        lines = []
+        for i, cell in enumerate(result["cells"]):
+            each = compared.get((cell["task"], cell["images"], cell["column"]))
+            is_last = i + 1 == len(result["cells"]) or result["cells"][i + 1]["task"] != cell["task"]
+            texts = (
+                TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]),
+                "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
+                f"{cell['weights']:,}", f"{cell['chosen']:g}{' edge' if cell['at_edge'] else ''}",
+            )  # fmt: skip
+            lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
+        gap = "difference to DCL (95 % CI)"
+        heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p", "weights", "rate")
+        table = fitting_table(heads, lines, width, ("weights", "p", "rate", gap))
+        return [Text(result["title"], style="bold"), table, *result["told"], answer(result), *details(result)]
+
+
+def _job(images: int, task: str, column: str, seed: int, lr: float, phase: str) -> Job:
+    return Job(column, task, seed, lr, phase, (("images", float(images)),))
+
+
+def _images(job: Job) -> int:
+    return int(job.option("images"))
+
+
+def _name(seed: int) -> str:
+    """The name of the set of a seed."""
+    return f"{SET}/{seed}"
+
+
+def _error(outcome: Outcome) -> float:
+    """A network that diverged erred always."""
+    return 100.0 if outcome.stopped is not None else outcome.error
+
+
+def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:
+    """A LeNet of one of `COLUMNS`, started from a seed; the convolutions of a seed start alike in all columns."""
+    if not column.startswith("power"):
+        return columns.build("baseline" if column == "plain" else column, classes, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = lenet(classes)
+        start: Any = int(column.removeprefix("power-"))
+        model.fc1 = PowerMeanLinear.like(model.fc1, branches=2, width=model.fc1.out_features // 5, start=start)  # type: ignore[assignment]
+    return model

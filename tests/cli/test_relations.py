@@ -1,0 +1,53 @@
+"""`dcl run relations`: its smoke form and page, its estimate, and one line for invalid arguments."""
+
+import re
+
+import pytest
+
+QUICK = (
+    "--smoke", "--data", "excerpt", "--device", "cpu", "--models", "narrow,low-rank,summed,A2,power-0", "--set",
+    "sizes=100", "--set", "rates=0.05", "--out", "r",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--set", "tasks=summ"), "there is no task 'summ'; did you mean sum?"),
+        (("--set", "sizes=6000,70000"), "sizes has 70,000, more than the 60,000 images of the set"),
+        (("--models", "DCL-A2"), "give --models narrow,low-rank,summed,A2"),
+        (("--models", "A2,lowrank"), "there is no model 'lowrank'; did you mean low-rank?"),
+        (("--seeds", "1000000000"), "seeds must be at least 1 and at most 1,000, not 1,000,000,000"),
+    ],
+)
+def test_invalid_arguments_are_one_line_with_the_remedy(dcl, folder, words, said):
+    output = " ".join(dcl("run", "relations", *words, code=2).split())
+    assert said in output
+    assert "Traceback" not in output
+    assert not (folder / "runs").exists()
+
+
+def test_the_estimate_counts_trainings_of_equal_length(dcl):
+    output = " ".join(dcl("run", "relations", "--dry-run", "--device", "cpu", "--data", "excerpt").split())
+    trainings = 3 * 3 * 7 * (8 * 2 + 20)
+    assert f"3 tasks, 3 sizes, 7 columns; {trainings:,} trainings of equal length" in output
+    assert f"{trainings * 60_000 * 24:,} to train on" in output
+    assert "Nothing was run or written" in output
+
+
+def test_the_smoke_form_leaves_a_result_a_figure_and_a_page(dcl, folder):
+    output = dcl("run", "relations", *QUICK)
+    assert "Relations of two digits (a trial, not the protocol)" in output
+    assert "Where the label is a relation of the digits" in " ".join(output.split())
+    assert {"relations.json", "relations.svg"} <= {path.name for path in (folder / "r").iterdir()}
+    dcl("report", "r", "-o", "page.html")
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert "<title>Relations of two digits (a trial, not the protocol)</title>" in page
+    for head in (
+        "Errors",
+        "Images needed for the error that DCL-A2 reaches",
+        "Where the exponent of the power mean goes",
+    ):
+        assert head in page
+    assert page.count("<svg") >= 2
+    assert len(re.findall(r"<th scope=.row.>sum mod 10</th>", page)) == 5 + 1 + 1 + 5
