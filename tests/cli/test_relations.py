@@ -30,7 +30,9 @@ def test_invalid_arguments_are_one_line_with_the_remedy(dcl, folder, words, said
 def test_the_estimate_counts_trainings_of_equal_length(dcl):
     output = " ".join(dcl("run", "relations", "--dry-run", "--device", "cpu", "--data", "excerpt").split())
     trainings = 3 * 3 * 7 * (8 * 2 + 20)
-    assert f"3 tasks, 3 sizes, 7 columns; {trainings:,} trainings of equal length" in output
+    assert (
+        f"number, order, sum with 6,000, 20,000, 60,000 images, 7 columns; {trainings:,} trainings of equal" in output
+    )
     assert f"{trainings * 60_000 * 24:,} to train on" in output
     assert "Nothing was run or written" in output
 

@@ -125,3 +125,4 @@ def test_flags_and_exponents_are_said():
     assert said[2].endswith("flagged: plain on sum with 6,000 (0.225).")
     assert said[3] == "Diverged, or ended within one point of chance: plain on sum with 6,000 (2 of 4)."
     assert exponents_in_words([-0.001]) == "0.00 (n = 1)"
+    assert exponents_in_words([]) == "no value, since every network diverged"

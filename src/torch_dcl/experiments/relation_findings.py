@@ -161,7 +161,9 @@ def details(result: Mapping[str, Any]) -> list[str]:
 
 
 def exponents_in_words(exponents: Sequence[float]) -> str:
-    """Mean, 95 % interval, range and number of exponents."""
+    """Mean, 95 % interval, range and number of the exponents of networks that did not diverge."""
+    if not exponents:
+        return "no value, since every network diverged"
     words = signed(mean(exponents))
     if len(exponents) > 1:
         low, high, least, most = map(signed, (*interval(exponents), min(exponents), max(exponents)))

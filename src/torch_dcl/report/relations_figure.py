@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from torch_dcl.data.relations import TASKS
 from torch_dcl.experiments.recipes.relations import COLUMNS
@@ -144,7 +144,7 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
     for cell in data["cells"]:
         task, images, column = cell["task"], cell["images"], cell["column"]
         each, place = compared.get((task, images, column)), [TASKS[task].title, f"{images:,}"]
-        name = escape(column) + Markup("<small>{}</small>").format(COLUMNS.get(column, ""))
+        name = Markup("<b>{}</b>" if column == DCL else "{}").format(column)
         failed = f" † {len(cell['failed'])}" if cell["failed"] else ""
         rows.append([
             *place, name, mean_std_n(cell["errors"]) + failed, "" if each is None else f"{each.gap}{each.sign}",
@@ -163,8 +163,10 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
             words = [needed_in_words(data, task, other, images) for other in others]
             needed.append([*place, f"{mean(cell['errors']):.2f}", *words])
     columns = list(dict.fromkeys(cell["column"] for cell in data["cells"] if cell["column"] != DCL))
+    meant = {name: COLUMNS[name] for name in dict.fromkeys(cell["column"] for cell in data["cells"]) if name in COLUMNS}
     flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
     return {
         "said": answer(data), "told": list(data["told"]), "flags": flags, "rows": rows, "needed": needed,
-        "columns": columns, "exponents": exponents, "trials": trials, "rates": [f"at {rate}" for rate in rates],
+        "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
+        "rates": [f"at {rate}" for rate in rates],
     }  # fmt: skip

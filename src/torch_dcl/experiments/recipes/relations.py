@@ -225,7 +225,8 @@ class Relations(DigitRecipe[RelationsConfig]):
         words, plain = super().estimate(say_time)
         config = self.config
         gib = config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
-        cells = f"{len(config.tasks)} tasks, {len(config.sizes)} sizes, {len(config.models)} columns"
+        sizes = ", ".join(f"{images:,}" for images in config.sizes)
+        cells = f"{', '.join(config.tasks)} with {sizes} images, {len(config.models)} columns"
         about = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
         return Estimate({**words, "recipe": about, "memory": f"about {gib:.1f} GiB"}, {**plain, "memory_gib": gib})
 
@@ -247,7 +248,7 @@ class Relations(DigitRecipe[RelationsConfig]):
                 "trials": {f"{rate:g}": values for rate, values in tried.items()},
             }  # fmt: skip
             if column.startswith("power"):
-                cell["exponents"] = [known[job].extra["exponent"] for job in jobs]
+                cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
             cells.append(cell)
         departures = self._departures()
         result = {
