@@ -15,7 +15,7 @@ from tests.fleet.test_fleet import (
     some_data,
     worst_difference,
 )
-from tests.halves import slow
+from tests.halves import slow, slow_where
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,7 +77,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", slow_where(SMALL, "residual$|nesterov"))
 def test_they_train_as_a_stack_of_them_does(kind):
     build, size, options = SMALL[kind]
     data, members, networks = three_sets(size), all_different(3), [build() for _ in range(3)]
