@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.halves import slow
 from torch import nn
 from torch.export import Dim
 
@@ -11,12 +12,15 @@ from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branch
 
 CONV2D = [
     pytest.param({"branches": 2}, id="T2"),
-    pytest.param({"branches": 3}, id="T3"),
+    pytest.param({"branches": 3}, id="T3", marks=pytest.mark.slow),
     pytest.param({"branches": 3, "strategy": "stochastic"}, id="stochastic"),
     pytest.param({"branches": 4, "strategy": "stochastic", "norm_layer": nn.BatchNorm2d}, id="stochastic with norm"),
-    pytest.param({"branches": 2, "width": (3, 5), "branch_activation": nn.ReLU}, id="unequal with activation"),
-    pytest.param({"branches": 1, "eps": 0}, id="low rank"),
-]
+    pytest.param(
+        {"branches": 2, "width": (3, 5), "branch_activation": nn.ReLU}, id="unequal with activation",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"branches": 1, "eps": 0}, id="low rank", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 def network(**options):
@@ -38,7 +42,7 @@ def assert_same_everywhere(run, module, shapes, *, rtol=1e-4, atol=1e-5):
             torch.testing.assert_close(run(x), module(x), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, slow(True)])
 @pytest.mark.parametrize("options", CONV2D[:3])
 def test_export_with_a_dynamic_batch_and_image_size(options, strict):
     model = network(**options)

@@ -907,7 +907,9 @@ def test_compile_without_a_graph_break(make, shape):
     ("make", "shape", "backend"),
     [
         pytest.param(lambda **own: DCLLinear(8, 16, **own), (5, 8), "aot_eager", id="linear"),
-        pytest.param(lambda **own: DCLLinear(8, 16, **own), (5, 8), "inductor", id="linear, machine code"),
+        pytest.param(
+            lambda **own: DCLLinear(8, 16, **own), (5, 8), "inductor", id="linear, machine code", marks=pytest.mark.slow
+        ),
         pytest.param(lambda **own: DCLConv2d(4, 16, 3, **own), (2, 4, 6, 6), "aot_eager", id="conv2d"),
     ],
 )

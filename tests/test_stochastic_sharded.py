@@ -109,5 +109,6 @@ def run_rank(rank, folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_without_sharding(tmp_path):
     torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=2)

@@ -60,7 +60,7 @@ def page(request):
     return request.getfixturevalue(request.param)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", slow("dark")])
 def test_it_is_quiet_and_asks_for_nothing(look, page, scheme):
     seen = look(page, scheme=scheme)
     seen.page.wait_for_load_state("networkidle")

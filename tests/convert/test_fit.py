@@ -161,7 +161,7 @@ def correlated(rows, seed=3):
     return torch.relu(inputs(rows, 96, seed=seed) @ matrix(96, 96, power=1.0, seed=7) * 6 + 0.2)
 
 
-@pytest.mark.parametrize("rows", [48, 2048])
+@pytest.mark.parametrize("rows", [slow(48), 2048])
 @pytest.mark.parametrize("branches", [1, 2])
 def test_calibration_helps_on_data_that_are_not_white(rows, branches):
     plain = linear(matrix(128, 96, power=0.2), bias=0.1)
@@ -406,7 +406,7 @@ def test_other_types(dtype, slack):
     assert report.error == pytest.approx(distance(layer, plain, inputs(2048, 64).to(dtype)), rel=slack)
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1e9])
+@pytest.mark.parametrize("scale", [slow(1e-12), 1e9])
 @pytest.mark.parametrize("branches", [2, 3])
 def test_the_floor_follows_the_scale_of_the_layer(scale, branches):
     plain = linear(matrix(64, 64), bias=0.1)
@@ -424,7 +424,7 @@ def test_the_floor_follows_the_scale_of_the_layer(scale, branches):
 
 @pytest.mark.parametrize("weight", [0.0, 1e-3])
 @pytest.mark.parametrize("bias", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("calibrated", [True, False])
+@pytest.mark.parametrize("calibrated", [True, slow(False)])
 @pytest.mark.parametrize("branches", [1, 2])
 def test_a_dead_or_constant_layer_stays_what_it_is(weight, bias, calibrated, branches):
     plain = nn.Linear(24, 16)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -701,7 +702,7 @@ def test_a_network_that_waits_for_launches_is_told_from_one_that_is_slower_by_it
     assert re.findall("It is launches that (.*) waited for: compile", text) == ([waited] if waited else [])
 
 
-@pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
+@pytest.mark.parametrize("strategy", [slow("deterministic"), "stochastic"])
 def test_measured_latencies_stand_beside_each_unit_and_the_network(strategy):
     model = nn.Sequential(Block(), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 4))
     plan = dcl.plan(model, (32, 4, 4), branches=3, ratio=0.1, strategy=strategy, measure=True)

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 import numpy as np
 import pytest
 import torch
+from tests.halves import slow
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -247,7 +248,7 @@ def graphs(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("phase", ["train", "infer"])
+@pytest.mark.parametrize("phase", ["train", slow("infer")])
 def test_compiled_means_that_every_contender_is_compiled_once(clock, graphs, phase):
     asked = clock({128: 0.5, 96: 0.5})
     plan = dcl.plan(net(128, 96), (256,), batch=4, ratio=0.1, select="faster", mode="compile", phase=phase)

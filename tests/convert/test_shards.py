@@ -90,6 +90,7 @@ def test_one_process_writes_its_shards_as_whole_tensors(tmp_path):
     assert_the_file_is_that_of_one_process(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_file_together(tmp_path):
     program = (
         "import runpy, sys; from pathlib import Path; "

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from tests.halves import slow
 from torch import distributed, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -166,7 +167,7 @@ def test_data_parallelism_over_processes_is_loaded_into_but_not_rebuilt(tmp_path
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("wrap", [True, slow(False)])
 def test_a_network_with_a_compiled_block_is_fitted_to_calibration_data(wrap):
     mine, plain = network(), network()
     plain.load_state_dict(mine.state_dict())

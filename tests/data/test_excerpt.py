@@ -90,6 +90,7 @@ def test_the_file_stays_small():
     assert mnist._FILE.stat().st_size < 1_500_000
 
 
+@pytest.mark.slow
 def test_the_import_stays_lean():
     program = (
         "import sys, torch_dcl.data; print(*sorted({'torchvision', 'matplotlib', 'timm', 'PIL'} & set(sys.modules)))"

@@ -92,6 +92,7 @@ def test_a_wrong_declaration_is_named(make, message):
         make()
 
 
+@pytest.mark.slow
 def test_importing_loads_neither_matplotlib_nor_torchvision():
     program = (
         "import sys, torch_dcl.data.sheet, torch_dcl.data.digits\n"

@@ -598,6 +598,7 @@ def test_a_prefix_without_a_path_is_refused():
         load("folder:")
 
 
+@pytest.mark.slow
 def test_the_import_stays_lean():
     program = (
         f"import sys; sys.path.insert(0, {str(Path(cifar.__file__).parents[2])!r}); import torch_dcl.data; "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.halves import slow
 from torchvision.models import get_model
 
 import torch_dcl as dcl
@@ -96,7 +97,9 @@ def weights(path):
     return load_file(path)
 
 
-@pytest.mark.parametrize("stochastic", [(), ("--branches", "3", "--stochastic")], ids=["deterministic", "stochastic"])
+@pytest.mark.parametrize(
+    "stochastic", [slow(()), ("--branches", "3", "--stochastic")], ids=["deterministic", "stochastic"]
+)
 def test_a_stopped_training_goes_on_and_ends_with_the_same_weights(example, digits, stochastic):
     words = (digits, "--size", "32", "--epochs", "2", *SMALL, *stochastic)
     example("train_image_folder.py", *words, "--out", "whole")

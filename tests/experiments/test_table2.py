@@ -264,6 +264,7 @@ def test_settings_that_do_not_exist_are_refused(settings, message):
         Table2Config(**settings)
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_run(whole, root, tmp_path):
     program = f"""
 import torch

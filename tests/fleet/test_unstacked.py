@@ -15,7 +15,7 @@ from tests.fleet.test_fleet import (
     some_data,
     worst_difference,
 )
-from tests.halves import slow
+from tests.halves import slow, slow_where
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,7 +77,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", slow_where(SMALL, "residual$|nesterov"))
 def test_they_train_as_a_stack_of_them_does(kind):
     build, size, options = SMALL[kind]
     data, members, networks = three_sets(size), all_different(3), [build() for _ in range(3)]
@@ -293,7 +293,7 @@ def test_the_networks_given_are_left_as_they_were():
     assert all(map(same_bits, networks, before))
 
 
-@pytest.mark.parametrize("break_at", [1, 2, 4])
+@pytest.mark.parametrize("break_at", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("kind", ["tiny", "wide residual"])
 def test_a_checkpoint_goes_on_bit_for_bit(kind, break_at, tmp_path):
     build, size, options = SMALL[kind]
@@ -314,7 +314,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(kind, break_at, tmp_path):
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("step", [0, 1, 13, 29, 49])
+@pytest.mark.parametrize("step", [slow(0), slow(1), 13, slow(29), 49])
 def test_a_run_killed_at_any_step_and_resumed_ends_with_the_same_bits(step, stacked, tmp_path, killed_at):
     data, members, networks = three_sets(), all_different(2), [tiny() for _ in range(2)]
     path = tmp_path / "fleet.safetensors"
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_a_stack_is_refused(tmp_path):
         Fleet(networks, members, data, batch=4, stacked=False).load(tmp_path / "fleet")
 
 
-@pytest.mark.parametrize("kind", ["tiny", "wide residual"])
+@pytest.mark.parametrize("kind", ["tiny", slow("wide residual")])
 def test_compiled_networks_train_to_the_same_weights(kind, monkeypatch):
     # Without the machine code, which takes a minute to make; a GPU test has it.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

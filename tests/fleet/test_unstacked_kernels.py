@@ -33,7 +33,7 @@ def interpreted(kind):
     return [{name: value.numpy() for name, value in each.state_dict().items()} for each in trained(kind)[0]]
 
 
-@pytest.mark.parametrize("kind", slow_where(SMALL, "nesterov|deterministic|residual"))
+@pytest.mark.parametrize("kind", slow_where(SMALL, "tiny|deterministic|residual"))
 def test_they_train_as_with_plain_torch(interpreter, kind):
     ends, starts = trained(kind)
     for values, end, start in zip(interpreter(interpreted, kind), ends, starts, strict=True):

@@ -24,6 +24,7 @@ needs_triton = pytest.mark.skipif(
 SLOW = (
     r"(fixed|batch) norm, (?!T=2$|T=3 stoch|linear$|channels apart$|compiled$|two)|between calls, batch norm"
     r"|project T=3.* P=(3|40)|project .* P=40 .* bias$|fuse T=3 .*(dead|strided)|second derivative,"
+    r"|beyond the range T=3|turned, (?!T=2)|evaluation$"
 )
 
 
@@ -49,7 +50,11 @@ def test_an_interpreted_kernel_in_half_precision_is_as_close_as_plain_torch(inte
         *((name, torch.float16) for name in autocast_cases.IN_KERNELS if "P=150" not in name),
         *(slow(name, torch.float16) for name in autocast_cases.IN_KERNELS if "P=150" in name),
         *(slow(name, torch.float16) for name in autocast_cases.CASES if name not in autocast_cases.IN_KERNELS),
-        *((name, torch.bfloat16) for name in autocast_cases.CASES if name not in autocast_cases.IN_KERNELS),
+        *(
+            slow(name, torch.bfloat16) if name.endswith("P=600") else (name, torch.bfloat16)
+            for name in autocast_cases.CASES
+            if name not in autocast_cases.IN_KERNELS
+        ),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.halves import slow
 
 import torch_dcl as dcl
 from torch_dcl import models
@@ -53,7 +54,7 @@ def test_an_unknown_variant_is_refused_with_the_choices():
         models.variant_plan(models.lenet(100), "A4")
 
 
-@pytest.mark.parametrize("name", ["A2", "A3S"])  # the paper calls B unstable, and so it is
+@pytest.mark.parametrize("name", [slow("A2"), "A3S"])  # the paper calls B unstable, and so it is
 def test_a_variant_learns(name):
     torch.manual_seed(0)
     model = models.lenet(10)

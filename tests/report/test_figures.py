@@ -302,6 +302,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone():
     assert dict(mpl.rcParams) == before
 
 
+@pytest.mark.slow
 def test_the_import_loads_no_matplotlib():
     program = (
         f"import json, sys; sys.path[:0] = [{str(Path(torch_dcl.__file__).parent.parent)!r}]; "
