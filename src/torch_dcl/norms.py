@@ -27,9 +27,8 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
         own = norm.__dict__  # a module looks a tensor up in three places, one after the other
         if (own["training"], own["eps"], own["momentum"], own["track_running_stats"]) != alike or own["_modules"]:
             return None  # the last is a parametrized one
-        tensors = {**own["_parameters"], **own["_buffers"]}
-        if list(tensors) == _TENSORS:
-            columns.append(tuple(tensors.values()))
+        if [*own["_parameters"], *own["_buffers"]] == _TENSORS:
+            columns.append((*own["_parameters"].values(), *own["_buffers"].values()))
         else:  # a data-parallel replica has them as attributes
             columns.append(tuple(getattr(norm, name) for name in _TENSORS))
     if isinstance(first, nn.SyncBatchNorm) and training and _is_distributed():
