@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "OPTIONS", "careful", "careful_gradients", "constants", "fused", "gradients", "quick", "quick_gradients", "respond",
-    "single",
+    "OPTIONS", "careful", "careful_gradients", "constants", "fixed_statistics", "fused", "gradients", "quick",
+    "quick_gradients", "respond", "scale_and_shift", "single",
 ]  # fmt: skip
 
 _MAX = tl.constexpr(3.4028234663852886e38)
@@ -258,3 +258,24 @@ def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUIC
     else:
         da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
     return da, db, dc
+
+
+@triton.jit
+def scale_and_shift(mean, rstd, gamma, beta, n, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    """A norm of the outputs n, as what it does to responses."""
+    scale = rstd
+    if GAMMA:
+        scale *= tl.load(gamma + n, mask=n < N, other=0.0).to(tl.float32)
+    shift = -mean * scale
+    if BETA:
+        shift += tl.load(beta + n, mask=n < N, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
+def fixed_statistics(mean, variance, bias, epsilon, n, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+    """The running mean of the outputs n, less the bias before it, and the inverse of their deviation."""
+    of = tl.load(mean + n, mask=n < N, other=0.0).to(tl.float32)
+    if BIAS:
+        of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
+    return of, 1.0 / tl.sqrt_rn(tl.load(variance + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, single
+from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
 from torch_dcl.kernels.launch import Norms
 from torch_dcl.kernels.launcher import Launch
-from torch_dcl.kernels.passes import fixed_statistics, scale_and_shift
 from torch_dcl.kernels.project import three
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 

@@ -13,11 +13,18 @@ Pointers that a kernel does not use are given as any tensor: a compiler that tra
 import triton
 import triton.language as tl
 
-from torch_dcl.kernels.arithmetic import careful, careful_gradients, quick, quick_gradients, respond, single
+from torch_dcl.kernels.arithmetic import (
+    careful,
+    careful_gradients,
+    fixed_statistics,
+    quick,
+    quick_gradients,
+    respond,
+    scale_and_shift,
+    single,
+)
 
-__all__ = [
-    "add_parts_", "backward", "backward_rows", "fixed_statistics", "forward", "infer", "scale_and_shift"
-]  # fmt: skip
+__all__ = ["add_parts_", "backward", "backward_rows", "forward", "infer"]
 
 
 @triton.jit
@@ -64,27 +71,6 @@ def _affine(x, scale, shift, NORM: tl.constexpr):
 @triton.jit
 def _response(rows, w, scale, shift, NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
     return respond(_affine(_product(rows, w, BM, BN, PRECISION), scale, shift, NORM))
-
-
-@triton.jit
-def scale_and_shift(mean, rstd, gamma, beta, n, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
-    """A norm of the outputs n, as what it does to responses."""
-    scale = rstd
-    if GAMMA:
-        scale *= tl.load(gamma + n, mask=n < N, other=0.0).to(tl.float32)
-    shift = -mean * scale
-    if BETA:
-        shift += tl.load(beta + n, mask=n < N, other=0.0).to(tl.float32)
-    return scale, shift
-
-
-@triton.jit
-def fixed_statistics(mean, variance, bias, epsilon, n, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
-    """The running mean of the outputs n, less the bias before it, and the inverse of their deviation."""
-    of = tl.load(mean + n, mask=n < N, other=0.0).to(tl.float32)
-    if BIAS:
-        of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
-    return of, 1.0 / tl.sqrt_rn(tl.load(variance + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)
 
 
 @triton.jit
