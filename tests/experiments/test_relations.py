@@ -10,7 +10,7 @@ from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import digits as digit_recipes
 from torch_dcl.experiments.protocol import Outcome
 from torch_dcl.experiments.recipes.relations import COLUMNS, Relations, RelationsConfig, build_column
-from torch_dcl.experiments.runner import run
+from torch_dcl.experiments.runner import plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.models import count_weights
 
@@ -132,6 +132,19 @@ def test_a_cell_takes_the_rate_with_the_lowest_mean_validation_error():
     assert {job.lr for job in later} == {0.1}
     assert {job.seed for job in later} == {0, 1}
     assert len(made.planned()) == made.total() == len(trials) + len(later)
+
+
+def test_every_cell_trains_a_block_of_seeds_before_any_cell_trains_the_next():
+    made = prepared(seeds=5, block=2)
+    cells = list(made._cells())
+    seeds = [job.seed for job in made._reports(lambda *_: 0.1)]
+    assert seeds == [0, 1] * len(cells) + [2, 3] * len(cells) + [4] * len(cells)
+    fleets = plan_fleets(made._reports(lambda *_: 0.1), made.group, 160)
+    assert [[job.seed for job in fleet] for fleet in fleets[:: len(cells)]] == [[0, 1], [2, 3], [4]]
+
+
+def test_blocks_of_seeds_do_not_change_the_result(whole, tmp_path):
+    assert run(Relations(small(block=1)), tmp_path / "run").result["cells"] == whole[0]["cells"]
 
 
 def test_the_result_has_a_cell_for_every_task_size_and_column(whole):

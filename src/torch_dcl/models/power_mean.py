@@ -50,8 +50,7 @@ class _PowerMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, p: Tensor) -> Tensor:
         d = (a / b).log() / 2
-        L, _ = _log_cosh_over(p * d)
-        mean = a.sqrt() * b.sqrt() * (d * L).exp()
+        mean = a.sqrt() * b.sqrt() * (d * _log_cosh_over(p * d)).exp()
         ctx.save_for_backward(a, b, p, mean)
         return mean
 
@@ -61,20 +60,18 @@ class _PowerMean(torch.autograd.Function):
         a, b, p, mean = ctx.saved_tensors
         d = (a / b).log() / 2
         u, scaled = p * d, grad * mean
-        _, slope = _log_cosh_over(u)
-        by_p = (scaled * d.square() * slope).sum_to_size(p.shape)
+        by_p = (scaled * d.square() * _log_cosh_over(u, slope=True)).sum_to_size(p.shape)
         return scaled * torch.sigmoid(2 * u) / a, scaled * torch.sigmoid(-2 * u) / b, by_p
 
 
-def _log_cosh_over(u: Tensor) -> tuple[Tensor, Tensor]:
-    """L(u) = log cosh(u) / u and its derivative."""
-    square = u.square()
-    L, slope = torch.zeros_like(u), torch.zeros_like(u)
+def _log_cosh_over(u: Tensor, *, slope: bool = False) -> Tensor:
+    """L(u) = log cosh(u) / u, or its derivative."""
+    square, series = u.square(), torch.zeros_like(u)
     for n in reversed(range(len(_SERIES))):
-        L, slope = L * square + _SERIES[n], slope * square + (2 * n + 1) * _SERIES[n]
-    log_cosh = u.abs() + F.softplus(-2 * u.abs()) - math.log(2)
-    is_near = square < _NEAR
-    return torch.where(is_near, u * L, log_cosh / u), torch.where(is_near, slope, (u.tanh() - log_cosh / u) / u)
+        series = series * square + (2 * n + 1 if slope else 1) * _SERIES[n]
+    over = (u.abs() + F.softplus(-2 * u.abs()) - math.log(2)) / u
+    near, far = (series, (u.tanh() - over) / u) if slope else (u * series, over)
+    return torch.where(square < _NEAR, near, far)
 
 
 def bounded(raw: Tensor) -> Tensor:

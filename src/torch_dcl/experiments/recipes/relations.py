@@ -73,6 +73,10 @@ class RelationsConfig(DigitConfig):
     )
     search_seeds: int = setting(2, "networks of each learning rate", smoke=1, least=1, most=1000)
     seeds: int = setting(20, "networks of each column with the chosen rate", smoke=2, least=1, most=1000)
+    block: int = setting(
+        10, "seeds of a column that train at a time; all columns train these before the next ones", least=1, most=1000,
+        machine=True,
+    )  # fmt: skip
     clip: float = setting(1.0, "the largest norm of a gradient; larger ones are scaled down", above=0)
     train_images: int = setting(60_000, "images of a whole set", smoke=200, least=1, most=60_000)
     epochs: int = setting(
@@ -134,8 +138,11 @@ class Relations(DigitRecipe[RelationsConfig]):
         return [_job(images, task, column, seed, lr, "choose") for lr in self.config.rates for seed in seeds]
 
     def _reports(self, rate_of: Callable[[int, str, str], float]) -> list[Job]:
+        """All seeds, in blocks: a run that ends early has the same seeds in every cell, but for the last block."""
+        seeds = range(self.config.seeds)
+        blocks = [seeds[start : start + self.config.block] for start in seeds[:: self.config.block]]
         return [
-            _job(*cell, seed, rate_of(*cell), "report") for cell in self._cells() for seed in range(self.config.seeds)
+            _job(*cell, seed, rate_of(*cell), "report") for block in blocks for cell in self._cells() for seed in block
         ]
 
     def _chosen(self, outcomes: Mapping[Job, Outcome], images: int, task: str, column: str) -> float:
@@ -154,8 +161,9 @@ class Relations(DigitRecipe[RelationsConfig]):
     # Fleets
 
     def group(self, job: Job) -> Hashable:
-        """A fleet has the networks of one cell."""
-        return job.phase, job.option("images"), job.data, job.network
+        """A fleet has the networks of one cell; of its seeds, those of one block."""
+        block = job.seed // self.config.block if job.phase == "report" else 0
+        return job.phase, job.option("images"), job.data, job.network, block
 
     def concurrent(self, job: Job) -> Hashable:
         """Fleets of one phase and size have epochs of one length."""
