@@ -18,6 +18,7 @@ from rows import write_rows
 from torch import nn
 
 import torch_dcl as dcl
+from torch_dcl.kernels import host
 
 COLUMNS = ["unit", "contender", "forward_us", "full_us", "forward_ratio", "ratio", "rounds", "device", "torch"]
 
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.backends.cudnn.benchmark = True
+    host.wait()  # what is compiled in the background, once a machine
     rows = []
     for unit, (plain, converted, x) in units().items():
         given = x.to("cuda", torch.bfloat16)

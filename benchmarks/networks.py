@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from torchvision import models as zoo
 
 import torch_dcl as dcl
+from torch_dcl.kernels import host
 from torch_dcl.models import count_weights
 
 COLUMNS = ["network", "batch", "mode", "phase", "selection", "units", "weights_ratio", "plain_ms", "dcl_ms", "ratio"]
@@ -63,6 +64,7 @@ def main() -> None:
             subprocess.run(command, check=True)
         return
     torch.backends.cudnn.benchmark = True
+    host.wait()  # what is compiled in the background, once a machine
     for network in arguments.networks:
         for mode in arguments.modes:
             for selection in arguments.selections:

@@ -19,6 +19,7 @@ key                      shape                      what it is
 Biases, and only biases, end in ``bias``.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
 from torch_dcl.kernels.dispatch import Stage, fits, fuse_branches, fuse_pairs, linear, may_run, turn, turns
 from torch_dcl.norms import called_plainly
+from torch_dcl.programs import recorded, replayed
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
@@ -72,6 +74,9 @@ class _DCL(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z."""
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (z := replayed(self, x)) is not None:
+            return z
         fusion = self.fusion
         pair = fusion.strategy == "stochastic" and self.training
         if pair:
@@ -80,7 +85,8 @@ class _DCL(nn.Module):
         stage = self._plain_stage() if may_run(x) else None
         if stage is not None and (pair or fusion.strategy == "deterministic" or not self.training):
             theta = fusion.gather(self.branch.weight) if pair else self.branch.weight
-            z = fusion.with_stage(x, theta, stage)
+            compute = functools.partial(fusion.with_stage, x, theta, stage)
+            z = compute() if compiling or pair else recorded(self, x, compute)
             if z is not None:
                 return z
         if pair:
@@ -345,13 +351,15 @@ class _DCLConv(_DCL):
         """
         branch = self.branch
         assert not isinstance(branch, nn.Linear)
-        if self._spatial != 2 or x.dim() != 4 or x.is_contiguous(memory_format=torch.channels_last):
+        if self._spatial != 2 or x.dim() != 4 or not fits((x, branch.weight), matched=False):
+            return False
+        if x.is_contiguous(memory_format=torch.channels_last):
             return False
         if not branch.weight.is_contiguous() or torch.version.hip is not None:
             return False
         if max(branch.kernel_size) == 1 or branch.padding_mode != "zeros" or not self.fusion.in_kernels:
             return False
-        return turns(x, cast=True) and fits((x, branch.weight), matched=False)
+        return turns(x, cast=True)
 
 
 class DCLConv1d(_DCLConv):

@@ -7,6 +7,7 @@ addresses of the tensors and start the binary by its handle (7 µs for 31, on th
 
 import functools
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,11 +17,25 @@ from torch.nn import Parameter
 
 from torch_dcl import kernels
 
-__all__ = ["Launch", "is_traced", "kept"]
+__all__ = ["Launch", "is_traced", "kept", "recording"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _NOT_TRACED = ("maxnreg", "enable_fp_fusion")  # options that a compiler which traces a launch does not take
+
+
+class _Recording(threading.local):
+    """What this thread writes down while it computes a unit; see `record`."""
+
+    units: list[Any] | None = None
+    """Units, for who wants them."""
+    log: list[tuple[Any, ...]] | None = None
+    """Operations and launches, in their order."""
+    silent: bool = False
+    """Whether a launch on fake tensors is nothing: only the shapes of results matter."""
+
+
+recording = _Recording()
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -38,7 +53,7 @@ class Launch:
         options: Of the compiler: ``num_warps`` and the like.
     """
 
-    __slots__ = ("binary", "grid", "kernel", "options", "tail", "values")
+    __slots__ = ("binary", "compiled", "grid", "kernel", "options", "tail", "values")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], values: Mapping[str, object], options: Mapping[str, object]
@@ -48,6 +63,7 @@ class Launch:
         names = kernel.arg_names[len(kernel.arg_names) - len(self.values) :]
         self.tail = tuple(self.values[name] for name in names)
         self.binary: tuple[Any, Any, Any, int] | None = None
+        self.compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on these tensors, whose device must be the current one."""
@@ -60,6 +76,8 @@ class Launch:
         if binary is None or functools.reduce(operator.or_, addresses) & 15:
             self.start(tensors, addresses)
             return
+        if recording.log is not None:
+            recording.log.append((self, tensors))
         run, function, metadata, index = binary
         run(
             *self.grid, torch._C._cuda_getCurrentRawStream(index), function, metadata, None, None, None,
@@ -68,12 +86,20 @@ class Launch:
 
     def start(self, given: Sequence[Any], addresses: Sequence[Any]) -> None:
         """Start the kernel from addresses, or None and descriptions; keep its binary if they are multiples of 16."""
+        log = recording.log
+        if log is not None:
+            log.append((self, given))
         aligned = not any(address & 15 for address in addresses if isinstance(address, int))
         if self.binary is None or not aligned:
-            found = self.kernel[self.grid](*given, **self.values, **self.options)
+            recording.log = None  # an interpreter has operations of its own
+            try:
+                found = self.kernel[self.grid](*given, **self.values, **self.options)
+            finally:
+                recording.log = log
             if aligned and found is not None:
                 device = next(value.device for value in given if isinstance(value, Tensor))
                 self.binary = found.run, found.function, found.packed_metadata, device.index
+                self.compiled = found
             return
         run, function, metadata, index = self.binary
         stream = torch._C._cuda_getCurrentRawStream(index)
@@ -81,7 +107,9 @@ class Launch:
 
     def _trace(self, *tensors: Tensor) -> None:
         """Record the launch for a compiler, which makes it a part of the code that it generates."""
-        if kernels.INTERPRETED:  # then operations are closed to compilers, and these want to know shapes alone
+        if (
+            kernels.INTERPRETED or recording.silent
+        ):  # where an operation is closed, and its results' shapes matter alone
             return
         options = {name: value for name, value in self.options.items() if name not in _NOT_TRACED}
         torch.library.wrap_triton(self.kernel)[self.grid](*tensors, **self.values, **options)

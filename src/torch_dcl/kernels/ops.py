@@ -1,9 +1,12 @@
 """The kernels of DCL layers as operations of torch (``torch.ops.torch_dcl``), for compilers.
 
-A compiler looks into these operations and finds Triton's kernels, which it launches from the code that it generates.
-Only what is written in Gluon stays closed to it. Outside a compiler `unit` runs, which has less to do for each call.
+Each operation of stage 2 is there twice. A compiler looks into the open one and finds Triton's kernels, which it
+launches from the code that it generates; only what is written in Gluon stays closed to it. The closed one,
+``closed_…``, is replayed by `host` where that is there: one call instead of several launches from generated Python, and
+kernels with the options that a compiler drops. Outside a compiler `unit` runs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,24 +15,68 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.kernels import launch, unit
+from torch_dcl.kernels import host, launch, record, unit
 from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launcher import is_traced, recording
 from torch_dcl.kernels.plans import Known, plan_for
 
 __all__ = ["fuse", "linear", "project", "turn"]
 
+_LIBRARY = torch.library.Library("torch_dcl", "FRAGMENT")
+_closed: dict[str, Callable[..., Any]] = {}
+"""What closed operations compute, by name."""
 
-def operation(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted."""
+
+def operation(name: str, *, closed: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted.
+
+    Args:
+        name: Of the operation.
+        closed: Whether to have it closed to compilers as well, by another name.
+    """
 
     def register(function: Callable[..., Any]) -> Any:
-        if not kernels.INTERPRETED:
-            return torch.library.triton_op(f"torch_dcl::{name}", mutates_args=())(function)
-        closed = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=())(function)
-        closed.register_fake(function)
-        return closed
+        if kernels.INTERPRETED:
+            made = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=())(function)
+            made.register_fake(function)
+        else:
+            made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=())(function)
+        if closed:
+            _LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=())}")
+            torch.library.register_fake(f"torch_dcl::closed_{name}", _shapes_of(function))
+            _closed[f"closed_{name}"] = function
+        return made
 
     return register
+
+
+def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on fake tensors, without its launches."""
+
+    @functools.wraps(function)
+    def fake(*given: Any) -> Any:
+        before, recording.silent = recording.silent, True
+        try:
+            return function(*given)
+        finally:
+            recording.silent = before
+
+    return fake
+
+
+@torch.compiler.assume_constant_result
+def _prefix() -> str:
+    """Which operations a compiler is to call: the closed ones where they can be replayed."""
+    library = host.wait()
+    if library is None:
+        return ""
+    for name in list(_closed):
+        record.serve(library, name, _closed.pop(name))
+    return "closed_"
+
+
+def _call(name: str, prefix: str) -> Any:
+    return getattr(torch.ops.torch_dcl, prefix + name)
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -48,17 +95,18 @@ def project(
     norms: Norms | None,
 ) -> Tensor:  # fmt: skip
     """Stage 2 as operations: branch outputs to z, and the running statistics of norms updated."""
-    rows = launch.by_position(y, channels).contiguous()
+    rows, prefix = launch.by_position(y, channels).contiguous(), _prefix()
     if norms is None:
-        z = torch.ops.torch_dcl.project(rows, weight, bias, T, eps, pairs, keep)[0]
+        given = (rows, weight, bias, T, eps, pairs, keep)
+        z = _call("project", prefix)(*given)[0] if torch.is_grad_enabled() else _call("infer", prefix)(*given)
         return launch.at_positions(y, channels, z)
     running = (list(norms.means), list(norms.variances)) if norms.fixed else ([], [])
     if norms.fixed and not torch.is_grad_enabled():
-        z = torch.ops.torch_dcl.normed_infer(
+        z = _call("normed_infer", prefix)(
             rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
         )
         return launch.at_positions(y, channels, z)
-    z, known, _ = torch.ops.torch_dcl.normed_project(
+    z, known, _ = _call("normed_project", prefix)(
         rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
     )
     if norms.means and not norms.fixed:
@@ -154,14 +202,14 @@ def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) 
     return launch.fuse_backward(grad, pre, eps, pairs)
 
 
-@operation("project")
+@operation("project", closed=True)
 def _op_project(
     y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z ``[P, K2]``; the weights as they were computed with, or nothing if they are those given; likewise responses."""
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
     known: Known
-    if not keep and launch.takes_hopper(plan, y, weight) is not None:
+    if not keep and is_traced(y) and launch.takes_hopper(plan, y, weight) is not None:
         rounded = weight.to(y.dtype)
         z, known = torch.ops.torch_dcl.hopper_project(y, rounded, bias, eps), (rounded, None)
     else:
@@ -171,20 +219,30 @@ def _op_project(
     return z, y.new_empty(0) if low is weight else low, y.new_empty(0) if pre is None else pre
 
 
-@operation("project_backward")
+@operation("infer", closed=True)
+def _op_infer(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool) -> Tensor:
+    """z ``[P, K2]``, where nothing learns."""
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
+    if not keep and is_traced(y) and launch.takes_hopper(plan, y, weight) is not None:
+        hopper: Tensor = torch.ops.torch_dcl.hopper_project(y, weight.to(y.dtype), bias, eps)
+        return hopper
+    return plan.forward(y, weight, bias, None, learns=False)[0]
+
+
+@operation("project_backward", closed=True)
 def _op_project_backward(
     grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
     T: int, eps: float, pairs: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of branch outputs, weights and biases; if there are none, nothing."""
     plan = plan_for(y, low, bias, 1, T, eps, pairs, keep, None)
-    if not keep and launch.takes_hopper(plan, y, low) is not None:
+    if not keep and is_traced(y) and launch.takes_hopper(plan, y, low) is not None:
         return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)
     dy, dweight, dbias, _ = plan.backward(grad.contiguous(), y, bias, (low, pre if keep else None), dtype)
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
 
 
-@operation("normed_project")
+@operation("normed_project", closed=True)
 def _op_normed_project(
     y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
     variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
@@ -198,7 +256,7 @@ def _op_normed_project(
     return z, known, low
 
 
-@operation("normed_infer")
+@operation("normed_infer", closed=True)
 def _op_normed_infer(
     y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
     variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
@@ -209,7 +267,7 @@ def _op_normed_infer(
     return plan.forward(y, weight, bias, norms, learns=False)[0]
 
 
-@operation("normed_project_backward")
+@operation("normed_project_backward", closed=True)
 def _op_normed_project_backward(
     grad: Tensor, y: Tensor, known: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
     fixed: bool,
@@ -233,7 +291,6 @@ def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 # Gluon: a compiler would write these kernels anew as Triton, so they stay closed, in the cheapest way that torch has.
 
-_LIBRARY = torch.library.Library("torch_dcl", "FRAGMENT")
 _LIBRARY.define("hopper_project(Tensor y, Tensor weight, Tensor? bias, float eps) -> Tensor")
 _LIBRARY.define(
     "hopper_project_backward(Tensor grad, Tensor y, Tensor weight, Tensor? bias, float eps, ScalarType dtype)"
@@ -289,9 +346,9 @@ def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.settings, ctx.dtype = settings, unit.gradient_type(y.dtype, weight)
 
 
-def _project_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     y, low, bias, pre = ctx.saved_tensors
-    found = torch.ops.torch_dcl.project_backward(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
+    found = _call("project_backward", prefix)(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
     return *found[:2], None if bias is None else found[2], *(None,) * 4
 
 
@@ -303,9 +360,9 @@ def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.has = bias is not None, bool(gammas), bool(betas), len(means)
 
 
-def _normed_autograd(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+def _normed_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     given = (*ctx.saved_tensors, ctx.dtype, *ctx.settings, ctx.fixed)
-    dy, dweight, rest = torch.ops.torch_dcl.normed_project_backward(grad, *given)
+    dy, dweight, rest = _call("normed_project_backward", prefix)(grad, *given)
     bias, gammas, betas, running = ctx.has
     T, each = ctx.settings[0], rest.unbind(0)
     none: list[None] = [None] * running
@@ -326,8 +383,13 @@ def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 _op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
-_op_project.register_autograd(_project_autograd, setup_context=_project_setup)
-_op_normed_project.register_autograd(_normed_autograd, setup_context=_normed_setup)
+for _before in ("", "closed_"):
+    torch.library.register_autograd(
+        f"torch_dcl::{_before}project", functools.partial(_project_autograd, _before), setup_context=_project_setup
+    )
+    torch.library.register_autograd(
+        f"torch_dcl::{_before}normed_project", functools.partial(_normed_autograd, _before), setup_context=_normed_setup
+    )
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -341,13 +403,16 @@ def _(info: Any, in_dims: Any, pre: list[Tensor], eps: float, pairs: bool) -> tu
     return torch.ops.torch_dcl.fuse(whole, eps, pairs), 0
 
 
-@_op_project.register_vmap
-def _(
-    info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
+def _project_vmap(
+    prefix: str, info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     rows = _one_by_one((y, weight, bias), in_dims, info.batch_size)
-    found = [torch.ops.torch_dcl.project(*row, *settings) for row in rows]
+    found = [_call("project", prefix)(*row, *settings) for row in rows]
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0, 0, 0)
+
+
+for _before in ("", "closed_"):
+    torch.library.register_vmap(f"torch_dcl::{_before}project", functools.partial(_project_vmap, _before))
 
 
 @_op_linear.register_vmap

@@ -5,6 +5,7 @@ the gradients of float32 weights come as float32 straight from the products that
 that of plain torch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.kernels import launch
+from torch_dcl.kernels import host, launch, record
 from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launcher import recording
 from torch_dcl.kernels.plans import Known, Plan, plan_for
 from torch_dcl.kernels.products import products
 
@@ -69,11 +71,61 @@ def run(
     return z
 
 
+_Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Known]
+"""z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
+
+
 def _compute(
     x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
     learns: bool,
-) -> tuple[Tensor, Tensor | None, Tensor, Plan, Known]:  # fmt: skip
-    """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
+) -> _Computed:  # fmt: skip
+    """The forward pass, recorded if it is wanted."""
+    units = recording.units
+    library = None if units is None or recording.log is not None else host.library()
+    if units is None or library is None:
+        return _forward(x, theta, weight, bias, settings, norms, learns)
+    groups: Sequence[Sequence[Tensor]] = ((), (), (), (), ()) if norms is None else norms[:5]
+    inputs = [x, theta, weight, bias, *(t for group in groups for t in group)]
+    found: _Computed
+    found, tape = record.tape_of(
+        library, inputs, lambda: _forward(x, theta, weight, bias, settings, norms, learns),
+        lambda found: [found[0], *_kept_of(found, inputs)],
+    )  # fmt: skip
+    z, low, y, plan, known = found
+    numbers = {id(t): i for i, t in enumerate([*inputs, z, *_kept_of(found, inputs)]) if t is not None}
+    saved = [-1 if t is None else numbers[id(t)] for t in (*inputs[:4], low, y, *known)]
+    own = list(range(4, 4 + len(groups[0]) + len(groups[1])))
+    held = [4 + len(own) + i for i in range(len(groups[2]) + len(groups[3]))]
+    backward = functools.partial(_replayed_backward, plan, settings, norms and _Norms.of(norms))
+    units.append(record.Recorded(
+        inputs, tape, settings.dtype, learns, [0, 1, 2, 3, *own], [*saved, *own], held, backward,
+    ))  # fmt: skip
+    return found
+
+
+class _Norms(NamedTuple):
+    """What a backward pass knows of norms besides their tensors."""
+
+    gammas: int
+    betas: int
+    eps: float
+    fixed: bool
+
+    @classmethod
+    def of(cls, norms: Norms) -> "_Norms":
+        return cls(len(norms.gammas), len(norms.betas), norms.eps, norms.fixed)
+
+
+def _kept_of(found: _Computed, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """What a forward pass leaves for backward, but for its inputs."""
+    _, low, y, _, known = found
+    return [t for t in (low, y, *known) if t is not None and all(t is not other for other in inputs)]
+
+
+def _forward(
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
+    learns: bool,
+) -> _Computed:  # fmt: skip
     stage, channels, T, eps, pairs, keep, dtype = settings
     low, y = None, x
     if theta is not None and stage is not None:
@@ -111,22 +163,48 @@ class _Unit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, theta, weight, bias, low, y, *known = ctx.saved_tensors  # once: activation checkpointing allows no more
-        settings, norms, needs = ctx.settings, ctx.norms, ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a second derivative is wanted: plain torch has one
-            return _differentiable(grads[0], x, theta, weight, bias, settings, norms, known[2:])
-        dtype = settings.dtype
-        to = gradient_type(dtype, weight)
-        with kernels.on_device_of(x):
-            dx, dweight, dbias, numbers = ctx.plan.backward(grads[0], y, bias, known[:2], to)
-            dtheta = None
-            if low is not None:
-                dx, dtheta = _stage_gradients(dx, x, low, settings.stage, needs, theta.dtype if _WIDE else dtype)
-        if numbers is None:
-            return dx, dtheta, dweight, dbias, None, None
-        T, each = settings.T, numbers.unbind(0)
-        dnorm = (*(each[:T] if norms.gammas else ()), *(each[T : 2 * T] if norms.betas else ()))
-        return dx, dtheta, dweight, None if bias is None else numbers[2 * T : 3 * T], None, None, *dnorm
+        saved, norms = ctx.saved_tensors, ctx.norms  # once: activation checkpointing allows no more
+        running = () if norms is None else (*norms.means, *norms.variances)
+        found = _gradients(
+            ctx.plan, ctx.settings, norms and _Norms.of(norms), grads[0], saved, running, ctx.needs_input_grad,
+            torch.is_grad_enabled(),
+        )  # fmt: skip
+        return *found[:4], None, None, *found[4:]
+
+
+def _gradients(
+    plan: Plan, settings: Settings, norms: _Norms | None, grad: Tensor, saved: Sequence[Any], running: Sequence[Tensor],
+    needs: Sequence[bool], twice: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """The gradients of input, filters, weights and biases, and of the norms' γ and β."""
+    x, theta, weight, bias, low, y, *known = saved
+    if twice:  # a second derivative is wanted: plain torch has one
+        return _differentiable(grad, x, theta, weight, bias, settings, norms, running, known[2:])
+    dtype = settings.dtype
+    to = gradient_type(dtype, weight)
+    with kernels.on_device_of(x):
+        dy, dweight, dbias, numbers = plan.backward(grad, y, bias, known[:2], to)
+        dx: Tensor | None = dy
+        dtheta = None
+        if low is not None and settings.stage is not None:
+            dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, theta.dtype if _WIDE else dtype)
+    if numbers is None or norms is None:
+        return [dx, dtheta, dweight, dbias]
+    T, each = settings.T, numbers.unbind(0)
+    dnorm = (*(each[:T] if norms.gammas else ()), *(each[T : 2 * T] if norms.betas else ()))
+    return [dx, dtheta, dweight, None if bias is None else numbers[2 * T : 3 * T], *dnorm]
+
+
+def _replayed_backward(
+    plan: Plan, settings: Settings, norms: _Norms | None, grad: Tensor, saved: list[Tensor | None],
+    running: list[Tensor], needs: list[bool], twice: bool,
+) -> tuple[list[Tensor | None], Any]:  # fmt: skip
+    """The gradients of a replayed forward pass, and a tape of how they were computed."""
+    compute = functools.partial(_gradients, plan, settings, norms, grad, saved, running, needs, twice)
+    library = host.library()
+    if twice or library is None:
+        return compute(), None
+    return record.tape_of(library, [grad, *saved], compute, lambda found: found)
 
 
 def gradient_type(dtype: torch.dtype, weight: Tensor) -> torch.dtype:
@@ -167,21 +245,20 @@ def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tupl
 
 def _differentiable(
     grad: Tensor, x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings,
-    norms: Norms | None, parameters: Sequence[Tensor],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    norms: _Norms | None, running: Sequence[Tensor], parameters: Sequence[Tensor],
+) -> list[Tensor | None]:  # fmt: skip
     """The gradients of a unit in plain torch, so that they have gradients of their own."""
     inputs = [x, theta, weight, bias, *parameters]
     given = [t for t in inputs if t is not None and t.requires_grad]
     with torch.enable_grad():
-        z = _reference(x, theta, weight, bias, settings, norms, parameters)
+        z = _reference(x, theta, weight, bias, settings, norms, running, parameters)
     found = iter(torch.autograd.grad(z, given, grad, create_graph=True))
-    dx, dtheta, dweight, dbias, *rest = [None if t is None or not t.requires_grad else next(found) for t in inputs]
-    return dx, dtheta, dweight, dbias, None, None, *rest
+    return [None if t is None or not t.requires_grad else next(found) for t in inputs]
 
 
 def _reference(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
-    parameters: Sequence[Tensor],
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: _Norms | None,
+    running: Sequence[Tensor], parameters: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """What `run` gives, in plain torch."""
     stage, channels, T, eps, pairs, _, dtype = settings
@@ -191,11 +268,11 @@ def _reference(
     if norms is not None:
         gammas = parameters[:T] if norms.gammas else [None] * T
         betas = parameters[len(parameters) - T :] if norms.betas else [None] * T
-        running = zip(norms.means, norms.variances, strict=True) if norms.fixed else [(None, None)] * T
+        known = zip(running[:T], running[T:], strict=True) if norms.fixed else [(None, None)] * T
         pre = [
             F.batch_norm(p.movedim(channels, 1), mean, var, gamma, beta, not norms.fixed, 0.0, norms.eps).movedim(
                 1, channels
             )
-            for p, gamma, beta, (mean, var) in zip(pre, gammas, betas, running, strict=True)
+            for p, gamma, beta, (mean, var) in zip(pre, gammas, betas, known, strict=True)
         ]
     return launch.reference_fuse(pre, eps, pairs)

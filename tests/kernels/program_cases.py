@@ -1,0 +1,341 @@
+"""Layers replayed from C++ against the same layers run from Python: for the interpreter on the CPU and for a GPU.
+
+A layer's first call is seen, its second recorded, and its third replayed; the first gradient of a replayed call is
+recorded, and the second replayed. So five calls show all, and every one must give the bits of the first.
+"""
+
+import contextlib
+import gc
+import io
+import pickle
+import threading
+import weakref
+from copy import deepcopy
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_dcl import DCLConv1d, DCLConv2d, DCLLinear, advance_branches_
+from torch_dcl.kernels import host
+
+LAST = torch.channels_last
+CALLS = 5
+
+
+def _images(*shape, last=True):
+    x = torch.randn(*shape)
+    return x.contiguous(memory_format=LAST) if last else x
+
+
+def _conv(**arguments):
+    return DCLConv2d(6, 20, 3, padding=1, width=8, **arguments).to(memory_format=LAST)
+
+
+LAYERS = {
+    "convolution": lambda: (_conv(), _images(4, 6, 5, 7)),
+    "convolution without biases": lambda: (_conv(bias=False), _images(4, 6, 5, 7)),
+    "convolution in torch's layout": lambda: (DCLConv2d(6, 20, 3, padding=1), _images(4, 6, 5, 7, last=False)),
+    "strided convolution": lambda: (DCLConv2d(6, 20, 3, stride=2, width=8).to(memory_format=LAST), _images(4, 6, 9, 7)),
+    "batch norms": lambda: (_conv(norm_layer=nn.BatchNorm2d, bias=False), _images(4, 6, 5, 7)),
+    "batch norms and biases": lambda: (_conv(norm_layer=nn.BatchNorm2d), _images(4, 6, 5, 7)),
+    "batch norms over all batches": lambda: (
+        _conv(norm_layer=lambda n: nn.BatchNorm2d(n, momentum=None)), _images(4, 6, 5, 7)
+    ),
+    "norms without parameters": lambda: (
+        _conv(norm_layer=lambda n: nn.BatchNorm2d(n, affine=False)), _images(4, 6, 5, 7)
+    ),
+    "norms of fixed statistics": lambda: (_conv(norm_layer=nn.BatchNorm2d, bias=False).eval(), _images(4, 6, 5, 7)),
+    "three branches": lambda: (_conv(branches=3), _images(4, 6, 5, 7)),
+    "all pairs of three branches": lambda: (_conv(branches=3, strategy="stochastic").eval(), _images(4, 6, 5, 7)),
+    "linear": lambda: (DCLLinear(40, 24), torch.randn(5, 40)),
+    "linear of many rows": lambda: (DCLLinear(40, 24), torch.randn(3, 300, 40)),
+    "one dimension": lambda: (DCLConv1d(6, 20, 3, width=8), torch.randn(4, 6, 11)),
+}  # fmt: skip
+
+
+def _programs(layer):
+    return layer.__dict__.get("_programs")
+
+
+def _call(layer, x, half, learn, grad):
+    given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(learn)
+    cast = torch.autocast(x.device.type, half) if half else contextlib.nullcontext()
+    with cast, torch.set_grad_enabled(learn):
+        z = layer(given)
+    found = [z.detach().clone()]
+    if learn:
+        found += torch.autograd.grad(z, [given, *layer.parameters()], grad(z))
+    return z, found
+
+
+def replayed_case(name, half, device):
+    """Whether every call has the bits of the first, for gradients and without; and how the last one ran."""
+    host.wait()
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]()
+    layer, x = layer.to(device), x.to(device)
+    start, equal = deepcopy(layer.state_dict()), []
+    noise = {}
+
+    def grad(z):
+        return noise.setdefault("grad", torch.randn(z.shape, device=device).to(z.dtype))
+
+    for learn in (True, False):
+        first = None
+        for _ in range(CALLS):
+            layer.load_state_dict(start)
+            z, found = _call(layer, x, half, learn, grad)
+            found += [b.clone() for b in layer.buffers()]
+            first = first or found
+            equal.append(all(torch.equal(a, b) for a, b in zip(found, first, strict=True)))
+        if learn:
+            kind = z.grad_fn.name()
+    programs = _programs(layer)
+    return {"equal": all(equal), "programs": len(programs), "failed": programs.failed, "node": kind}
+
+
+def _warm(layer, x):
+    for _ in range(CALLS):
+        layer(x).sum().backward()
+    layer.zero_grad()
+    assert len(_programs(layer)) > 0
+    return layer
+
+
+def _small(device, norm=None):
+    host.wait()
+    torch.manual_seed(0)
+    layer = _conv(norm_layer=norm, bias=norm is None).to(device)
+    x = _images(4, 6, 5, 7).to(device).requires_grad_()
+    return _warm(layer, x), x
+
+
+def _is_replayed(z):
+    return z.grad_fn.name() == "DCLUnitBackward"
+
+
+def second_derivative_case(device):
+    """A replayed call has the second derivative of plain torch."""
+    errors = {}
+    for norm in (None, nn.BatchNorm2d):
+        layer, x = _small(device, norm)
+        for training in (True, False):
+            layer.train(training)
+            with torch.no_grad():
+                bare = deepcopy(layer)
+            _warm(layer, x)
+            bare.load_state_dict(layer.state_dict())
+            found = []
+            for each in (layer, bare):
+                z = each(x)
+                found.append(_is_replayed(z))
+                first = torch.autograd.grad(z.square().sum(), [x, *each.parameters()], create_graph=True)
+                found += torch.autograd.grad(sum(g.square().sum() for g in first), [x, *each.parameters()])
+            half = len(found) // 2
+            assert found[0]
+            assert not found[half]
+            pairs = zip(found[1:half], found[half + 1 :], strict=True)
+            errors[f"{norm} {training}"] = max(((a - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in pairs)
+    return errors
+
+
+def autograd_case(device):
+    """What autograd promises of any node."""
+    layer, x = _small(device)
+    plain = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    found = {}
+
+    z = layer(x)
+    z.sum().backward(retain_graph=True)
+    z.sum().backward()
+    try:
+        z.sum().backward()
+        found["a third backward pass"] = "nothing"
+    except RuntimeError as error:
+        found["a third backward pass"] = str(error)[:50]
+
+    z = layer(x)
+    with torch.no_grad():
+        layer.fusion.weight.mul_(1.0)
+    try:
+        z.sum().backward()
+        found["a weight changed in between"] = "nothing"
+    except RuntimeError as error:
+        found["a weight changed in between"] = "modified by an inplace operation" in str(error)
+
+    def same(name, grads, wanted=plain):
+        found[name] = all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+    z = checkpoint(layer, x, use_reentrant=False)
+    same("activation checkpointing", torch.autograd.grad(z.square().sum(), [x, *layer.parameters()]))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        z = layer(x)
+    same("saved tensors with hooks", torch.autograd.grad(z.square().sum(), [x, *layer.parameters()]))
+    found["saved tensors"] = len(kept) > 4
+    z = layer(x)
+    grad = torch.ones((), device=device).expand(z.shape)
+    for _ in range(3):
+        expanded = torch.autograd.grad(z, [x], grad, retain_graph=True)
+    same("an expanded gradient", expanded, torch.autograd.grad(z, [x], torch.ones_like(z)))
+
+    layer.branch.weight.requires_grad_(False)
+    rest = [layer.fusion.weight, layer.fusion.bias]
+    for _ in range(3):
+        grads = torch.autograd.grad(layer(x.detach()).square().sum(), rest)
+    same("frozen filters", grads, plain[1:3])
+    layer.branch.weight.requires_grad_()
+    found["nothing learns"] = not layer.requires_grad_(False)(x.detach()).requires_grad
+    return found
+
+
+def states_case(device):
+    """A replay looks up tensors anew, and takes place only where nothing has changed."""
+    layer, x = _small(device)
+    with torch.no_grad():
+        z = layer(x).clone()
+    found = {}
+
+    def differs(name, each=layer, given=x):
+        found[name] = not torch.equal(each(given), z)
+
+    state = {name: 2 * value if value.dim() else value for name, value in layer.state_dict().items()}
+    swapped = functional_call(layer, {"fusion.weight": 2 * layer.fusion.weight.detach()}, (x,))
+    found["other weights for one call"] = not torch.equal(swapped, z)
+    found["which are forgotten"] = torch.equal(layer(x), z)
+    before = layer.fusion.eps
+    layer.fusion.eps = 0.5
+    differs("another ε")
+    layer.fusion.eps = before
+    handle = layer.fusion.register_forward_hook(lambda *_: calls.append(1))
+    calls = []
+    found["a hook does not change it"] = torch.equal(layer(x), z)
+    found["a hook is called"] = len(calls) == 1
+    handle.remove()
+    with FlopCounterMode(display=False) as counter:
+        found["under a mode"] = torch.equal(layer(x), z)
+    found["a mode sees its operations"] = counter.get_total_flops() > 0
+    layer.load_state_dict(state)
+    differs("another state")
+
+    copied = deepcopy(layer)
+    found["a copy"] = torch.equal(copied(x), layer(x))
+    found["a copy has programs of its own"] = _programs(copied) is not _programs(layer)
+    file = io.BytesIO()
+    pickle.dump(layer, file)
+    file.seek(0)
+    found["a pickled layer"] = torch.equal(pickle.load(file)(x), layer(x))
+    replica = layer._replicate_for_data_parallel()
+    replica._modules = dict(layer._modules)
+    other = deepcopy(layer.fusion)
+    other.weight.data.mul_(3)
+    replica._modules["fusion"] = other
+    found["a replica with other weights"] = not torch.equal(replica(x), layer(x))
+
+    half = torch.bfloat16 if device != "cpu" else torch.float16
+    with torch.autocast(device, half):
+        found["autocast"] = layer(x).dtype == half
+    found["and then none"] = layer(x).dtype == torch.float32
+    found["a transform of torch.func"] = torch.func.vmap(layer)(x.detach()[None])[0].shape == z.shape
+    with torch.inference_mode():
+        for _ in range(3):
+            inside = layer(x)
+    found["inference mode"] = torch.equal(inside, layer(x)) and inside.is_inference()
+    return found
+
+
+def stochastic_case(device):
+    """Pairs of branches are drawn as before, and a network that alternates between both modes is right in both."""
+    host.wait()
+    torch.manual_seed(0)
+    layer = _conv(branches=3, strategy="stochastic").to(device)
+    x, found = _images(4, 6, 5, 7).to(device), []
+    for _ in range(4):
+        layer.train()
+        advance_branches_(layer)
+        pair = layer.fusion.active.clone()
+        found.append(torch.allclose(layer(x), layer.fusion.forward_pair(_of_pair(layer, x)), atol=1e-5))
+        layer.eval()
+        found.append(torch.allclose(layer(x), layer.responses(x).z, atol=1e-5))
+        found.append(torch.equal(layer.fusion.active, pair))
+    return all(found)
+
+
+def _of_pair(layer, x):
+    return layer._run_branch(x, layer.fusion.gather(layer.branch.weight), None)
+
+
+def threads_case(device):
+    """Threads that share a layer all have its result."""
+    layer, x = _small(device)
+    wanted = torch.autograd.grad(layer(x).sum(), [x])[0]
+    found = []
+
+    def work():
+        own = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        found.extend(torch.equal(torch.autograd.grad(layer(own).sum(), [own])[0], wanted) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return len(found) == 15 and all(found)
+
+
+def released_case(device):
+    """A layer that nobody holds is gone, and with it what was recorded of it; a graph outlives it."""
+    layer, x = _small(device)
+    z = layer(x)
+    alive = weakref.ref(layer)
+    del layer
+    gc.collect()
+    gone = alive() is None
+    z.sum().backward()
+    return gone and x.grad is not None
+
+
+def sizes_case(device):
+    """A layer that sees another size in every call records none; more sizes than it keeps cost nothing but time."""
+    host.wait()
+    torch.manual_seed(0)
+    layer = _conv().to(device)
+    for n in range(1, 80):
+        layer(_images(1, 6, 3, n + 2).to(device))
+    once = len(_programs(layer))
+    for n in range(1, 21):
+        for _ in range(2):
+            layer(_images(1, 6, 3, n + 2).to(device))
+    return once, len(_programs(layer))
+
+
+def compiled_case(name, half, device):
+    """A compiled layer, whose operations are replayed, against the same layer without a compiler."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]()
+    layer, x = layer.to(device), x.to(device)
+    compiled = torch.compile(layer, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    start, worst = deepcopy(layer.state_dict()), 0.0
+    noise = {}
+
+    def grad(z):
+        return noise.setdefault("grad", torch.randn(z.shape, device=device).to(z.dtype))
+
+    for learn in (True, False):
+        first = None
+        for each in (layer, compiled, compiled, compiled):
+            layer.load_state_dict(start)
+            _, found = _call(each, x, half, learn, grad)
+            found += [b.clone().float() for b in layer.buffers()]
+            first = first or found
+            errors = [
+                (a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6)
+                for a, b in zip(found, first, strict=True)
+            ]
+            worst = max(worst, *(e.item() for e in errors))
+    return worst
