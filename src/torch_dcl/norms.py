@@ -24,13 +24,9 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     for norm in norms:
         if type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
             return None
-        own = norm.__dict__  # a module looks a tensor up in three places, one after the other
-        if (own["training"], own["eps"], own["momentum"], own["track_running_stats"]) != alike or own["_modules"]:
+        if (norm.training, norm.eps, norm.momentum, norm.track_running_stats) != alike or norm._modules:
             return None  # the last is a parametrized one
-        if [*own["_parameters"], *own["_buffers"]] == _TENSORS:
-            columns.append((*own["_parameters"].values(), *own["_buffers"].values()))
-        else:  # a data-parallel replica has them as attributes
-            columns.append(tuple(getattr(norm, name) for name in _TENSORS))
+        columns.append((norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked))
     if isinstance(first, nn.SyncBatchNorm) and training and _is_distributed():
         return None  # it exchanges its statistics with other processes
     gammas, betas, means, variances, counts = zip(*columns, strict=True)
@@ -49,7 +45,6 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     return Norms(gammas, betas, means, variances, counts, alike[1], momentum, fixed)
 
 
-_TENSORS = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 _PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
@@ -60,7 +55,7 @@ def _is_distributed() -> bool:
 
 def called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    own = module.__dict__
-    hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    replaced = "forward" in own or own.get("_compiled_call_impl") is not None
+    # By attribute: a compiler guards what it finds in a module's dictionary, and leaves hooks out of its guards otherwise.
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     return not (hooked or replaced or _has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.kernels import autocast_cases, cases, layer_cases
+from tests.kernels import autocast_cases, cases, layer_cases, program_cases
 from tests.models import response_norm_cases
 from torch import nn
 
@@ -323,3 +323,28 @@ def test_training_in_two_slices_on_a_gpu_is_training_in_one(data):
     sliced.train(1)
     for i in range(3):
         assert worst_difference(sliced.network(i), whole.network(i)) < 1e-5
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", program_cases.LAYERS)
+def test_a_replayed_layer_has_the_bits_of_the_recorded_one(name, half):
+    found = program_cases.replayed_case(name, half, "cuda")
+    assert found["equal"]
+    if name != "convolution in torch's layout":
+        assert found == {"equal": True, "programs": 2, "failed": 0, "node": "DCLUnitBackward"}
+
+
+@pytest.mark.parametrize("name", ["convolution", "batch norms", "norms of fixed statistics", "three branches", "linear"])
+def test_a_compiled_layer_replays_its_operations(name):
+    assert program_cases.compiled_case(name, torch.bfloat16, "cuda") <= 1e-2
+
+
+def test_a_replayed_layer_keeps_what_autograd_and_users_expect():
+    found = {**program_cases.autograd_case("cuda"), **program_cases.states_case("cuda")}
+    assert found.pop("a third backward pass").startswith("Trying to backward through the graph a second time")
+    assert {name: value for name, value in found.items() if value is not True} == {}
+    assert program_cases.threads_case("cuda")
+    assert program_cases.stochastic_case("cuda")
+    assert program_cases.released_case("cuda")
+    errors = program_cases.second_derivative_case("cuda")
+    assert {name: error for name, error in errors.items() if not error <= 1e-4} == {}

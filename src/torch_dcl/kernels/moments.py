@@ -21,7 +21,7 @@ from torch import Tensor
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
 from torch_dcl.kernels.launch import Norms
 from torch_dcl.kernels.launcher import Launch
-from torch_dcl.kernels.project import three
+from torch_dcl.kernels.project import three, total_of
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
 __all__ = ["Statistics"]
@@ -104,23 +104,17 @@ def _know(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T
 
 @triton.jit
 def _statistics_of(
-    parts, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, count, epsilon, momentum,
+    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
     t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
-    BETA: tl.constexpr, TRACK: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    BETA: tl.constexpr, TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     inside = n < N
     square = (k < M)[:, None] & (k < M)[None, :]
-    sums = tl.zeros((BK,), tl.float32)
-    C = tl.zeros((BK, BK), tl.float32)
-    for first in range(0, count, AT_ONCE):  # several parts at once, for their loads to overlap
-        part = first + tl.arange(0, AT_ONCE)
-        own = parts + (part * T + t) * ((M + 1) * M)
-        there = part < count
-        sums += tl.sum(tl.load(own[:, None] + k[None, :], mask=there[:, None] & (k < M)[None, :], other=0.0), 0)
-        at = own[:, None, None] + ((k + 1)[:, None] * M + k[None, :])[None, :, :]
-        C += tl.sum(tl.load(at, mask=there[:, None, None] & square[None, :, :], other=0.0), 0)
+    own = moments + t * ((M + 1) * M)
+    sums = tl.load(own + k, mask=k < M, other=0.0)
+    C = tl.load(own + (k + 1)[:, None] * M + k[None, :], mask=square, other=0.0)
     positions = tl.zeros((), tl.float32) + P
     sums /= positions
     C = C / positions - sums[:, None] * sums[None, :]
@@ -158,10 +152,10 @@ def _statistics_of(
 
 @triton.jit
 def _statistics(
-    parts, y, w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, c0, c1, c2, known, low,
-    P, count, epsilon, momentum,
+    moments, y, w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, c0, c1, c2, known, low,
+    P, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
-    TRACK: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
 
@@ -171,18 +165,18 @@ def _statistics(
     epsilon, momentum = single(epsilon), single(momentum)
     if tl.program_id(1) == 0:
         _statistics_of(
-            parts, y, w, bias, g0, b0, m0, v0, c0, known, low, P, count, epsilon, momentum,
-            0, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
+            moments, y, w, bias, g0, b0, m0, v0, c0, known, low, P, epsilon, momentum,
+            0, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
         )  # fmt: skip
     elif tl.program_id(1) == 1:
         _statistics_of(
-            parts, y, w, bias, g1, b1, m1, v1, c1, known, low, P, count, epsilon, momentum,
-            1, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
+            moments, y, w, bias, g1, b1, m1, v1, c1, known, low, P, epsilon, momentum,
+            1, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
         )  # fmt: skip
     elif T == 3:
         _statistics_of(
-            parts, y, w, bias, g2, b2, m2, v2, c2, known, low, P, count, epsilon, momentum,
-            2, N, M, T, BIAS, GAMMA, BETA, TRACK, AT_ONCE, BK, BN,
+            moments, y, w, bias, g2, b2, m2, v2, c2, known, low, P, epsilon, momentum,
+            2, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
         )  # fmt: skip
 
 
@@ -236,14 +230,16 @@ def _gradients(
     inside = n < N
     both = (k < M)[:, None] & inside[None, :]
     at = (t * M + k)[:, None] * N + n[None, :]
-    h = tl.zeros((BN,), tl.float32)
-    D = tl.zeros((BK, BN), tl.float32)
-    for first in range(0, of_sums, AT_ONCE):
+    hs = tl.zeros((AT_ONCE, BN), tl.float32)
+    Ds = tl.zeros((AT_ONCE, BK, BN), tl.float32)
+    for first in range(0, of_sums, AT_ONCE):  # several parts at once, for their loads to overlap
         own = sums + (first + part).to(tl.int64)[:, None] * sums_apart + (t * N + n)[None, :]
-        h += tl.sum(tl.load(own, mask=(first + part < of_sums)[:, None] & inside[None, :], other=0.0), 0)
+        hs += tl.load(own, mask=(first + part < of_sums)[:, None] & inside[None, :], other=0.0)
     for first in range(0, of_dws, AT_ONCE):
         own = dws + dws_first + (first + part).to(tl.int64)[:, None, None] * dws_apart + at[None, :, :]
-        D += tl.sum(tl.load(own, mask=(first + part < of_dws)[:, None, None] & both[None, :, :], other=0.0), 0)
+        Ds += tl.load(own, mask=(first + part < of_dws)[:, None, None] & both[None, :, :], other=0.0)
+    h = tl.sum(hs, 0)  # once: threads exchange what they have
+    D = tl.sum(Ds, 0)
     of = known + t * N + n
     scale = tl.load(of, mask=inside, other=0.0)
     mean = tl.load(of + 2 * T * N, mask=inside, other=0.0)
@@ -300,8 +296,7 @@ class Statistics:
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if track else 0
-        values = {**sizes, "P": P, "count": self.parts, "momentum": norms.momentum or 0.0, "TRACK": how}
-        values |= {"AT_ONCE": max(1, _IN_FLIGHT // BK**2), "BK": BK, "BN": _TILE}
+        values = {**sizes, "P": P, "momentum": norms.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
         options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
         self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
 
@@ -345,9 +340,10 @@ class Statistics:
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
         known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
         self._add(y, parts)
+        moments = parts if self.parts == 1 else total_of(parts, self.parts)
         running = (norms.means, norms.variances, norms.counts) if self.track else ((), (), ())
         self._find(
-            parts, y, weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
+            moments, y, weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
             *three(running[0], known), *three(running[1], known), *three(running[2], known), known, low,
         )  # fmt: skip
         if self.cumulative:

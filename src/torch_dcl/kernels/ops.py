@@ -44,6 +44,7 @@ def operation(name: str, *, closed: bool = False) -> Callable[[Callable[..., Any
         if closed:
             _LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=())}")
             torch.library.register_fake(f"torch_dcl::closed_{name}", _shapes_of(function))
+            _LIBRARY.impl(f"closed_{name}", torch.library.fallthrough_kernel, "Autograd")
             _closed[f"closed_{name}"] = function
         return made
 
@@ -95,20 +96,27 @@ def project(
     norms: Norms | None,
 ) -> Tensor:  # fmt: skip
     """Stage 2 as operations: branch outputs to z, and the running statistics of norms updated."""
-    rows, prefix = launch.by_position(y, channels).contiguous(), _prefix()
+    rows, prefix, learns = launch.by_position(y, channels).contiguous(), _prefix(), torch.is_grad_enabled()
     if norms is None:
         given = (rows, weight, bias, T, eps, pairs, keep)
-        z = _call("project", prefix)(*given)[0] if torch.is_grad_enabled() else _call("infer", prefix)(*given)
+        if not learns:
+            z = _call("infer", prefix)(*given)
+        elif prefix:
+            z = _ClosedProject.apply(*given)[0]
+        else:
+            z = torch.ops.torch_dcl.project(*given)[0]
         return launch.at_positions(y, channels, z)
-    running = (list(norms.means), list(norms.variances)) if norms.fixed else ([], [])
-    if norms.fixed and not torch.is_grad_enabled():
-        z = _call("normed_infer", prefix)(
-            rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
-        )
+    groups = [list(norms.gammas), list(norms.betas)]
+    groups += [list(norms.means), list(norms.variances)] if norms.fixed else [[], []]
+    settings = (T, eps, pairs, norms.eps)
+    if norms.fixed and not learns:
+        z = _call("normed_infer", prefix)(rows, weight, bias, *groups, *settings)
         return launch.at_positions(y, channels, z)
-    z, known, _ = _call("normed_project", prefix)(
-        rows, weight, bias, list(norms.gammas), list(norms.betas), *running, T, eps, pairs, norms.eps
-    )
+    if prefix:
+        counts = [len(group) for group in groups]
+        z, known, _ = _ClosedNormed.apply(rows, weight, bias, settings, counts, *(t for group in groups for t in group))
+    else:
+        z, known, _ = torch.ops.torch_dcl.normed_project(rows, weight, bias, *groups, *settings)
     if norms.means and not norms.fixed:
         with torch.no_grad():
             _follow(norms, known.detach()[: 6 * T * weight.shape[1]].view(6, T, -1))
@@ -116,12 +124,52 @@ def project(
 
 
 def _follow(norms: Norms, statistics: Tensor) -> None:
-    """Move running statistics towards those of the batch, as batch norms do."""
-    for t, (mean, variance, count) in enumerate(zip(norms.means, norms.variances, norms.counts, strict=True)):
-        count.add_(1)
-        share = 1.0 / count.float() if norms.momentum is None else norms.momentum
-        mean.copy_(mean + share * (statistics[4, t] - mean))
-        variance.copy_(variance + share * (statistics[5, t] - variance))
+    """Move running statistics towards those of the batch, as batch norms do: all at once, in one compiled kernel."""
+    running, counts = [*norms.means, *norms.variances], list(norms.counts)
+    torch._foreach_add_(counts, 1)
+    apart = torch._foreach_sub([*statistics[4].unbind(0), *statistics[5].unbind(0)], running)
+    if norms.momentum is not None:
+        torch._foreach_add_(running, apart, alpha=norms.momentum)
+        return
+    shares = [1.0 / count.float() for count in counts]
+    torch._foreach_addcmul_(running, apart, [share.expand_as(r) for share, r in zip(2 * shares, running, strict=True)])
+
+
+class _ClosedProject(torch.autograd.Function):
+    """The gradients of a closed operation, which has none itself: a call of one that has goes through Python again."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        found = torch.ops.torch_dcl.closed_project(*given)
+        _project_setup(ctx, given, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _project_autograd("closed_", ctx, grads[0])
+
+
+class _ClosedNormed(torch.autograd.Function):
+    """The same behind norms, whose tensors come one by one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], counts: list[int],
+        *tensors: Tensor,
+    ) -> Any:  # fmt: skip
+        groups, start = [], 0
+        for count in counts:
+            groups.append(list(tensors[start : start + count]))
+            start += count
+        given = (y, weight, bias, *groups, *settings)
+        found = torch.ops.torch_dcl.closed_normed_project(*given)
+        _normed_setup(ctx, given, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        dy, dweight, dbias, gammas, betas, means, variances, *_ = _normed_autograd("closed_", ctx, grads[0])
+        return dy, dweight, dbias, None, None, *gammas, *betas, *means, *variances
 
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
@@ -383,13 +431,8 @@ def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 _op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
-for _before in ("", "closed_"):
-    torch.library.register_autograd(
-        f"torch_dcl::{_before}project", functools.partial(_project_autograd, _before), setup_context=_project_setup
-    )
-    torch.library.register_autograd(
-        f"torch_dcl::{_before}normed_project", functools.partial(_normed_autograd, _before), setup_context=_normed_setup
-    )
+_op_project.register_autograd(functools.partial(_project_autograd, ""), setup_context=_project_setup)
+_op_normed_project.register_autograd(functools.partial(_normed_autograd, ""), setup_context=_normed_setup)
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

@@ -403,11 +403,11 @@ def add_parts_(
 ):
     """The parts of all programs added up, the gradients of the biases apart from those of the weights."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, count, AT_ONCE):
+    totals = tl.zeros((AT_ONCE, BLOCK), tl.float32)
+    for first in range(0, count, AT_ONCE):  # several parts at once, for their loads to overlap
         part = first + tl.arange(0, AT_ONCE)
         at = parts + part.to(tl.int64)[:, None] * size + i[None, :]
-        total += tl.sum(tl.load(at, mask=(part < count)[:, None] & (i < size)[None, :], other=0.0), 0)
-    rounded = total.to(dbias.dtype.element_ty)
+        totals += tl.load(at, mask=(part < count)[:, None] & (i < size)[None, :], other=0.0)
+    rounded = tl.sum(totals, 0).to(dbias.dtype.element_ty)
     tl.store(dbias + i, rounded, mask=i < T * N)
     tl.store(dw + i - T * N, rounded, mask=(i >= T * N) & (i < size))

@@ -27,6 +27,7 @@ __all__ = [
     "by_weights",
     "projection",
     "three",
+    "total_of",
     "weight_gradient",
 ]
 
@@ -234,8 +235,9 @@ def by_weights(dpre: Tensor, weight: Tensor, y: Tensor) -> Tensor:
 
 @kept
 def _add_parts(count: int, rows: int, T: int, N: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    values = {"count": count, "size": rows * N, "T": T, "N": N, "AT_ONCE": 16, "BLOCK": 256}
-    return Launch(passes.add_parts_, (cdiv(rows * N, 256),), values, {"num_warps": 4, **OPTIONS})
+    BLOCK = 64 if count > 16 else 256  # more parts than sums: more of the former at once
+    values = {"count": count, "size": rows * N, "T": T, "N": N, "AT_ONCE": 4096 // BLOCK, "BLOCK": BLOCK}
+    return Launch(passes.add_parts_, (cdiv(rows * N, BLOCK),), values, {"num_warps": 4, **OPTIONS})
 
 
 def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -245,6 +247,14 @@ def add_parts(parts: Tensor, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     dw = torch.empty(rows - T, N, dtype=dtype, device=parts.device)
     _add_parts(count, rows, T, N, dtype, parts.device)(parts, dbias, dw)
     return dbias, dw
+
+
+def total_of(parts: Tensor, count: int) -> Tensor:
+    """The sum of so many parts of a buffer, one behind the other."""
+    size = parts.numel() // count
+    total = torch.empty(size, dtype=parts.dtype, device=parts.device)
+    _add_parts(count, size, 0, 1, parts.dtype, parts.device)(parts, total, total)
+    return total
 
 
 def weight_gradient(y: Tensor, dpre: Tensor, dtype: torch.dtype) -> Tensor:
