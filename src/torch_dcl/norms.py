@@ -22,7 +22,7 @@ def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
     alike = training, first.eps, momentum, first.track_running_stats
     columns: list[tuple[Any, ...]] = []
     for norm in norms:
-        if type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
+        if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
             return None
         if (norm.training, norm.eps, norm.momentum, norm.track_running_stats) != alike or norm._modules:
             return None  # the last is a parametrized one
@@ -55,7 +55,7 @@ def _is_distributed() -> bool:
 
 def called_plainly(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    # By attribute: a compiler guards what it finds in a module's dictionary, and leaves hooks out of its guards otherwise.
+    # By attribute: a compiler guards everything that it looks up in a module's dictionary.
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     return not (hooked or replaced or _has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -330,11 +330,15 @@ def test_training_in_two_slices_on_a_gpu_is_training_in_one(data):
 def test_a_replayed_layer_has_the_bits_of_the_recorded_one(name, half):
     found = program_cases.replayed_case(name, half, "cuda")
     assert found["equal"]
-    if name != "convolution in torch's layout":
+    if "layout" not in name and not (
+        name == "one dimension" and half is None
+    ):  # which run without kernels, or transposed
         assert found == {"equal": True, "programs": 2, "failed": 0, "node": "DCLUnitBackward"}
 
 
-@pytest.mark.parametrize("name", ["convolution", "batch norms", "norms of fixed statistics", "three branches", "linear"])
+@pytest.mark.parametrize(
+    "name", ["convolution", "batch norms", "norms of fixed statistics", "three branches", "linear"]
+)
 def test_a_compiled_layer_replays_its_operations(name):
     assert program_cases.compiled_case(name, torch.bfloat16, "cuda") <= 1e-2
 
