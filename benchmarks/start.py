@@ -119,7 +119,7 @@ def make_place(name: str, arguments: argparse.Namespace) -> Place:
     drops = recipe.schedule.drops
     return Place(
         bignet if name == "bignet" else lenet_cifar, len(data.classes), rates, epochs, Schedule(epochs, 0, drops),
-        recipe.batch, recipe.weight_decay, recipe.caffe, 1 / 4, train, judge, inputs_of(name, data), data.source,
+        recipe.batch, recipe.weight_decay, recipe.caffe, 1 / 4, train, judge, inputs_of(name, data), data.name,
     )  # fmt: skip
 
 
