@@ -31,6 +31,7 @@ SMOKE = {
     "demo": ("--set", "train_images=500", "--set", "epochs=2", "--seeds", "2"),
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
     "relations": ("--data", "excerpt", "--models", "narrow,low-rank,summed,A2,power-1", "--set", "sizes=100,200"),
+    "sort-of-clevr": ("--set", "units=plain,summed,glu,dcl"),
 }
 CLOCK = re.compile(r"minutes|time|step ms", re.IGNORECASE)
 """Columns of a page that no two runs have in common."""
@@ -61,7 +62,7 @@ def _floats(text):
 def results_of(run):
     """What a run leaves in its files, without what depends on the clock and the machine."""
     names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo",
-             "relations")  # fmt: skip
+             "relations", "sort-of-clevr")  # fmt: skip
     found = {}
     for name in names:
         file = run / f"{name}.json"
@@ -70,7 +71,7 @@ def results_of(run):
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
                     "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
                     "demo": ["set", "networks", "verdict", "knowledge"],
-                    "relations": ["set", "steps", "cells"]}  # fmt: skip
+                    "relations": ["set", "steps", "cells"], "sort-of-clevr": ["units"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found
