@@ -19,10 +19,10 @@ from torch_dcl.experiments.recipes.sort_of_clevr import (
     SortOfClevrRecipe,
     answer,
     build_network,
-    compare_units,
 )
 from torch_dcl.experiments.runner import run
 from torch_dcl.experiments.settings import SettingError
+from torch_dcl.experiments.stats import compare_units
 from torch_dcl.models import count_weights
 
 ROOT = Path(__file__).parents[2]
@@ -138,9 +138,9 @@ def test_the_answer_counts_clear_differences_after_correction():
         return {"unit": name, "errors": {"relational": relational, "not relational": [5.0, 5.1, 4.9]}}
 
     rows = [unit("plain", [29.0, 30.0, 31.0]), unit("summed", [40.0, 41.1, 42.0]), unit("dcl", [30.0, 31.0, 32.0])]
-    compared = compare_units({"units": rows})
-    assert compared["summed", "relational"][2] == "▴"
-    assert compared["summed", "not relational"][1] == 1
+    compared = compare_units(rows, "dcl")
+    assert compared["summed", "relational"].sign == "▴"
+    assert compared["summed", "not relational"].corrected == 1
     said = answer({"units": rows})
     assert "clearly less than 1 of 1 units of equal weights and clearly more than 0 (n = 3 seeds" in said
     assert "that of plain, 30.00 %, and DCL's is 31.00 %" in said

@@ -32,6 +32,7 @@ SMOKE = {
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
     "relations": ("--data", "excerpt", "--models", "narrow,low-rank,summed,A2,power-1", "--set", "sizes=100,200"),
     "sort-of-clevr": ("--set", "units=plain,summed,glu,dcl"),
+    "deep": (),
 }
 CLOCK = re.compile(r"minutes|time|step ms", re.IGNORECASE)
 """Columns of a page that no two runs have in common."""
@@ -62,7 +63,7 @@ def _floats(text):
 def results_of(run):
     """What a run leaves in its files, without what depends on the clock and the machine."""
     names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo",
-             "relations", "sort-of-clevr")  # fmt: skip
+             "relations", "sort-of-clevr", "deep")  # fmt: skip
     found = {}
     for name in names:
         file = run / f"{name}.json"
@@ -71,7 +72,7 @@ def results_of(run):
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
                     "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
                     "demo": ["set", "networks", "verdict", "knowledge"],
-                    "relations": ["set", "steps", "cells"], "sort-of-clevr": ["units"]}  # fmt: skip
+                    "relations": ["set", "steps", "cells"], "sort-of-clevr": ["units"], "deep": ["units"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found

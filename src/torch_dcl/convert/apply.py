@@ -7,11 +7,10 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, measure_pace
+from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
 from torch_dcl.convert.rows import Plan, Row
-from torch_dcl.convert.samples import QUICK, collect_samples
+from torch_dcl.convert.samples import QUICK, Incoming, collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
-from torch_dcl.convert.start import Incoming, match_
 from torch_dcl.convert.table import count, tabulate
 from torch_dcl.convert.trial import Trial
 from torch_dcl.convert.units import (

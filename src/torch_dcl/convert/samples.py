@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
+from torch_dcl.layers import _DCL
 from torch_dcl.progress import Bar, error_console
 
-__all__ = ["QUICK", "collect_samples"]
+__all__ = ["QUICK", "Incoming", "collect_samples"]
 
 QUICK = 2.0  # seconds that a conversion may take without a word
 
@@ -88,6 +89,32 @@ def collect_samples(
     if silent := ", ".join(repr(name) for name in layers if name not in kept):
         raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
     return {name: rows for name, (_, rows) in kept.items()}
+
+
+class Incoming:
+    """The mean square of every branch's output y, on the inputs that the layers replaced see.
+
+    Args:
+        layers: The DCL layers, by name.
+    """
+
+    def __init__(self, layers: Mapping[str, _DCL]) -> None:
+        self._layers = layers
+        self._sums: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+
+    def hear(self, name: str, x: Tensor) -> None:
+        """Take in a batch of inputs of a layer."""
+        layer = self._layers[name]
+        parts = [y.double().square() for y in layer.fusion.split(layer.branch(x))]
+        rows = parts[0].numel() // layer.fusion.widths[0]
+        sums = torch.stack([part.sum() for part in parts]) / torch.tensor(layer.fusion.widths, device=x.device)
+        self._sums[name] = self._sums.get(name, 0) + sums
+        self._rows[name] = self._rows.get(name, 0) + rows
+
+    def of(self, name: str) -> list[float] | None:
+        """The mean squares of a layer's branches; None where no input was heard."""
+        return [float(s) / self._rows[name] for s in self._sums[name]] if name in self._sums else None
 
 
 def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:

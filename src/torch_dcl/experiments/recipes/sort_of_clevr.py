@@ -11,7 +11,7 @@ once.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from torch_dcl.convert import convert_, plan
 from torch_dcl.data.sort_of_clevr import ANSWERS, BITS, SIDE, SortOfClevr, generate_sort_of_clevr
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, UnitRecipe, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
-from torch_dcl.experiments.stats import holm, mean, mean_std_n, p_value, paired
+from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
 from torch_dcl.experiments.table import MARK
 from torch_dcl.experiments.text import Line, fitting_table
 from torch_dcl.files import write_text
@@ -52,7 +52,7 @@ PUBLISHED = {"CNN+MLP": "about 63 % right", "CNN+RN": "above 94 % right"}
 """What Santoro et al. 2017 report for relational questions."""
 KERNELS, HIDDEN = (32, 64, 128, 256), (2000, 2000, 2000, 2000, 2000, 1000, 500, 100)
 SORTS = ("relational", "not relational")
-SEARCH_SEED, DCL = 100, "dcl"
+DATA, DCL = "questions", "dcl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def build_network(unit: str, seed: int, *, share: float = 0.2, size: float = 1.0
                 {"branches": 2, "width": M} if unit == "dcl" else {"branches": 1, "width": 2 * M, "eps": 0.0}
             )
             planned = plan(model, model.input_size, **given).only("fc1", force=True)
-            torch.default_generator.manual_seed(seed + 1)
+            torch.default_generator.manual_seed(seed + 1_000_000)  # planning draws an example
             convert_(model, planned, init="random", match=True)
         elif unit == "narrow":
             filters = max(1, round((2 * M * (K1 + K2) + K2 * hidden[1]) / (K1 + hidden[1])))
@@ -189,11 +189,10 @@ def _match(layer: SummedLinear | GatedLinear, rows: int) -> None:
     layer.fusion.weight[:rows] /= float(z.square().mean().sqrt())
 
 
-class SortOfClevrRecipe(Recipe[SortOfClevrConfig]):
+class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
     """Every unit: trials of learning rates, then all seeds."""
 
     name = "sort-of-clevr"
-    unit = "trainings"
     config_type = SortOfClevrConfig
     sets: dict[str, SortOfClevr]
 
@@ -209,51 +208,24 @@ class SortOfClevrRecipe(Recipe[SortOfClevrConfig]):
         """All settings but those of the machine, and the content of the sets."""
         return {**super().asked(), "sha256": content_hash(part for each in self.sets.values() for part in each)}
 
-    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """The trials; and when they are done, the seeds of each unit at the rate that it takes."""
-        trials = [job for unit in self.config.units for job in self._trials(unit)]
-        if any(job not in outcomes for job in trials):
-            return trials
-        return trials + [job for unit in self.config.units for job in self._reports(unit, outcomes)]
-
-    def _trials(self, unit: str) -> list[Job]:
-        return [Job(unit, "questions", SEARCH_SEED, lr, "choose") for lr in self.config.rates]
-
-    def _reports(self, unit: str, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        lr = min(self._trials(unit), key=lambda job: _error(outcomes[job])).lr
-        return [Job(unit, "questions", seed, lr) for seed in range(self.config.seeds)]
-
-    def total(self) -> int:
-        """Trials and seeds of all units."""
-        return len(self.config.units) * (len(self.config.rates) + self.config.seeds)
-
-    def concurrent(self, job: Job) -> Hashable:
-        """Fleets of one phase."""
-        return job.phase
-
-    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """Trials or seeds, and of which units."""
-        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        return f"{aim} {', '.join(jobs[0].network for jobs in fleets)}"
-
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         """The networks of a unit."""
         config = self.config
         schedule = Schedule(config.epochs, 300 if config.images >= 1000 else 0, (0.6, 0.9))
         members = [
-            Member(f"{job.network} {job.lr:g} {job.seed}", "questions", job.seed, job.lr, schedule, 1e-4, config.clip)
+            Member(f"{job.network} {job.lr:g} {job.seed}", DATA, job.seed, job.lr, schedule, 1e-4, config.clip)
             for job in jobs
         ]
         networks = [build_network(job.network, job.seed, share=config.share, size=config.size) for job in jobs]
         precision = None if config.precision == "auto" else cast("Precision", config.precision)
         return Fleet(
-            networks, members, {"questions": self._asked_about("train")}, batch=config.batch, precision=precision,
+            networks, members, {DATA: self._asked_about("train")}, batch=config.batch, precision=precision,
             device=self.device, stacked=False, streams=config.streams,
         )  # fmt: skip
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
         """In a trial images that are drawn for it, otherwise test images."""
-        return {"questions": self._asked_about(_split(jobs))}
+        return {DATA: self._asked_about(_split(jobs))}
 
     def _asked_about(self, split: str) -> Labelled:
         if split not in self._pairs:
@@ -273,16 +245,10 @@ class SortOfClevrRecipe(Recipe[SortOfClevrConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """Errors, weights and rates of every unit as JSON."""
-        config, known, rows = self.config, outcomes_of(folder), []
-        for unit in config.units:
-            jobs = self._reports(unit, known)
-            tried = {f"{job.lr:g}": _error(known[job]) for job in self._trials(unit)}
-            rows.append({
-                "unit": unit, "what": UNITS[unit], "chosen": jobs[0].lr, "trials": tried,
-                "at_edge": len(tried) > 1 and jobs[0].lr in (config.rates[0], config.rates[-1]),
-                "weights": count_weights(build_network(unit, 0, share=config.share, size=config.size)),
-                "errors": {sort: [_error(known[job], sort) for job in jobs] for sort in SORTS},
-            })  # fmt: skip
+        config, rows = self.config, self.rows(outcomes_of(folder), SORTS)
+        for row in rows:
+            network = build_network(row["unit"], 0, share=config.share, size=config.size)
+            row |= {"what": UNITS[row["unit"]], "weights": count_weights(network)}
         default = SortOfClevrConfig()
         asked = Recipe.asked(self)
         other = [f"{name} = {value}" for name, value in asked.items() if value != getattr(default, name)]
@@ -298,12 +264,12 @@ class SortOfClevrRecipe(Recipe[SortOfClevrConfig]):
         """Every unit, and the answer."""
         from rich.text import Text
 
-        compared, lines = compare_units(result), []
+        compared, lines = compare_units(result["units"], DCL), []
         for row in result["units"]:
             gaps = [compared.get((row["unit"], sort)) for sort in SORTS]
             texts = (
                 row["unit"], *(mean_std_n(row["errors"][sort]) for sort in SORTS),
-                *("" if gap is None else f"{gap[0]}{gap[2]}" for gap in gaps), f"{row['weights']:,}",
+                *("" if each is None else f"{each.gap}{each.sign}" for each in gaps), f"{row['weights']:,}",
                 f"{row['chosen']:g}{' edge' if row['at_edge'] else ''}",
             )  # fmt: skip
             lines.append(Line(texts, "bold" if row["unit"] == DCL else ""))
@@ -318,31 +284,11 @@ class SortOfClevrRecipe(Recipe[SortOfClevrConfig]):
         ]
 
 
-def compare_units(result: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, float, str]]:
-    """Every unit against DCL by sort of question: the difference, p after Holm's correction over all, and its sign.
-
-    ▴ marks a unit that errs clearly more than DCL, ▾ one that errs clearly less. None where there is one seed.
-    """
-    ours = next(row["errors"] for row in result["units"] if row["unit"] == DCL)
-    pairs = [
-        (row["unit"], sort, row["errors"][sort], ours[sort])
-        for sort in SORTS
-        for row in result["units"]
-        if row["unit"] != DCL and len(ours[sort]) > 1
-    ]
-    values = holm([p_value([a - b for a, b in zip(theirs, own, strict=True)]) for _, _, theirs, own in pairs])
-    found = {}
-    for (unit, sort, theirs, own), p in zip(pairs, values, strict=True):
-        gap = paired(theirs, own)
-        found[unit, sort] = (gap, p, "" if p >= 0.05 else "▴" if gap.mean > 0 else "▾")
-    return found
-
-
 def answer(result: Mapping[str, Any]) -> str:
     """The answer in one sentence."""
-    compared = compare_units(result)
+    compared = compare_units(result["units"], DCL)
     controls = [row["unit"] for row in result["units"] if row["unit"] not in (DCL, "plain")]
-    signs = [compared[unit, SORTS[0]][2] for unit in controls if (unit, SORTS[0]) in compared]
+    signs = [compared[unit, SORTS[0]].sign for unit in controls if (unit, SORTS[0]) in compared]
     if not signs:
         return "One seed, or no control, cannot say whether DCL errs less than units of equal weights."
     rows = {row["unit"]: mean(row["errors"][SORTS[0]]) for row in result["units"]}
@@ -357,10 +303,3 @@ def answer(result: Mapping[str, Any]) -> str:
 
 def _split(jobs: Sequence[Job]) -> str:
     return "validation" if jobs[0].phase == "choose" else "test"
-
-
-def _error(outcome: Outcome, sort: str | None = None) -> float:
-    """A network that diverged erred always."""
-    if outcome.stopped is not None:
-        return 100.0
-    return outcome.error if sort is None else float(outcome.extra[sort])
