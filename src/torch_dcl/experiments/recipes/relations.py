@@ -163,7 +163,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         """Errors on validation digits by learning rate, one for each search seed."""
         errors: dict[float, list[float]] = {}
         for job in self._trials(images, task, column):
-            errors.setdefault(job.lr, []).append(_error(outcomes[job]))
+            errors.setdefault(job.lr, []).append(outcomes[job].counted)
         return errors
 
     # Fleets
@@ -284,7 +284,7 @@ class Relations(DigitRecipe[RelationsConfig]):
     def _result(self, folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
         config, cells = self.config, []
         for (images, task, column), jobs in self._known_cells(known).items():
-            tried, errors = self._validation(known, images, task, column), [_error(known[job]) for job in jobs]
+            tried, errors = self._validation(known, images, task, column), [known[job].counted for job in jobs]
             cell = {
                 "task": task, "images": images, "column": column, "errors": errors,
                 "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
@@ -346,11 +346,6 @@ def _images(job: Job) -> int:
 def _name(seed: int) -> str:
     """The name of the set of a seed."""
     return f"{SET}/{seed}"
-
-
-def _error(outcome: Outcome) -> float:
-    """A network that diverged erred always."""
-    return 100.0 if outcome.stopped is not None else outcome.error
 
 
 def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:
