@@ -144,7 +144,7 @@ def compare(now, then, where=""):
         assert now == then, f"{where} is {now!r}, was {then!r}"
 
 
-@pytest.mark.parametrize("name", slow_where(SMOKE, "figures|chart"))
+@pytest.mark.parametrize("name", slow_where(SMOKE, "figures|chart|deep"))
 def test_a_recipe_gives_the_numbers_it_always_gave(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for variable in ("TORCH_DCL_DATA", "RANK", "WORLD_SIZE"):
