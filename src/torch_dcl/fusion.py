@@ -179,11 +179,7 @@ class ConceptFusion(nn.Module):
         Args:
             incoming: The mean square of a branch's output y, 1 unless an activation changed it.
         """
-        fused = self.fused
-        shifts = [self.bias] if self.norm is None else [getattr(norm, "bias", None) for norm in self.norm]
-        lean = LEAN if fused > 1 and all(isinstance(shift, Tensor) for shift in shifts) else 0.0
-        # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
-        spread = response_spread(fused, self.eps, 1.0 if self.norm else 1 / 3, lean)
+        lean, spread = self.start()
         for W, M in zip(torch.split(self.weight, list(self.widths)), self.widths, strict=True):
             bound = math.sqrt(3 / (M * incoming)) * (1.0 if self.norm else spread)
             nn.init.uniform_(W.detach(), -bound, bound)
@@ -194,12 +190,27 @@ class ConceptFusion(nn.Module):
             gamma = getattr(norm, "weight", None)
             if isinstance(gamma, Tensor):
                 nn.init.constant_(gamma, spread)
-        for shift in shifts:
+        for shift in self._shifts:
             if lean and isinstance(shift, Tensor):
                 nn.init.constant_(shift, lean * spread)
         if self.strategy == "stochastic":
             self.key.zero_()
             self.active.copy_(draw_pair(self.key, self.branches))
+
+    @property
+    def _shifts(self) -> list[Tensor | None]:
+        """What adds a constant to the responses: the biases, or those of the norms."""
+        return [self.bias] if self.norm is None else [getattr(norm, "bias", None) for norm in self.norm]
+
+    def start(self, mean_square: float | None = None) -> tuple[float, float]:
+        """How responses start before their ReLU: their mean in units of their standard deviation, and the latter.
+
+        Args:
+            mean_square: Of z, to be met; None meets the variance of a ReLU layer as `reset_parameters` does.
+        """
+        lean = LEAN if self.fused > 1 and all(isinstance(shift, Tensor) for shift in self._shifts) else 0.0
+        # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
+        return lean, response_spread(self.fused, self.eps, 1.0 if self.norm else 1 / 3, lean, mean_square)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The branches of stage 1, one by one."""
@@ -334,7 +345,7 @@ def reset(module: nn.Module | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def response_spread(T: int, eps: float, variance: float, lean: float = 0.0) -> float:
+def response_spread(T: int, eps: float, variance: float, lean: float = 0.0, mean_square: float | None = None) -> float:
     """The standard deviation of the T pre-activations for which z has the variance of a ReLU layer's output.
 
     The pre-activations are taken as independent and normal. Three branches are the most that are matched: beyond,
@@ -346,11 +357,15 @@ def response_spread(T: int, eps: float, variance: float, lean: float = 0.0) -> f
         eps: ε of the fusion.
         variance: Of the pre-activations of the ReLU layer that is replaced.
         lean: The mean of the pre-activations, in units of their standard deviation.
+        mean_square: Of z, to be met in place of a variance; above that of the floor, ``eps ** (2 / T)``.
     """
+    if mean_square is not None:
+        variance = 2 * mean_square  # the mean square of relu(n), n ~ N(0, variance), is half of it
     if T == 1:
-        return math.sqrt(variance)
+        extra = 0.0 if mean_square is None else eps * math.sqrt(2 / math.pi)  # z = relu(n) + ε
+        return math.sqrt(extra**2 + variance - (0.0 if mean_square is None else 2 * eps**2)) - extra
     if T > 3:
-        return response_spread(3, eps ** (3 / T), variance, lean)
+        return response_spread(3, eps ** (3 / T), variance, lean, mean_square)
     target = variance * (1 - 1 / math.pi) / 2  # the variance of relu(n), n ~ N(0, variance)
     t = np.linspace(-9.0, 2.0, 48)  # log of a response above zero: smooth, so that few points are exact
     one = np.exp(t - (np.exp(t) - lean) ** 2 / 2)
@@ -365,7 +380,7 @@ def response_spread(T: int, eps: float, variance: float, lean: float = 0.0) -> f
         z = (product * spread**T + eps) ** (1 / T)
         mean = alive * float((joint * z).sum()) + (1 - alive) * dead
         square = alive * float((joint * z * z).sum()) + (1 - alive) * dead**2
-        return square - mean**2 - target
+        return square - mean**2 - target if mean_square is None else square - mean_square
 
     low, high = 0.0, 64.0 * math.sqrt(variance)
     for _ in range(40):

@@ -39,6 +39,12 @@ ADDED = {
     "dcl run table2 --networks wrn --data cifar10 --seeds 1 --out runs/wrn": "--smoke --models wrn",
     "dcl run chart --data cifar10": "--smoke --set units=dcl,star --seeds 1 --out runs/chart",
     "dcl run relations --data mnist/": "--dry-run --device cpu",
+    "dcl run relations --data mnist/ --seeds 10 --set tasks=same,difference --set sizes=3000,6000,20000,60000": (
+        "--dry-run --device cpu"
+    ),
+    "dcl run relations --data mnist/ --seeds 10 --models narrow,low-rank,summed,A2,A3S,GLU,SORT": (
+        "--dry-run --device cpu"
+    ),
     "dcl run table2 --smoke": "--models lenet --seeds 1",
     "dcl run figures": "--smoke --set parts=filters --set filters=10,25 --seeds 1",
     "dcl run knowledge.toml": "--set size=32 --set images=20",

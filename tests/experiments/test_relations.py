@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import digits as digit_recipes
 from torch_dcl.experiments.protocol import Outcome
-from torch_dcl.experiments.recipes.relations import COLUMNS, Relations, RelationsConfig, build_column
+from torch_dcl.experiments.recipes.relations import COLUMNS, EXTRAS, Relations, RelationsConfig, build_column
+from torch_dcl.experiments.run_reader import read_run
 from torch_dcl.experiments.runner import plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.models import count_weights
+from torch_dcl.report import report
 
 ROOT = Path(__file__).parents[2]
 FEW = {
@@ -67,9 +70,25 @@ def test_columns_have_equal_weights_to_within_half_a_filter(task):
     assert max(abs(each - budget) for each in weights.values()) <= (800 + classes) / 2
 
 
+def test_further_columns_have_the_weights_of_dcl_and_no_part_in_the_protocol():
+    assert RelationsConfig().models == tuple(COLUMNS)
+    weights = {column: count_weights(build_column(column, 10, 0)) for column in (*EXTRAS, "A2")}
+    assert weights["GLU"] == weights["SORT"] == weights["A2"]
+    assert weights["A3S"] - weights["A2"] == 800 + 500  # 3 × 67 filters for 2 × 100
+    assert isinstance(build_column("GLU", 10, 0).relu3, nn.Identity)
+
+
+def test_further_columns_train_and_are_told_apart_from_the_protocol(tmp_path):
+    models = ("narrow", "low-rank", "summed", "A2", *EXTRAS)
+    config = small(models=models, sizes=(60,), rates=(0.05,), tasks=("same", "difference"), seeds=1)
+    result = run(Relations(config), tmp_path / "run").result
+    assert [cell["column"] for cell in result["cells"] if cell["task"] == "difference"] == list(models)
+    assert "models = " in result["told"][0]
+
+
 def test_convolutions_of_a_seed_start_alike_in_all_columns():
     state = torch.get_rng_state()
-    starts = [build_column(column, 10, 4).conv2.weight for column in COLUMNS]
+    starts = [build_column(column, 10, 4).conv2.weight for column in (*COLUMNS, *EXTRAS)]
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(start, starts[0]) for start in starts)
 
@@ -143,10 +162,6 @@ def test_every_cell_trains_a_block_of_seeds_before_any_cell_trains_the_next():
     assert [[job.seed for job in fleet] for fleet in fleets[:: len(cells)]] == [[0, 1], [2, 3], [4]]
 
 
-def test_blocks_of_seeds_do_not_change_the_result(whole, tmp_path):
-    assert run(Relations(small(block=1)), tmp_path / "run").result["cells"] == whole[0]["cells"]
-
-
 def test_the_result_has_a_cell_for_every_task_size_and_column(whole):
     result, path = whole
     assert json.loads((path / "relations.json").read_text()) == result
@@ -181,6 +196,27 @@ def test_a_run_that_was_killed_ends_with_the_same_numbers(whole, tmp_path, kille
     assert run(Relations(small()), path, resume=True, seconds=0).complete is False
     result = run(Relations(small()), path, resume=True).result
     assert result["cells"] == whole[0]["cells"]
+
+
+def test_a_run_before_its_end_shows_the_cells_that_are_there(whole, tmp_path):
+    path = tmp_path / "run"
+    assert run(Relations(small(block=1)), path).result["cells"] == whole[0]["cells"]  # whatever the blocks are
+    lines = (path / "outcomes.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 30  # fleets of five columns and two sizes: of the search, and of each seed
+    (path / "relations.json").unlink()
+    first = {(cell["images"], cell["column"]): cell for cell in whole[0]["cells"]}
+    for fleets, trainings, cells in ((10 + 7, 27, 7), (10 + 10 + 3, 33, 10), (30, 40, 10)):
+        (path / "outcomes.jsonl").write_text("".join(lines[:fleets]))
+        shown = read_run(path).parts["relations"]
+        seeds = 2 if fleets == 30 else 1  # three cells of the fewest images have a second seed, and two do not
+        assert len(shown["cells"]) == cells
+        for cell in shown["cells"]:
+            assert cell["errors"] == first[cell["images"], cell["column"]]["errors"][:seeds]
+        if fleets < 30:
+            assert shown["told"][0] == f"Not at its end: {trainings} of 40 trainings."
+            assert "Not at its end" in report([path])
+    (path / "outcomes.jsonl").write_text("".join(lines[:9]))
+    assert "relations" not in read_run(path).parts
 
 
 # Invalid settings

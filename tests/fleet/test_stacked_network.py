@@ -14,6 +14,7 @@ from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, seed_branches_
 from torch_dcl.experiments import columns
 from torch_dcl.fleet import Stack, StackedLayer, Unstacked, register_stacked, stacked_layers
 from torch_dcl.models.controls import SummedLinear
+from torch_dcl.models.rivals import GatedLinear, SortLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")  # torch's own word on an even kernel
 
@@ -151,6 +152,8 @@ NETWORKS = {
         sequential(DCLConv2d(2, 6, 3, width=4, dilation=2, branch_activation=nn.LeakyReLU)), (2, 7, 6),
     ),
     "averaged branches": (sequential(SummedLinear(7, 9, branches=3, width=2), nn.Linear(9, 2)), (7,)),
+    "a gate": (sequential(GatedLinear(7, 9, branches=2, width=3), nn.Linear(9, 2)), (7,)),
+    "the sum and the root of the product": (sequential(SortLinear(7, 9, width=2), nn.Linear(9, 2)), (7,)),
     "averaged branches without bias": (sequential(SummedLinear(7, 9, width=2, bias=False)), (7,)),
 }  # fmt: skip
 every_network = pytest.mark.parametrize("kind", NETWORKS)

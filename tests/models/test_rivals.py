@@ -10,7 +10,7 @@ from tests.reference import starts_of
 from torch import nn
 
 from torch_dcl import DCLLinear
-from torch_dcl.models.rivals import BilinearLinear, GatedLinear, StarLinear
+from torch_dcl.models.rivals import BilinearLinear, GatedLinear, SortLinear, StarLinear
 
 RELU_VARIANCE = (1 - 1 / math.pi) / 2 / 3  # of relu(n) with torch's default start, which keeps a third of the variance
 
@@ -64,17 +64,26 @@ def test_the_bilinear_layer_is_its_double_sum():
     [
         lambda: StarLinear(400, 300, branches=2, width=150),
         lambda: StarLinear(400, 300, branches=3, width=150),
+        lambda: SortLinear(400, 300, branches=2, width=150, eps=1e-8),
         lambda: GatedLinear(400, 300, branches=2, width=150),
         lambda: BilinearLinear(400, 300, 40, 40),
     ],
-    ids=["star of two", "star of three", "gated", "bilinear"],
+    ids=["star of two", "star of three", "sort", "gated", "bilinear"],
 )
 def test_they_start_with_the_variance_of_the_relu_layer_that_they_replace(build):
     z = build()(torch.randn(2000, 400))
     assert float(z.detach().var()) == pytest.approx(RELU_VARIANCE, rel=0.15)
 
 
-@pytest.mark.parametrize("kind", [StarLinear, GatedLinear])
+def test_sort_is_the_sum_and_the_root_of_the_product():
+    layer = SortLinear(5, 7, branches=2, width=(2, 3), dtype=torch.float64, eps=0.04)
+    nn.init.normal_(layer.fusion.bias)
+    x = torch.randn(40, 5, dtype=torch.float64)
+    v, w = (response.clamp(min=0) for response in responses(layer, x))
+    torch.testing.assert_close(layer(x), v + w + (v * w + 0.04).sqrt(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [StarLinear, GatedLinear, SortLinear])
 def test_in_bfloat16_they_stay_near_what_they_are(kind):
     layer = kind(64, 32, branches=2, width=16)
     x = torch.randn(50, 64)
@@ -89,3 +98,5 @@ def test_what_they_cannot_be_is_refused():
         StarLinear(4, 4, branches=3, strategy="stochastic")
     with pytest.raises(ValueError, match="needs two branches, one of them the gate, got 3"):
         GatedLinear(4, 4, branches=3)
+    with pytest.raises(ValueError, match="SortLinear needs two branches, got 3"):
+        SortLinear(4, 4, branches=3)

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, measure_pace
+from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
 from torch_dcl.convert.rows import Plan, Row
-from torch_dcl.convert.samples import collect_samples
+from torch_dcl.convert.samples import QUICK, Incoming, collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.table import count, tabulate
 from torch_dcl.convert.trial import Trial
@@ -20,6 +20,7 @@ from torch_dcl.convert.units import (
     carry_flags,
     is_idle,
     kind_of,
+    layer_weight,
     leave_fast_paths,
     names_of,
     norm_obstacle,
@@ -33,7 +34,6 @@ from torch_dcl.stochastic import seed_branches_
 
 __all__ = ["Conversion", "convert_"]
 
-QUICK = 2.0  # seconds that a fit may take without a word
 Init = Literal["random", "fit"]
 _Unit = tuple[Row, nn.Module, nn.Module | None, nn.Module | None]
 """A row, its layer, its batch norm, and its ReLU if that can go."""
@@ -68,6 +68,7 @@ def convert_(
     plan: Plan,
     *,
     init: Init,
+    match: bool = False,
     calibration: Iterable[Any] | None = None,
     seed: int = 0,
     check: bool = True,
@@ -89,15 +90,19 @@ def convert_(
         plan: What to convert.
         init: "random" to train from scratch, "fit" to start from the trained weights. There is no default, since
             either is wrong for the other.
-        calibration: Batches of inputs for "fit": tensors, tuples that begin with the input, or dictionaries of
-            keyword arguments. A few hundred images are enough. Without them the inputs are taken as white noise.
+        match: Whether "random" starts at the scale of the layer replaced, so that z has the mean square of its ReLU's
+            output; otherwise at that of torch's default layer. The draws are the same. A row without an ε of its own
+            gets a smaller one where the paper's would be above a fifth of that scale.
+        calibration: Batches of inputs for "fit" and ``match``: tensors, tuples that begin with the input, or
+            dictionaries of keyword arguments. A few hundred images are enough. Without them the inputs are taken as
+            white noise, for ``match`` of unit mean square.
         seed: Of the fit, and of the branch pairs of the stochastic strategy.
         check: Whether to run the example that the plan was made on, before and after: once in training mode, once in
             eval mode without gradients. If the converted network fails where the plain one does not, nothing is
             converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
             no example, and one on the meta device nothing to run: nothing is checked.
-        progress: Whether "fit" shows its progress on stderr: a bar in a terminal, a line now and then elsewhere. None
-            shows it where the fit is expected to take two seconds or more.
+        progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
+            terminal, a line now and then elsewhere. None shows what is expected to take two seconds or more.
 
     Returns:
         What was done, with the fit's errors.
@@ -107,21 +112,32 @@ def convert_(
             converted, values that cannot be fitted, or a network that would fail afterwards.
         TypeError: an argument of the wrong kind.
     """
-    _check(model, plan, init, calibration, seed, progress)
+    _check(model, plan, init, match, calibration, seed, progress)
     units = [(row, *_find(model, row)) for row in plan.selected]
     trial = Trial(model, plan.inputs if check and units else None)
-    samples = {}
-    if calibration is not None and units:
-        samples = collect_samples(model, {row.name: module for row, module, _, _ in units}, calibration, seed=seed)
-    if init == "fit":
-        for row, module, norm, _ in units:
-            check_values(module, norm, samples.get(row.name), name=repr(row.name))
     layers = [
         build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
         for row, module, norm, _ in units
     ]
+    incoming = Incoming({row.name: layer for (row, *_), layer in zip(units, layers, strict=True)})
+    samples = {}
+    if calibration is not None and units:
+        plain = {row.name: module for row, module, _, _ in units}
+        hear = incoming.hear if match else None
+        samples = collect_samples(model, plain, calibration, seed=seed, hear=hear, progress=progress)
+    if init == "fit" or match:
+        for row, module, norm, _ in units:
+            if match and layer_weight(module).is_meta:
+                raise ValueError(f"{row.name!r} is on the meta device and has no scale to match; leave match out")
+            check_values(module, norm, samples.get(row.name), name=repr(row.name))
     fits = {}
     with all_or_nothing(model):
+        if match:
+            for (row, module, norm, _), layer in zip(units, layers, strict=True):
+                trained = None if norm is None else thawed(norm)
+                match_(
+                    layer, module, trained, samples.get(row.name), incoming.of(row.name), keep_eps=row.eps is not None
+                )
         _swap_units(model, units, layers)
         if layers:
             leave_fast_paths(model)
@@ -135,13 +151,20 @@ def convert_(
 
 
 def _check(
-    model: nn.Module, plan: Plan, init: Init, calibration: Iterable[Any] | None, seed: int, progress: bool | None
-) -> None:
+    model: nn.Module, plan: Plan, init: Init, match: bool, calibration: Iterable[Any] | None, seed: int,
+    progress: bool | None,
+) -> None:  # fmt: skip
     """Refuse wrong arguments."""
     if init not in get_args(Init):
         raise ValueError(f'init must be "random" (train from scratch) or "fit" (start from the weights), got {init!r}')
-    if calibration is not None and init != "fit":
-        raise ValueError('calibration is for init="fit"; a random initialisation looks at no data')
+    if not isinstance(match, bool):
+        raise TypeError(f"match must be True or False, got {match!r}")
+    if match and init == "fit":
+        raise ValueError('match is for init="random"; a fit has the scale of the layer anyway: leave match out')
+    if calibration is not None and init != "fit" and not match:
+        raise ValueError(
+            'calibration is for init="fit" or match=True; a random start at torch\'s own scale looks at no data'
+        )
     check_layers(model, "convert_")
     if not isinstance(plan, Plan):
         raise TypeError(

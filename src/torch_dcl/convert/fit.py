@@ -1,4 +1,4 @@
-"""Start a DCL layer from the trained layer that it replaces.
+"""Start a DCL layer from the trained layer that it replaces; or at random, at the scale of that layer (`match_`).
 
 The trained unit computes ``relu(a)`` with ``a = A·x + b``, perhaps through a batch norm. A branch sees a linear map of
 rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the kernel is:
@@ -14,6 +14,7 @@ matrices", 2004).
 
 import math
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,11 @@ from torch_dcl.convert.assumption import TINY, assume, decompose
 from torch_dcl.convert.branches import BATCH, STEPS, Branches, Rows, Task, is_polished, relative_error, solve
 from torch_dcl.layers import _DCL
 
-__all__ = ["FitReport", "check_values", "estimate_seconds", "fit_", "measure_pace"]
+__all__ = ["FitReport", "check_values", "estimate_seconds", "fit_", "match_", "measure_pace"]
 
 MIN_SAMPLES = 8
 BEYOND = 1e6  # how many times larger than the median, and than 1, a trained value may be
+SHARE = 0.2  # the floor of z in units of its root mean square: the paper's ε has it at torch's default scale
 LARGEST = 1e30  # and how large at all: sums of squares and products of branches have to stay finite
 
 
@@ -86,6 +88,64 @@ def fit_(
             width = min(sum(fusion.widths), fusion.out_channels)
             low_rank_error = relative_error(solve(task, probe, (width,), False, generator), held)
     return FitReport(error, low_rank_error, fusion.eps)
+
+
+@torch.no_grad()
+def match_(
+    layer: _DCL,
+    plain: nn.Module,
+    norm: nn.Module | None = None,
+    samples: Tensor | None = None,
+    incoming: Sequence[float] | None = None,
+    *,
+    keep_eps: bool = False,
+) -> float:
+    """Scale the start of a fresh ``layer``, in place: z has the mean square of what ``plain`` and its ReLU put out.
+
+    The draws stay; weights, biases and the scales of norms change by factors. Four or more branches that are fused at
+    once start with the responses of three, and z is smaller (`torch_dcl.fusion.response_spread`). Norms in the branches
+    that have no scale keep theirs.
+
+    Args:
+        layer: The DCL layer, as it was made.
+        plain: The layer that it replaces, trained or not.
+        norm: The batch norm between that and its ReLU. Where ``layer`` has norms, it alone says the scale.
+        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``; None takes its inputs as white noise
+            of unit mean square.
+        incoming: The mean square of every branch's output on the same data; None for 1.
+        keep_eps: Whether ε stays. Otherwise its floor is lowered to a fifth of z's scale where it is above that.
+
+    Returns:
+        The root mean square that z is to have.
+
+    Raises:
+        ValueError: ε stays, and its floor is above that.
+    """
+    fusion = layer.fusion
+    seen = samples if fusion.norm is None else None  # a norm undoes the scale of its inputs
+    scale = _Unit.of(plain, norm if isinstance(norm, _BatchNorm) else None, seen, _device_of(plain)).scale  # type: ignore[arg-type]
+    _, before = fusion.start()
+    floor = fusion.eps ** (1 / fusion.fused)
+    if keep_eps and floor >= scale:
+        raise ValueError(
+            f"eps = {fusion.eps:g} keeps z above {floor:.3g}, and the layer replaced has a scale of {scale:.3g}; "
+            "plan without eps, and it is chosen to fit"
+        )
+    if not keep_eps and floor > SHARE * scale:
+        fusion.eps = (SHARE * scale) ** fusion.fused
+    lean, spread = fusion.start(scale**2)
+    if fusion.norm is None:
+        squares = incoming or [1.0] * fusion.branches
+        for W, square in zip(torch.split(fusion.weight, list(fusion.widths)), squares, strict=True):
+            W.mul_(spread / before / math.sqrt(square or 1.0))
+        if fusion.bias is not None:
+            fusion.bias.fill_(lean * spread)
+        return scale
+    for each in fusion.norm:
+        for value, parameter in ((spread, each.weight), (lean * spread, each.bias)):
+            if isinstance(parameter, Tensor):
+                parameter.fill_(value)
+    return scale
 
 
 def measure_pace(layer: _DCL) -> float:

@@ -2,21 +2,33 @@
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
+from torch_dcl.layers import _DCL
+from torch_dcl.progress import Bar, error_console
 
-__all__ = ["collect_samples"]
+__all__ = ["QUICK", "Incoming", "collect_samples"]
+
+QUICK = 2.0  # seconds that a conversion may take without a word
 
 
 @torch.no_grad()
 def collect_samples(
-    model: nn.Module, layers: Mapping[str, nn.Module], calibration: Iterable[Any], *, limit: int = 4096, seed: int = 0
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    calibration: Iterable[Any],
+    *,
+    limit: int = 4096,
+    seed: int = 0,
+    hear: Callable[[str, Tensor], None] | None = None,
+    progress: bool | None = False,
 ) -> dict[str, Tensor]:
     """What the ``layers`` put out on calibration data, at positions drawn evenly from all of it.
 
@@ -29,6 +41,8 @@ def collect_samples(
             They are moved to the device of the model. One tensor or dictionary is one batch.
         limit: The most rows to keep of a layer, over all batches.
         seed: Of the draw. The global random state is left alone.
+        hear: Called with the name and the input of a layer whenever it runs.
+        progress: Whether to show how far it is; None shows what is expected to take two seconds or more.
 
     Returns:
         For each name a float32 tensor ``[rows, K2]``.
@@ -40,7 +54,9 @@ def collect_samples(
     generator = torch.Generator().manual_seed(seed)
 
     def listen(name: str, layer: nn.Module) -> Any:
-        def hook(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
+            if hear is not None:
+                hear(name, inputs[0] if inputs else named["input"])
             spatial = module.weight.dim() - 2  # type: ignore[operator]
             spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
             size = math.prod(spots.shape[:-1])
@@ -53,14 +69,15 @@ def collect_samples(
                 rows = rows[pick.to(rows.device)]
             kept[name] = number, rows
 
-        return layer.register_forward_hook(hook)
+        return layer.register_forward_hook(hook, with_kwargs=True)
 
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     handles = [listen(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
         with evaluating(model), _uncompiled():
-            for batch in [calibration] if isinstance(calibration, Tensor | dict) else calibration:
+            given = [calibration] if isinstance(calibration, Tensor | dict) else calibration
+            for batch in _with_bar(given, progress):
                 batches += 1
                 inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
                 model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -72,6 +89,52 @@ def collect_samples(
     if silent := ", ".join(repr(name) for name in layers if name not in kept):
         raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
     return {name: rows for name, (_, rows) in kept.items()}
+
+
+class Incoming:
+    """The mean square of every branch's output y, on the inputs that the layers replaced see.
+
+    Args:
+        layers: The DCL layers, by name.
+    """
+
+    def __init__(self, layers: Mapping[str, _DCL]) -> None:
+        self._layers = layers
+        self._sums: dict[str, Tensor] = {}
+        self._rows: dict[str, int] = {}
+
+    def hear(self, name: str, x: Tensor) -> None:
+        """Take in a batch of inputs of a layer."""
+        layer = self._layers[name]
+        parts = [y.double().square() for y in layer.fusion.split(layer.branch(x))]
+        rows = parts[0].numel() // layer.fusion.widths[0]
+        sums = torch.stack([part.sum() for part in parts]) / torch.tensor(layer.fusion.widths, device=x.device)
+        self._sums[name] = self._sums.get(name, 0) + sums
+        self._rows[name] = self._rows.get(name, 0) + rows
+
+    def of(self, name: str) -> list[float] | None:
+        """The mean squares of a layer's branches; None where no input was heard."""
+        return [float(s) / self._rows[name] for s in self._sums[name]] if name in self._sums else None
+
+
+def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
+    """The batches, with a bar above them from when it is known to be worth one."""
+    total = len(batches) if isinstance(batches, Sized) else None
+    start = time.monotonic()
+    with ExitStack() as open_bar:
+        bar = None
+        for done, batch in enumerate(batches):
+            expected = (time.monotonic() - start) * max(total or 0, done) / max(done, 1)
+            if bar is None and progress is not False and (progress or expected >= QUICK):
+                steps, unit = (
+                    (1, "passes over the calibration data") if total is None else (total, "calibration batches")
+                )
+                bar = open_bar.enter_context(Bar(error_console(), steps, unit))
+            if bar is not None and total is not None:
+                bar.reach(done)
+            elif bar is not None:
+                bar.now(f"batch {done + 1}")
+            yield batch
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

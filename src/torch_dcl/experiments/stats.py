@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
-    "Comparison", "Difference", "ErrorTable", "Errors", "Interval", "Losses", "by_seed", "centre", "compare",
-    "difference", "holm", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation", "p_value", "paired",
-    "signed", "spread", "std", "t_quantile",
+    "Comparison", "Difference", "ErrorTable", "Errors", "Interval", "Losses", "Unlike", "by_seed", "centre", "compare",
+    "compare_units", "difference", "holm", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation",
+    "p_value", "paired", "signed", "spread", "std", "t_quantile",
 ]  # fmt: skip
 
 
@@ -338,3 +338,37 @@ class Losses:
     def gaps(self) -> list[float]:
         """Test loss minus training loss, per seed."""
         return [test - train for train, test in zip(self.train, self.test, strict=True)]
+
+
+class Unlike(NamedTuple):
+    """A unit against another, on the same seeds."""
+
+    gap: Difference
+    """Its error less the other's, with the uncorrected 95 % interval."""
+    corrected: float
+    """The p of the paired t-test after Holm's correction."""
+
+    @property
+    def sign(self) -> str:
+        """▴ where the unit errs clearly more, ▾ where it errs clearly less."""
+        return "" if self.corrected >= 0.05 else "▴" if self.gap.mean > 0 else "▾"
+
+
+def compare_units(rows: Sequence[Mapping[str, Any]], reference: str) -> dict[tuple[str, str], Unlike]:
+    """Every unit against one of them, by sort of error, corrected over all comparisons; none where there is one seed.
+
+    Args:
+        rows: ``unit``, and ``errors`` by sort, one a seed.
+        reference: The unit to compare with.
+    """
+    ours = next(row["errors"] for row in rows if row["unit"] == reference)
+    pairs = [
+        (row["unit"], sort, row["errors"][sort], own)
+        for sort, own in ours.items()
+        for row in rows
+        if row["unit"] != reference and len(own) > 1
+    ]
+    values = holm([p_value([a - b for a, b in zip(theirs, own, strict=True)]) for *_, theirs, own in pairs])
+    return {
+        (unit, sort): Unlike(paired(theirs, own), p) for (unit, sort, theirs, own), p in zip(pairs, values, strict=True)
+    }

@@ -16,6 +16,7 @@ from torch_dcl.layers import DCLConv2d, DCLLinear
 from torch_dcl.models._quick import QuickConv2d, QuickResponseNorm
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.power_mean import PowerMeanLinear, bounded, fuse_power_mean
+from torch_dcl.models.rivals import GatedLinear, SortLinear
 
 __all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
 
@@ -302,6 +303,18 @@ class StackedSummed(StackedDCLLinear):
         return F.relu(pre).mean(1)
 
 
+class StackedProduct(StackedDCLLinear):
+    """Branches fused as a rival of DCL does it, element by element."""
+
+    def _fused(self, y: Tensor) -> Tensor:
+        pre, bias = self.fusion.respond(y)
+        if bias is not None:
+            pre = pre + operations.lowered(bias, pre)[:, :, None]
+        wide = torch.promote_types(pre.dtype, torch.float32)
+        z: Tensor = self.plain._fused([response.to(wide) for response in pre.unbind(1)])
+        return z.to(pre.dtype)
+
+
 class StackedPowerMean(StackedDCLLinear):
     """Two branches fused by a power mean, each network with an exponent of its own."""
 
@@ -356,4 +369,6 @@ register_stacked(QuickResponseNorm, _Each)
 register_stacked(DCLLinear, StackedDCLLinear)
 register_stacked(SummedLinear, StackedSummed)
 register_stacked(PowerMeanLinear, StackedPowerMean)
+for _kind in (GatedLinear, SortLinear):
+    register_stacked(_kind, StackedProduct)
 register_stacked(DCLConv2d, StackedDCLConv2d)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_dcl.functional import fuse_branches
 from torch_dcl.layers import DCLLinear, _mean_square
 from torch_dcl.models.bilinear import BilinearFusion
 
-__all__ = ["BilinearLinear", "GatedLinear", "StarLinear"]
+__all__ = ["BilinearLinear", "GatedLinear", "SortLinear", "StarLinear"]
 
 _TARGET = (1 - 1 / math.pi) / 6
 """The output variance of a ReLU layer whose pre-activations have variance 1/3, as torch's initialisation gives them."""
@@ -75,6 +76,42 @@ class StarLinear(_Product):
         for response in pre[1:]:
             z = z * F.relu(response)
         return z
+
+
+class SortLinear(_Product):
+    """The sum of two branches and the root of their product: ``z = v_1 + v_2 + √(v_1·v_2 + ε)``.
+
+    The form of Wang et al., "SORT: Second-Order Response Transform for Visual Recognition", 2017, for two rectified
+    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Weights, shapes and state-dict keys are those of
+    :class:`~torch_dcl.DCLLinear` with two branches.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: Not two branches, or the stochastic strategy.
+    """
+
+    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
+        super().__init__(in_features, out_features, **arguments)
+        if self.branches != 2:
+            raise ValueError(f"SortLinear needs two branches, got {self.branches}; pass branches=2")
+
+    def _spread(self) -> float:
+        """The standard deviation of n_t for which z has the target variance, without ε."""
+        half, one, more, two = (_rectified_moment(power) for power in (0.5, 1.0, 1.5, 2.0))
+        root = one**2 - half**4  # the variance of √(v_1·v_2)
+        return math.sqrt(_TARGET / (2 * (two - one**2) + root + 4 * (more * half - one * half**2)))
+
+    def _fused(self, pre: list[Tensor]) -> Tensor:
+        return F.relu(pre[0]) + F.relu(pre[1]) + fuse_branches(pre, self.fusion.eps)
+
+
+def _rectified_moment(power: float) -> float:
+    """The mean of relu(n)^power for a standard normal n."""
+    return 2 ** (power / 2 - 1) * math.gamma((power + 1) / 2) / math.sqrt(math.pi)
 
 
 class GatedLinear(_Product):

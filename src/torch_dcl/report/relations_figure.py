@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.recipes.relations import COLUMNS
+from torch_dcl.experiments.recipes.relations import COLUMNS, EXTRAS
 from torch_dcl.experiments.relation_findings import (
     DCL,
     answer,
@@ -127,7 +127,7 @@ def _look(column: str, theme: _Theme) -> tuple[str, str]:
     looks = {
         "plain": (theme.text, "s"), "narrow": (theme.muted, "v"), "low-rank": (theme.green, "^"),
         "summed": (theme.orange, "P"), "A2": (theme.blue, "o"), "power-0": (theme.sky, "D"),
-        "power-1": (theme.purple, "D"),
+        "power-1": (theme.purple, "D"), "A3S": (theme.blue, "X"), "GLU": (theme.purple, "p"), "SORT": (theme.sky, "*"),
     }  # fmt: skip
     return looks.get(column, (theme.muted, "h"))
 
@@ -163,7 +163,8 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
             words = [needed_in_words(data, task, other, images) for other in others]
             needed.append([*place, f"{mean(cell['errors']):.2f}", *words])
     columns = list(dict.fromkeys(cell["column"] for cell in data["cells"] if cell["column"] != DCL))
-    meant = {name: COLUMNS[name] for name in dict.fromkeys(cell["column"] for cell in data["cells"]) if name in COLUMNS}
+    known = COLUMNS | EXTRAS
+    meant = {name: known[name] for name in dict.fromkeys(cell["column"] for cell in data["cells"]) if name in known}
     flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
     return {
         "said": answer(data), "told": list(data["told"]), "flags": flags, "rows": rows, "needed": needed,

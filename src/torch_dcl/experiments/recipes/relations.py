@@ -19,7 +19,7 @@ import torch
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import columns
-from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
+from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Digits, Sets, make_sets
 from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained
 from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
@@ -29,15 +29,17 @@ from torch_dcl.experiments.table import MARK
 from torch_dcl.experiments.text import Line, fitting_table
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.layers import DCLLinear
 from torch_dcl.models import count_weights, lenet
 from torch_dcl.models.power_mean import PowerMeanLinear
+from torch_dcl.models.rivals import GatedLinear, SortLinear
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["COLUMNS", "Relations", "RelationsConfig", "build_column"]
+__all__ = ["COLUMNS", "EXTRAS", "Relations", "RelationsConfig", "build_column"]
 
 SET = "MNIST-II-05"
 CORE = ("number", "order", "sum")
@@ -54,6 +56,12 @@ COLUMNS = {
     "power-1": "two branches, a learned power mean that starts as a sum (p = 1)",
 }
 """What stands in place of the first fully-connected layer."""
+EXTRAS = {
+    "A3S": "three branches of a third of the filters, one pair of them a step (201 filters in all, one more than A2)",
+    "GLU": "a branch times the sigmoid of the other, without a ReLU behind it",
+    "SORT": "the sum of two branches and the root of their product",
+}
+"""Further columns of DCL-A2's weights, beside the protocol."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +73,8 @@ class RelationsConfig(DigitConfig):
     )
     sizes: tuple[int, ...] = setting(SIZES, "numbers of images to train on", smoke=(100, 200), least=1)
     models: tuple[str, ...] = setting(
-        tuple(COLUMNS), "which columns; DCL-A2 and its three controls must be among them", choices=tuple(COLUMNS),
-        what="model", prefix="DCL-",
+        tuple(COLUMNS), "which columns; DCL-A2 and its three controls must be among them",
+        choices=(*COLUMNS, *EXTRAS), what="model", prefix="DCL-",
     )  # fmt: skip
     rates: tuple[float, ...] = setting(
         RATES, "learning rates to try, the same for every column", smoke=(0.04, 0.095), above=0, most=1e6
@@ -97,7 +105,7 @@ class RelationsConfig(DigitConfig):
             raise SettingError(f"sizes has {self.sizes[0]:,}, less than one batch; give at least {self.batch}")
         missing = [name for name in (*CONTROLS, DCL) if name not in self.models]
         if missing:
-            needed = ",".join(name for name in COLUMNS if name in (*self.models, *CONTROLS, DCL))
+            needed = ",".join(name for name in (*COLUMNS, *EXTRAS) if name in (*self.models, *CONTROLS, DCL))
             raise SettingError(
                 f"models lacks {', '.join(missing)}: no column stands without DCL-A2 and controls of its weights; "
                 f"give --models {needed}"
@@ -155,7 +163,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         """Errors on validation digits by learning rate, one for each search seed."""
         errors: dict[float, list[float]] = {}
         for job in self._trials(images, task, column):
-            errors.setdefault(job.lr, []).append(_error(outcomes[job]))
+            errors.setdefault(job.lr, []).append(outcomes[job].counted)
         return errors
 
     # Fleets
@@ -242,31 +250,59 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """All cells as JSON."""
-        config, known, cells = self.config, outcomes_of(folder), []
-        for images, task, column in sorted(self._cells(), key=lambda cell: config.tasks.index(cell[1])):
-            tried = self._validation(known, images, task, column)
-            lr = self._chosen(known, images, task, column)
-            jobs = [_job(images, task, column, seed, lr, "report") for seed in range(config.seeds)]
-            errors = [_error(known[job]) for job in jobs]
+        result = self._result(folder, outcomes_of(folder))
+        write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
+        return result
+
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """The cells that have a rate and seeds; of a task and a size, the seeds that all of its cells have."""
+        asked = folder.recipe
+        config = cls.config_type(**{name: asked[name] for name in settings_of(cls.config_type) if name in asked})
+        recipe, nothing = cls(config), (torch.empty(0), torch.empty(0))
+        recipe.digits = Digits(nothing, nothing, str(asked["digits"]))
+        return {cls.name: lambda: recipe._result(folder, outcomes) if recipe._known_cells(outcomes) else None}
+
+    def _known_cells(self, known: Mapping[Job, Outcome]) -> dict[tuple[int, str, str], list[Job]]:
+        """The jobs of each cell to show, whose rate is chosen: the same seeds for all columns of a task and a size."""
+        jobs: dict[tuple[int, str, str], list[Job]] = {}
+        seeds: dict[tuple[int, str], list[set[int]]] = {}
+        for images, task, column in sorted(self._cells(), key=lambda cell: self.config.tasks.index(cell[1])):
+            if all(job in known for job in self._trials(images, task, column)):
+                lr = self._chosen(known, images, task, column)
+                of_cell = [_job(images, task, column, seed, lr, "report") for seed in range(self.config.seeds)]
+                if there := [job for job in of_cell if job in known]:
+                    jobs[images, task, column] = there
+                    seeds.setdefault((images, task), []).append({job.seed for job in there})
+        common = {place: set.intersection(*of_place) for place, of_place in seeds.items()}
+        return {
+            cell: [job for job in of_cell if job.seed in common[cell[:2]]]
+            for cell, of_cell in jobs.items()
+            if common[cell[:2]]
+        }
+
+    def _result(self, folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
+        config, cells = self.config, []
+        for (images, task, column), jobs in self._known_cells(known).items():
+            tried, errors = self._validation(known, images, task, column), [known[job].counted for job in jobs]
             cell = {
                 "task": task, "images": images, "column": column, "errors": errors,
                 "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
-                "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": lr,
-                "at_edge": len(tried) > 1 and lr in (config.rates[0], config.rates[-1]),
+                "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": jobs[0].lr,
+                "at_edge": len(tried) > 1 and jobs[0].lr in (config.rates[0], config.rates[-1]),
                 "trials": {f"{rate:g}": values for rate, values in tried.items()},
             }  # fmt: skip
             if column.startswith("power"):
                 cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
             cells.append(cell)
         departures = self._departures()
-        result = {
+        told = [f"Not at its end: {len(known):,} of {self.total():,} {self.unit}."] if len(known) < self.total() else []
+        return {
             "title": f"Relations of two digits{MARK if departures else ''}", "set": SET,
-            "digits": self.digits.source, "told": departures, "steps": config.epochs_of(config.sizes[-1])
+            "digits": self.digits.source, "told": told + departures, "steps": config.epochs_of(config.sizes[-1])
             * (config.sizes[-1] // config.batch), "cells": cells, "minutes": minutes_of(folder),
             "environment": folder.read("environment")[-1],
         }  # fmt: skip
-        write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
-        return result
 
     def _departures(self) -> list[str]:
         """In what a run is not the protocol's, as sentences."""
@@ -312,18 +348,24 @@ def _name(seed: int) -> str:
     return f"{SET}/{seed}"
 
 
-def _error(outcome: Outcome) -> float:
-    """A network that diverged erred always."""
-    return 100.0 if outcome.stopped is not None else outcome.error
-
-
 def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:
-    """A LeNet of one of `COLUMNS`, started from a seed; the convolutions of a seed start alike in all columns."""
-    if not column.startswith("power"):
-        return columns.build("baseline" if column == "plain" else column, classes, seed)
+    """A LeNet of one of `COLUMNS` or `EXTRAS`, started from a seed; the convolutions start alike in all columns."""
+    if column not in _OWN:
+        filters = 67 if column == "A3S" else None
+        return columns.build("baseline" if column == "plain" else column, classes, seed, filters=filters)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = lenet(classes)
-        start: Any = int(column.removeprefix("power-"))
-        model.fc1 = PowerMeanLinear.like(model.fc1, branches=2, width=model.fc1.out_features // 5, start=start)  # type: ignore[assignment]
+        kind, given = _OWN[column]
+        model.fc1 = kind.like(model.fc1, branches=2, width=model.fc1.out_features // 5, **given)  # type: ignore[assignment]
+        if kind is GatedLinear:
+            model.relu3 = torch.nn.Identity()  # type: ignore[assignment]
     return model
+
+
+_OWN: dict[str, tuple[type[DCLLinear], dict[str, Any]]] = {
+    "power-0": (PowerMeanLinear, {"start": 0}),
+    "power-1": (PowerMeanLinear, {"start": 1}),
+    "GLU": (GatedLinear, {}),
+    "SORT": (SortLinear, {}),
+}
