@@ -404,8 +404,8 @@ def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     y, weight, bias, gammas, betas, means, _, *settings, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(y, *output[1:])
-    ctx.settings, ctx.fixed, ctx.dtype = settings, bool(means), unit.gradient_type(y.dtype, weight)
-    ctx.has = bias is not None, bool(gammas), bool(betas), len(means)
+    ctx.settings, ctx.fixed, ctx.dtype = settings, len(means) > 0, unit.gradient_type(y.dtype, weight)
+    ctx.has = bias is not None, len(gammas) > 0, len(betas) > 0, len(means)
 
 
 def _normed_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
