@@ -75,7 +75,16 @@ def _devices() -> list[Check]:
     triton = _version("triton")
     rows.append(_check("Triton", "ok" if triton else "problem", triton or "missing",
                        "" if triton else "pip install triton; without it a GPU computes in plain torch"))  # fmt: skip
-    return rows
+    return [*rows, _host()]
+
+
+def _host() -> Check:
+    """The library that replays the host's work of units; asking for it compiles it, once a machine."""
+    from torch_dcl.kernels import host
+
+    ready = host.wait() is not None
+    return _check("host", "ok" if ready else "note", host.state(),
+                  "" if ready else "small layers run slower on a GPU; see docs/speed.md")  # fmt: skip
 
 
 def _data() -> list[Check]:
