@@ -53,7 +53,7 @@ def error_console(*, quiet: bool = False) -> "Console | _Lines":
     quiet = quiet or sys.stderr is None or not first_rank()
     if quiet or not sys.stderr.isatty():
         return _Lines(quiet=quiet)
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
@@ -230,8 +230,8 @@ class Bar:
                 self._say()
 
     def _go_live(self, console: "Console") -> None:
-        from rich.live import Live  # noqa: PLC0415
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         self._outer = Progress(
             SpinnerColumn(style="cyan"),
@@ -255,7 +255,7 @@ class Bar:
         self._live.start()
 
     def _screen(self) -> "RenderableType":
-        from rich.console import Group  # noqa: PLC0415
+        from rich.console import Group
 
         if self._outer is None or self._inner is None:
             return ""

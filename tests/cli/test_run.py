@@ -168,10 +168,11 @@ def test_search_smoke(dcl, folder):
 
 
 def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
-    from torch_dcl.fleet.run_folder import lock_folder
+    from torch_dcl.fleet.run_folder import RunFolder
 
     words = ("run", "table1", "--sets", "II-01", "--models", "baseline", "--seeds", "1", "--out", "runs/r", *TINY)
-    with lock_folder("runs/r"):
+    with RunFolder.open("runs/r", {}):
+        (folder / "runs/r/recipe.json").unlink()
         (folder / "runs/r/recipe.toml").write_text("of the winner")
         assert "is in use by process" in dcl(*words, code=1)
     assert (folder / "runs/r/recipe.toml").read_text() == "of the winner"

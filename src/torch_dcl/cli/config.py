@@ -308,7 +308,7 @@ def _seal(asked: Asked) -> bytes:
     file = cache / "torch_dcl" / "key"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:  # noqa: PTH123
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(32))
     named = {key: (value, str(Path(value.rpartition(":")[0]).resolve())) for key, value in _code_of(asked).items()}
     text = repr(sorted(named.items()))  # with the place of a file, which another folder does not share

@@ -45,7 +45,7 @@ def for_machines(asked: bool) -> None:
     Args:
         asked: Whether it was asked for.
     """
-    global _aside  # noqa: PLW0603 - one process, one command
+    global _aside
     _aside = asked
 
 

@@ -176,7 +176,6 @@ class Recipe(abc.ABC, Generic[C]):
         Args:
             say_time: Seconds in words.
         """
-        del say_time
         settings = {key: value for key, value in Recipe.asked(self).items() if value}
         words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in settings.items()}
         return Estimate({"recipe": self.name, **words, "device": self.device}, settings)
@@ -223,7 +222,6 @@ class Recipe(abc.ABC, Generic[C]):
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
         """What computes the table (by the recipe's name) and the data of figures of a run that may not have ended."""
-        del folder, outcomes
         return {}
 
     @abc.abstractmethod
@@ -237,7 +235,6 @@ class Recipe(abc.ABC, Generic[C]):
 
     def networks(self, job: Job) -> int:
         """How many networks a job trains."""
-        del job
         return 1
 
     def total_networks(self) -> int:
@@ -246,12 +243,10 @@ class Recipe(abc.ABC, Generic[C]):
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
         """Whether these jobs are judged after every epoch, for curves."""
-        del jobs
         return False
 
     def compute(self, jobs: Sequence[Job]) -> list[Outcome] | None:
         """The outcomes of jobs that train nothing; None where `fleet` is to be trained."""
-        del jobs
         return None
 
     def group(self, job: Job) -> Hashable:

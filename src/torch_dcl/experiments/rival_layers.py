@@ -5,8 +5,8 @@ The budget is that of DCL with two branches. The others have as many weights, to
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch_dcl.models import BigNet, _common, bignet, count_weights
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.rivals import BilinearLinear, GatedLinear, StarLinear
 
-__all__ = ["UNITS", "Counted", "build_unit", "counted_networks", "unit_weights"]
+__all__ = ["UNITS", "build_unit", "unit_weights"]
 
 UNITS = {
     "plain": "the layer as it is, with more weights than the others",
@@ -33,14 +33,6 @@ UNITS = {
 """What stands in place of the layer."""
 
 _IN, _OUT = 2304, 1024
-
-
-class Counted(NamedTuple):
-    """A network of a unit, and how many weights it has without biases."""
-
-    unit: str
-    network: nn.Module
-    weights: int
 
 
 def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> BigNet:
@@ -75,17 +67,6 @@ def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> B
         if unit in ("glu", "bilinear"):  # their own product is what makes them non-linear
             model.relu9 = nn.Identity()  # type: ignore[assignment]
     return model
-
-
-def counted_networks(
-    classes: int = 10, seed: int = 0, *, units: Sequence[str] = tuple(UNITS), share: float = 1 / 4
-) -> list[Counted]:
-    """Every unit's network with its weights."""
-    return [
-        Counted(unit, network, count_weights(network))
-        for unit in units
-        for network in [build_unit(unit, classes, seed, share=share)]
-    ]
 
 
 @functools.cache

@@ -61,7 +61,6 @@ class Config:
     @classmethod
     def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
         """What a setting means that stands for several fields; None where it is one field."""
-        del key, value
         return None
 
     def __post_init__(self) -> None:

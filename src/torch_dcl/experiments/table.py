@@ -121,7 +121,6 @@ class Table:
     @classmethod
     def baseline_of(cls, column: str) -> str:
         """The column that another is compared with."""
-        del column
         return "baseline"
 
     @classmethod
@@ -133,7 +132,6 @@ class Table:
     @classmethod
     def read_more(cls, read: "Reader") -> dict[str, Any]:
         """The fields that a kind of table has beside the common ones."""
-        del read
         return {}
 
     def cell(self, name: str, column: str) -> Cell | None:

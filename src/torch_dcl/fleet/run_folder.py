@@ -34,7 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "lock_folder", "lock_holder"]
+__all__ = ["RunError", "RunFolder", "environment", "lock_holder"]
 
 FORMAT = 3
 _CHECK = "check"
@@ -194,7 +194,7 @@ def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
             raise ValueError("its checksum is wrong")
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError("it holds no names and values")  # noqa: TRY004 - damage, whatever it holds
+        raise ValueError("it holds no names and values")
     return record
 
 
@@ -275,19 +275,6 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer[0].strip() + (", changed" if answer[1].strip() else "")
-
-
-@contextlib.contextmanager
-def lock_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Create a folder and hold its lock, without starting a run.
-
-    Raises:
-        RunError: Another process holds the lock.
-    """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
-        yield
 
 
 def lock_holder(path: str | os.PathLike[str]) -> int | None:

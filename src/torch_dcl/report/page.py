@@ -228,8 +228,8 @@ def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
     context["text"] = run.parts.get("result")
     context["missing"] = [ABSENT[part] for part in wanted if part in ABSENT and part not in there]
     if run.table is not None and (cells := differences(run.table)):
-        draw = lambda dark: figures.differences_figure(cells, dark=dark)  # noqa: E731
-        context["differences"] = figure(draw, f"{name}-differences")
+        drawn = figure(lambda dark: figures.differences_figure(cells, dark=dark), f"{name}-differences")
+        context["differences"] = drawn
     for part in wanted:
         if part not in run.parts:
             continue

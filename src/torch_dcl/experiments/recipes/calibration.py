@@ -140,7 +140,6 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         """The strength of each set, and how far its error is from the paper's."""
         from rich.table import Table
 
-        del width
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for name in ("set", "strength", "error % (n)", "paper %", "off"):
             table.add_column(name, justify="left" if name == "set" else "right")

@@ -70,7 +70,6 @@ class Demo(DigitRecipe[DemoConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """None depends on another."""
-        del outcomes
         seeds = range(self.config.seeds)
         return [Job(column, SET, seed, RATES[column], options=CLIP) for column in COLUMNS for seed in seeds]
 

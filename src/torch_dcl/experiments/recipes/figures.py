@@ -72,7 +72,6 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """The jobs of all parts; none depends on another."""
-        del outcomes
         return [job for part in self.config.parts for job in self.jobs_of(part)]
 
     def jobs_of(self, part: str) -> list[Job]:
@@ -127,7 +126,6 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The claims that the figures answer."""
-        del width
         findings: list[Finding] = further_findings(result)
         return [f"{finding.claim} {finding.verdict.capitalize()}: {finding.evidence}" for finding in findings]
 

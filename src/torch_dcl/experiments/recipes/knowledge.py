@@ -121,7 +121,6 @@ class Knowledge(Recipe[KnowledgeConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """One for every layer and filter."""
-        del outcomes
         filters = sorted(set(map(float, self.config.filters))) or [CHOSEN]
         return [
             Job(layer, self.data.name, 0, 0.0, options=(("filter", number),))
@@ -158,7 +157,6 @@ class Knowledge(Recipe[KnowledgeConfig]):
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """Which filters were measured."""
-        del width
         return [f"Filters: {', '.join(result['networks'])}."]
 
 

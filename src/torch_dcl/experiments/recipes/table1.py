@@ -93,7 +93,6 @@ class Table1(DigitRecipe[Table1Config]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """One for every column, set and seed; a seed is the same in every column."""
-        del outcomes
         return [
             trial_job(column, name, seed, self.choice[column][digits_of(name)])
             for column in self.config.models
@@ -103,7 +102,6 @@ class Table1(DigitRecipe[Table1Config]):
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
         """As the config says."""
-        del jobs
         return self.config.curves
 
     def result(self, folder: "RunFolder") -> Table:

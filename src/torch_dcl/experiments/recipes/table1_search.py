@@ -81,7 +81,6 @@ class Search(DigitRecipe[SearchConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """None depends on another."""
-        del outcomes
         config = self.config
         return [
             trial_job(column, name, config.seed, read_trial(text), "choose")
@@ -109,7 +108,6 @@ class Search(DigitRecipe[SearchConfig]):
         """The trial that each column takes."""
         from rich.table import Table
 
-        del width
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         counts = sorted({count for by_count in result.values() for count in by_count})
         table.add_column("model")

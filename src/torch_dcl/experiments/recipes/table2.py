@@ -180,7 +180,6 @@ class Table2(NaturalRecipe[Table2Config]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """One for every set, column and seed; none depends on another."""
-        del outcomes
         return [
             Job(column, name, seed, recipe.lr)
             for (name, column), recipe in self.recipes.items()
