@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Job, Outcome, Recipe, Silent, content_hash
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Recipe, content_hash
 from torch_dcl.experiments.ranks import StopRequest
 from torch_dcl.experiments.runner import concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
@@ -75,7 +75,7 @@ class Toy(Recipe[ToyConfig]):
         return []
 
 
-class Told(Silent):
+class Told(Listener):
     """A listener that remembers."""
 
     def __init__(self):

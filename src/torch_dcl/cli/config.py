@@ -63,7 +63,7 @@ def recipe(name: str, *, smoke: bool = False) -> Asked:
         name: One of `ABOUT`.
         smoke: Whether to make it tiny.
     """
-    from torch_dcl.experiments.recipes import find_recipe_type
+    from torch_dcl.experiments.protocol import find_recipe_type
 
     kind = find_recipe_type(name).config_type
     return Asked(name, dataclasses.replace(kind(), **(_smoke(kind) if smoke else {})))
@@ -263,7 +263,7 @@ def make_task(
             out = _fresh(out)
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
-    from torch_dcl.experiments.recipes import find_recipe_type
+    from torch_dcl.experiments.protocol import find_recipe_type
 
     device = read_device(getattr(asked.config, "device", "cpu"))
     seconds = math.inf if minutes is None else 60 * minutes

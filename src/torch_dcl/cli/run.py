@@ -13,12 +13,12 @@ import typer
 
 from torch_dcl.cli.config import Task, make_task
 from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
+from torch_dcl.experiments import protocol
 from torch_dcl.progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_dcl.experiments.protocol import Progress
     from torch_dcl.experiments.runner import Failure, Summary
 
 __all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
@@ -194,7 +194,7 @@ def _use_free_cores() -> int:
     return threads
 
 
-class Listener:
+class Listener(protocol.Listener):
     """Moves a bar over networks with the progress of a run.
 
     Args:
@@ -213,7 +213,7 @@ class Listener:
         self._before, self._size = float(before), 0
         self.bar.now(self.first)
 
-    def on_epoch(self, at: "Progress") -> None:
+    def on_epoch(self, at: protocol.Progress) -> None:
         """A fleet has trained so many epochs."""
         if at.epoch == 0:
             self._before, self._size = self._before + self._size, at.networks

@@ -7,15 +7,18 @@ computes a result from all outcomes.
 import abc
 import dataclasses
 import hashlib
+import importlib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from torch_dcl.experiments.settings import Config, settings_of
+from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
+from torch_dcl.fleet.fleet import Precision
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "content_hash",
-    "finite", "images_per_second",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "TrainingConfig", "Workload",
+    "content_hash", "find_recipe_type", "finite", "measure_speed",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
@@ -108,6 +111,38 @@ class Progress:
     """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
+class Listener:
+    """Receives the progress of a run. This one ignores it."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Called once, with the number of networks that were done before and of all networks."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Called before a fleet begins and after each of its epochs."""
+
+    def report(self, line: str) -> None:
+        """Called with a line of progress."""
+
+
+# Estimates
+
+
+class Workload(NamedTuple):
+    """Networks that are trained alike, for an estimate."""
+
+    network: str
+    data: str
+    networks: int
+    images: int
+    """To train one network on for one epoch."""
+    epochs: int
+
+    @property
+    def seen(self) -> int:
+        """Images of all epochs of all networks."""
+        return self.networks * self.images * self.epochs
+
+
 class Estimate(NamedTuple):
     """What a run would take: in words, by topic, and as plain data."""
 
@@ -115,41 +150,35 @@ class Estimate(NamedTuple):
     plain: Mapping[str, Any]
 
 
-def images_per_second(fleet: Fleet, images: int) -> float:
-    """The throughput of a fleet over all its networks, in the second epoch, the first being slower."""
+def measure_speed(fleet: Fleet, images: int) -> tuple[float, str]:
+    """Images a second over all networks of a fleet, in its second epoch, the first being slower; and where."""
     fleet.train(1)
     start = time.perf_counter()
     fleet.train(1)
-    return len(fleet) * images / (time.perf_counter() - start)
-
-
-class Listener(Protocol):
-    """Whom a run tells of its progress."""
-
-    def begin(self, before: int, total: int) -> None:
-        """So many networks were done before, and so many there are in all."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Called before a fleet begins and after each of its epochs."""
-
-    def report(self, line: str) -> None:
-        """A line of progress."""
-
-
-class Silent:
-    """A listener that does nothing."""
-
-    def begin(self, before: int, total: int) -> None:
-        """Nothing."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Nothing."""
-
-    def report(self, line: str) -> None:
-        """Nothing."""
+    speed = len(fleet) * images / (time.perf_counter() - start)
+    if fleet.device.type == "cuda":
+        return speed, f"measured just now on {torch.cuda.get_device_name(fleet.device)}"
+    threads = torch.get_num_threads()
+    return speed, f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 # Recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig(Config):
+    """The settings that all recipes that train share."""
+
+    precision: str = setting(
+        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', what="precision",
+        choices=("auto", "bfloat16", "float32", "float64"),
+    )  # fmt: skip
+    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+
+    @property
+    def wanted_precision(self) -> Precision | None:
+        """The precision; None for the device's own."""
+        return None if self.precision == "auto" else cast("Precision", self.precision)
 
 
 class Recipe(abc.ABC, Generic[C]):
@@ -170,15 +199,55 @@ class Recipe(abc.ABC, Generic[C]):
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
 
+    # What a run would take
+
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """What a run would take, without running it; its data need not be there.
+        """What a run would take: networks, images, memory, and the time by a short trial. The data need not be there.
 
         Args:
             say_time: Seconds in words.
         """
+        loads = self.workloads()
+        words, plain = self.about(loads)
+        if not loads:
+            return Estimate({**words, "device": self.device}, plain)
+        networks, images = sum(load.networks for load in loads), sum(load.seen for load in loads)
+        trials = {name: self.speed(name, loads) for name in dict.fromkeys(load.network for load in loads)}
+        speeds = {name: speed for name, (speed, _) in trials.items()}
+        seconds, gib = sum(load.seen / speeds[load.network] for load in loads), self.memory(loads)
+        shown = ", ".join(f"{name} {speed:,.0f} images/s" for name, speed in speeds.items())
+        words = {
+            "recipe": words["recipe"],
+            "networks": f"{networks:,}: {', '.join(speeds)}",
+            "images": f"{images:,} to train on, all epochs of all networks together",
+            **words,
+            "device": self.device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": f"{shown}, {next(where for _, where in trials.values())}",
+            "time": f"about {say_time(seconds)}, without preparing data and evaluating",
+        }
+        counts = {"networks": networks, "images": images, "memory_gib": gib, "images_per_s": speeds}
+        return Estimate(words, {**counts, "minutes": seconds / 60, **plain})
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """What an estimate says of the recipe and its data."""
         settings = {key: value for key, value in Recipe.asked(self).items() if value}
         words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in settings.items()}
-        return Estimate({"recipe": self.name, **words, "device": self.device}, settings)
+        return Estimate({"recipe": self.name, **words}, settings)
+
+    def workloads(self) -> list[Workload]:
+        """What is trained, for an estimate; nothing where nothing is."""
+        return []
+
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Images a second over the networks of this name that train at a time, and where it was measured."""
+        raise NotImplementedError
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """GiB that training takes, about."""
+        raise NotImplementedError
+
+    # What a run does
 
     @abc.abstractmethod
     def prepare(self, report: Callable[[str], None]) -> None:
@@ -273,6 +342,13 @@ class Recipe(abc.ABC, Generic[C]):
             )
             for row, job in enumerate(jobs)
         ]  # fmt: skip
+
+
+def find_recipe_type(name: str) -> type[Recipe[Any]]:
+    """The class of a recipe, by the recipe's name."""
+    module = importlib.import_module(f"torch_dcl.experiments.recipes.{name.replace('-', '_')}")
+    kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
 def content_hash(tensors: Iterable[Tensor]) -> str:

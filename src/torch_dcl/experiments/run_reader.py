@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Outcome
-from torch_dcl.experiments.recipes import find_recipe_type
+from torch_dcl.experiments.protocol import Job, Outcome, find_recipe_type
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, load
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder

@@ -24,14 +24,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Silent, Trained, finite
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Failure", "Silent", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
+__all__ = ["Failure", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
 EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
 KEPT = 2  # checkpoints of a fleet
@@ -84,9 +84,9 @@ def run(
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
     """
     start, rank = time.perf_counter(), Rank.here()
-    listener = listener or Silent()
+    listener = listener or Listener()
     recipe.device = rank.device(recipe.device)
-    recipe.prepare(listener.report if not rank.number else Silent().report)
+    recipe.prepare(listener.report if not rank.number else Listener().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
         for name, content in (files or {}).items() if not rank.number else ():

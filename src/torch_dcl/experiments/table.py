@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
-from torch_dcl.experiments.recipes import find_recipe_type
+from torch_dcl.experiments.protocol import find_recipe_type
 from torch_dcl.experiments.stats import Difference, Losses, difference, mean, notation, std
 from torch_dcl.files import write_text
 

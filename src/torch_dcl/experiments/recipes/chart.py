@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Workload, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
@@ -91,7 +91,7 @@ class Chart(NaturalRecipe[ChartConfig]):
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
 
-    def workloads(self, name: str, images: int) -> list[Workload]:
+    def workloads_on(self, name: str, images: int) -> list[Workload]:
         """The trials, and the seeds of every point."""
         config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
         tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))

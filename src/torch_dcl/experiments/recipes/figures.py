@@ -15,11 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.experiments.claims import Finding, further_findings
-from torch_dcl.experiments.columns import weights
+from torch_dcl.experiments.columns import Choice, Trial, choice_as_plain, read_choice, stored_choice, weights
 from torch_dcl.experiments.complementary import as_plain, complementary
-from torch_dcl.experiments.digits import SCHEDULE, SETS_RULES, TWO, DigitConfig, DigitRecipe, classes_of, digits_of
+from torch_dcl.experiments.digits import (
+    SCHEDULE,
+    SETS_RULES,
+    TWO,
+    DigitConfig,
+    DigitRecipe,
+    classes_of,
+    digits_of,
+    trial_job,
+)
 from torch_dcl.experiments.protocol import Job, Outcome, Trained, finite
-from torch_dcl.experiments.recipes.table1_search import Choice, Trial, choice_for, stored_choice, trial_job
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.files import write_text
@@ -68,7 +76,7 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     def asked(self) -> dict[str, Any]:
         """The settings, the content of MNIST, and the learning rates."""
-        return {**super().asked(), "choice": choice_for(self.choice, list(self.choice))}
+        return {**super().asked(), "choice": choice_as_plain(self.choice, self.choice)}
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """The jobs of all parts; none depends on another."""
@@ -139,12 +147,8 @@ def trial_of(choice: Choice, column: str, name: str) -> Trial:
 def parts_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
     """The data of the parts whose jobs are all done in a run folder."""
     asked = folder.recipe
-    choice = {
-        column: {int(n): Trial(t["lr"], t["clip"] or float("inf")) for n, t in by.items()}
-        for column, by in asked["choice"].items()
-    }
     config = FiguresConfig(**{key: asked[key] for key in ("parts", "set", "knowledge_set", "filters", "seeds")})
-    recipe = Figures(config, choice=choice)
+    recipe = Figures(config, choice=read_choice(asked["choice"]))
     parts = {}
     for part in config.parts:
         jobs = recipe.jobs_of(part)

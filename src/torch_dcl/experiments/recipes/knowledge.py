@@ -17,7 +17,7 @@ from torch_dcl.convert.checkpoint import load_model
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.complementary import as_plain, complementary, dcl_layers
 from torch_dcl.experiments.network_source import find_model
-from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, content_hash
+from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Workload, content_hash
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.files import sha256_file, write_text
@@ -67,10 +67,10 @@ class Knowledge(Recipe[KnowledgeConfig]):
     model: nn.Module
     data: Dataset
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+    def about(self, loads: Sequence[Workload]) -> Estimate:
         """What is measured; it takes one pass over the images for each filter."""
         self._check()
-        return super().estimate(say_time)
+        return super().about(loads)
 
     def _check(self) -> None:
         """Network, weights and data have no default."""

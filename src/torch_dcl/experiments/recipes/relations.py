@@ -20,7 +20,7 @@ from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import columns
 from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
-from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained
+from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained, Workload
 from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
@@ -220,15 +220,18 @@ class Relations(DigitRecipe[RelationsConfig]):
         ended = [float(layer.exponent.detach()) for layer in layers]
         return [dataclasses.replace(o, extra={"exponent": p}) for o, p in zip(outcomes, ended, strict=True)]
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """Networks, images, memory, and time by a short trial; every fleet has a copy of its seeds' images."""
-        words, plain = super().estimate(say_time)
-        config = self.config
-        gib = config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """Tasks, images, columns, fleets and digits."""
+        (words, plain), config = super().about(loads), self.config
         sizes = ", ".join(f"{images:,}" for images in config.sizes)
         cells = f"{', '.join(config.tasks)} with {sizes} images, {len(config.models)} columns"
-        about = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
-        return Estimate({**words, "recipe": about, "memory": f"about {gib:.1f} GiB"}, {**plain, "memory_gib": gib})
+        recipe = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
+        return Estimate({**words, "recipe": recipe}, plain)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """The networks of a fleet, and images: every fleet has a copy of its seeds' images."""
+        config = self.config
+        return config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
 
     # Result
 

@@ -12,9 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
-from torch_dcl.experiments.columns import CONTROLS, MODELS, weights
+from torch_dcl.experiments.columns import (
+    CONTROLS,
+    MODELS,
+    Choice,
+    choice_as_plain,
+    stored_choice,
+    stored_minutes,
+    weights,
+)
 from torch_dcl.experiments.digits import (
     BATCH,
+    MODEL_RULES,
     SCHEDULE,
     SETS_RULES,
     TWO,
@@ -22,17 +31,10 @@ from torch_dcl.experiments.digits import (
     DigitRecipe,
     classes_of,
     digits_of,
+    trial_job,
 )
 from torch_dcl.experiments.paper_numbers import SETS, TABLE1
 from torch_dcl.experiments.protocol import Job, Outcome
-from torch_dcl.experiments.recipes.table1_search import (
-    MODEL_RULES,
-    Choice,
-    choice_for,
-    stored_choice,
-    stored_minutes,
-    trial_job,
-)
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.table import Cell, Table, as_trial, save
@@ -88,7 +90,7 @@ class Table1(DigitRecipe[Table1Config]):
             "seeds": config.seeds, "images": config.images, "schedule": dataclasses.asdict(config.schedule),
             "batch": config.batch, "precision": config.wanted_precision, "curves": config.curves,
             "strengths": {name: LAYOUTS[name].strength for name in config.sets},
-            "choice": choice_for(self.choice, config.models),
+            "choice": choice_as_plain(self.choice, config.models),
         }  # fmt: skip
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
@@ -193,7 +195,7 @@ def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, f
     compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
     earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
-    if folder.recipe.get("choice") == choice_for(stored_choice(), folder.recipe["columns"]):
+    if folder.recipe.get("choice") == choice_as_plain(stored_choice(), folder.recipe["columns"]):
         phases["search of learning rates, earlier on an H200"] = earlier["search"]
     phases["calibration of the sets, earlier on an H200"] = earlier["calibration"]
     return {phase: minutes for phase, minutes in phases.items() if minutes}

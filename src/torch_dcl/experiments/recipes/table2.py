@@ -14,7 +14,6 @@ from torch_dcl.experiments.natural_data import (
     NOT_AVAILABLE,
     NaturalConfig,
     NaturalRecipe,
-    Workload,
     departures,
     make_fleet,
     read_sets,
@@ -30,7 +29,7 @@ from torch_dcl.experiments.natural_networks import (
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import is_complete
@@ -159,7 +158,7 @@ class Table2(NaturalRecipe[Table2Config]):
                 recipe = recipe_of(network_of(column), name).scaled(config.scale)
                 self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
 
-    def workloads(self, name: str, images: int) -> list[Workload]:
+    def workloads_on(self, name: str, images: int) -> list[Workload]:
         """The seeds of every column."""
         config = self.config
         networks = [network_of(column) for column in config.columns]
