@@ -120,7 +120,7 @@ def test_rates_are_judged_with_training_digits_that_no_training_image_shows(monk
 
 def test_a_cell_takes_the_rate_with_the_lowest_mean_validation_error():
     made = prepared(rates=(0.05, 0.1, 0.2), search_seeds=2)
-    trials = [job for cell in made._cells() for job in made._trials(*cell)]
+    trials = [job for cell in made.places() for job in made._trials(*cell)]
     assert made.jobs({}) == trials
     errors = {0.05: (30, 30), 0.1: (20, 35), 0.2: (1, 1)}
     outcomes = {

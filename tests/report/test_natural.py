@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from torch_dcl.experiments.paper_numbers import TABLE2
 from torch_dcl.experiments.recipes.chart import chart_said, edges_said
 from torch_dcl.experiments.recipes.table2 import said
 from torch_dcl.experiments.rival_layers import UNITS
+from torch_dcl.experiments.stats import signed
 from torch_dcl.experiments.table import Cell, TableError
 from torch_dcl.report import as_html, report
 from torch_dcl.report.document import render
@@ -89,13 +91,15 @@ def test_the_eight_rows_that_the_paper_quotes_are_there(table):
 
 def test_what_was_won_and_lost_is_told_alike(table):
     told = said(table)
+    pairs = [(cell, table.cell(cell.set, cell.column[:-4])) for cell in table.cells if cell.column.endswith("+dcl")]
+    gaps = [fmean(cell.errors) - fmean(plain.errors) for cell, plain in pairs]
+    papers = [cell.paper - plain.paper for cell, plain in pairs]
+    mean, error = fmean(gaps), stdev(gaps) / len(gaps) ** 0.5
     assert told[0] == (
-        "With DCL (two branches) the error is lower than the plain network's in 2 of 3 pairs of network and set, "
-        "clearly lower in 1 and clearly higher in 1; in the paper in 3 of 3."
+        f"DCL (two branches) minus plain: {signed(mean)} ± {error:.2f} points over 3 pairs of network and set (mean ± "
+        f"the standard error over the pairs), lower in 2; in the paper {signed(fmean(papers))}, lower in 3."
     )
-    assert told[1].startswith(
-        "With three stochastic branches the error is lower than the plain network's in 1 of 1 pair"
-    )
+    assert re.match(r"Three stochastic branches minus plain: −[\d.]+ points over 1 pair of network and set", told[1])
     assert "svhn: not run: data not available." in told
 
 
@@ -190,8 +194,8 @@ def test_the_chart_says_what_dcl_wins_and_loses(chart):
     assert chart_said(chart) == (
         "The lowest error is that of star: 7.31 % (n = 3). "
         "The plain layer's error minus DCL's is +0.10 [+0.08, +0.11]. "
-        "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches is clearly lower in "
-        "1 and clearly higher in 1."
+        "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches errs less in 1 "
+        "and more in 1 (paired t-tests, Holm, 5 %)."
     )
 
 
@@ -201,7 +205,7 @@ def test_who_did_not_learn_is_said(chart):
     told = chart_said(chart)
     assert told.endswith("Did not learn, err as often as guessing does (90 %), and are not counted: bilinear.")
     assert "Of 3 comparisons" in told  # no win over a layer that did not learn
-    assert "clearly lower in 2 and" in told
+    assert "errs less in 2 and" in told
     chart["set"] = "cifar100"
     told = chart_said(chart)
     assert "learn" not in told
@@ -232,7 +236,7 @@ def test_a_layer_is_compared_with_dcl_at_its_own_budget(chart):
     told = chart_said(chart)
     assert "minus DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
     assert "Of 3 comparisons" in told
-    assert "clearly lower in 1 and clearly higher in 1" in told
+    assert "errs less in 1 and more in 1" in told
 
 
 def test_who_took_the_first_or_the_last_rate_is_said(chart):

@@ -149,7 +149,7 @@ def _results(folder: RunFolder, state: State, outcomes: Mapping[Job, Outcome]) -
     file = folder.path / f"{state.recipe}.json"
     table = load(file) if kind.table_type is not None and file.is_file() else None
     for name, compute in kind.so_far(folder, outcomes).items() if outcomes else ():
-        if name == state.recipe:
+        if name == state.recipe and kind.table_type is not None:
             table = table or compute()
         elif name not in parts and (data := compute()):
             parts[name] = data

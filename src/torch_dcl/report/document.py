@@ -10,16 +10,16 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from torch_dcl.experiments.table import Table, mark
+from torch_dcl.experiments.table import Grid, Table, mark
 from torch_dcl.report.figures import svg
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from matplotlib.figure import Figure
 
-__all__ = ["Drawn", "Picture", "bold", "document", "figure", "prose", "render", "sheet"]
+__all__ = ["Drawn", "Picture", "bold", "document", "figure", "on_page", "prose", "render", "sheet"]
 
 SCALE = 1.5
 GROUPS = ("A2", "B2", "narrow")
@@ -69,6 +69,19 @@ def _markdown(text: str) -> str:
 def bold(text: str, is_bold: bool = True) -> Markup:
     """A text in bold, if it is to be so."""
     return Markup("<b>{}</b>" if is_bold else "{}").format(text)
+
+
+def on_page(grid: Grid) -> dict[str, Any]:
+    """Heads and rows of a grid, for the macro ``table``."""
+    rows = [
+        [
+            escape(line.cells[0]) + Markup("<small>{}</small>" if line.note else "").format(line.note),
+            *(bold(text, line.style == "bold") for text in line.cells[1:]),
+        ]
+        for line in grid.lines
+    ]
+    heads = [head.removeprefix("<") for head in grid.heads]
+    return {"heads": [head[:1].upper() + head[1:] for head in heads], "rows": rows}
 
 
 def _lined(name: str) -> Markup:

@@ -14,19 +14,17 @@ from typing import Any
 
 from markupsafe import Markup
 
-from torch_dcl.experiments.claims import Finding, further_findings
+from torch_dcl.experiments.claims import Finding, further_findings, summary
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes import demo
 from torch_dcl.experiments.recipes.chart import chart_said
 from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2, said
 from torch_dcl.experiments.relation_findings import answer
 from torch_dcl.experiments.run_reader import Run, State, read_run
-from torch_dcl.experiments.stats import mean_std_n
 from torch_dcl.experiments.table import Table, TableError
-from torch_dcl.experiments.text import summary
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
-from torch_dcl.report.document import Drawn, bold, document, figure, render, sheet
+from torch_dcl.report.document import Drawn, document, figure, on_page, render, sheet
 from torch_dcl.report.relations_figure import relations_context
 from torch_dcl.report.tables import (
     chart_context,
@@ -255,12 +253,6 @@ def _drawn(part: str, data: Mapping[str, Any], name: str) -> list[Drawn]:
 
 def _demo(run: Run, name: str) -> dict[str, Any]:
     data, asked = run.parts["demo"], run.recipe
-    rows = [
-        [bold(demo.COLUMNS[row["column"]]) + Markup("<small>{}</small>").format(demo.WORDS[row["column"]]),
-         f"{row['weights']:,}", mean_std_n(row["errors"]), " ".join(f"{error:.1f}" for error in row["errors"]),
-         f"{row['seconds']:.0f} s"]
-        for row in data["networks"]
-    ]  # fmt: skip
     rates = ", ".join(f"{demo.RATES[column]:g} ({word})" for column, word in demo.COLUMNS.items())
     protocol = {
         "Images": f"{data['set']}, {asked['train_images']:,} to train on and {asked['test_images']:,} to test with, "
@@ -269,7 +261,8 @@ def _demo(run: Run, name: str) -> dict[str, Any]:
         f"{rates}, chosen for {demo.EPOCHS} epochs on training digits alone",
     }
     return {
-        "demo": data, "rows": rows, "words": demo.filter_in_words(data["knowledge"]), "planned": demo.PLANNED,
+        "demo": data, "grid": on_page(demo.demo_grid(data["networks"])),
+        "words": demo.filter_in_words(data["knowledge"]), "planned": demo.PLANNED,
         "drawn": _drawn("demo", data, name),
         "picture": sheet([data["set"]]), "protocol": protocol,
     }  # fmt: skip

@@ -3,19 +3,16 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
 from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.recipes.relations import COLUMNS
+from torch_dcl.experiments.recipes.relations import COLUMNS, cells_grid
 from torch_dcl.experiments.relation_findings import (
     DCL,
     answer,
-    compare_cells,
     details,
     exponents_in_words,
     needed_in_words,
 )
-from torch_dcl.experiments.stats import interval, mean, mean_std_n
+from torch_dcl.experiments.stats import interval, mean
 from torch_dcl.report.canvas import (
     _BODY,
     _DASHES,
@@ -33,6 +30,7 @@ from torch_dcl.report.canvas import (
     _Theme,
     _theme,
 )
+from torch_dcl.report.document import bold, on_page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,23 +136,12 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         data: What `torch_dcl.experiments.recipes.relations` wrote.
     """
-    compared = {(each.task, each.images, each.column): each for each in compare_cells(data)}
-    rows, needed, trials, exponents = [], [], [], []
+    needed, trials, exponents = [], [], []
     rates = sorted({rate for cell in data["cells"] for rate in cell["trials"]}, key=float)
     for cell in data["cells"]:
         task, images, column = cell["task"], cell["images"], cell["column"]
-        each, place = compared.get((task, images, column)), [TASKS[task].title, f"{images:,}"]
-        name = Markup("<b>{}</b>" if column == DCL else "{}").format(column)
-        failed = f" † {len(cell['failed'])}" if cell["failed"] else ""
-        rows.append([
-            *place, name, mean_std_n(cell["errors"]) + failed, "" if each is None else f"{each.gap}{each.sign}",
-            "" if each is None else f"{each.corrected:.2g}", f"{cell['weights']:,}",
-            f"{cell['chosen']:g}{' (edge)' if cell['at_edge'] else ''}",
-        ])  # fmt: skip
-        tried = {
-            rate: Markup("<b>{}</b>" if float(rate) == cell["chosen"] else "{}").format(f"{mean(errors):.2f}")
-            for rate, errors in cell["trials"].items()
-        }
+        place = [TASKS[task].title, f"{images:,}"]
+        tried = {r: bold(f"{mean(errors):.2f}", float(r) == cell["chosen"]) for r, errors in cell["trials"].items()}
         trials.append([*place, column, *(tried.get(rate, "–") for rate in rates)])
         if "exponents" in cell:
             exponents.append([*place, column, exponents_in_words(cell["exponents"])])
@@ -166,7 +153,7 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
     meant = {name: COLUMNS[name] for name in dict.fromkeys(cell["column"] for cell in data["cells"]) if name in COLUMNS}
     flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
     return {
-        "said": answer(data), "told": list(data["told"]), "flags": flags, "rows": rows, "needed": needed,
-        "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
+        "said": answer(data), "told": list(data["told"]), "flags": flags, "grid": on_page(cells_grid(data)),
+        "needed": needed, "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
         "rates": [f"at {rate}" for rate in rates],
     }  # fmt: skip

@@ -5,17 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape as html_escape
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from torch_dcl.experiments.claims import Finding
+from torch_dcl.experiments.claims import Finding, findings, summary
 from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
 from torch_dcl.experiments.recipes import table1, table2
-from torch_dcl.experiments.recipes.chart import against_dcl, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.recipes.table1 import notes, reservations, scores, verdict
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
-from torch_dcl.experiments.text import findings, notes, reservations, scores, summary, verdict
-from torch_dcl.report.document import bold, figure
+from torch_dcl.report.document import bold, figure, on_page
 from torch_dcl.report.figures import chart_figure
 
 __all__ = [
@@ -220,16 +220,11 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: What ids of the figure begin with.
     """
     points = lowest_first(chart)
-    rows = [
-        [escape(p["unit"]) + Markup("<small>{}</small>").format(p["what"]), _budget(p), mean_std_n(p["errors"]),
-         _gap(against_dcl(chart, p)), f"{p['weights']:,}", f"{p['step_ms']:.2f}", f"{p['lr']:g}"]
-        for p in points
-    ]  # fmt: skip
     rates = sorted({rate for point in points for rate in point["trials"]}, key=float)
     trials = []
     for point in points:
         tried = {rate: bold(f"{error:.2f}", float(rate) == point["lr"]) for rate, error in point["trials"].items()}
-        trials.append([point["unit"], _budget(point), *(tried.get(rate, "–") for rate in rates)])
+        trials.append([point["unit"], budget_of(point), *(tried.get(rate, "–") for rate in rates)])
     words = (
         "The budget is the filters of one of DCL’s two branches as a fraction of the layer’s. A difference is the "
         "layer’s error minus that of DCL on the same seeds, with the 95 % confidence interval of the paired "
@@ -243,13 +238,9 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
     )
     return {
         "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
-        "told": [str(sentence) for sentence in chart.get("told", ())], "rows": rows, "words": words,
-        "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
+        "told": [str(sentence) for sentence in chart.get("told", ())], "grid": on_page(chart_grid(chart)),
+        "words": words, "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
     }  # fmt: skip
-
-
-def _budget(point: Mapping[str, Any]) -> str:
-    return "–" if point["unit"] == "plain" else f"{point['share']:g}"
 
 
 def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:

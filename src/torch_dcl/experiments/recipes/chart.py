@@ -23,26 +23,25 @@ from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, con
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import Difference, difference, mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
+from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
+from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table as RichTable
 
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Chart", "ChartConfig", "against_dcl", "as_rich_chart", "chart_said", "edges_said", "hold_out", "lowest_first",
-    "points_of", "step_times",
+    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_said", "edges_said", "hold_out",
+    "lowest_first", "points_of", "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
 SEARCH_SEED = 100
+LEVEL = 0.05
 Point = tuple[str, float]
 """A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
 
@@ -199,7 +198,7 @@ class Chart(NaturalRecipe[ChartConfig]):
         from rich.text import Text
 
         said = [*result["told"], chart_said(result), *filter(None, [edges_said(result)])]
-        return [Text(result["title"], style="bold"), as_rich_chart(result, width), *said]
+        return [Text(result["title"], style="bold"), chart_grid(result).as_rich(width), *said]
 
 
 def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
@@ -325,12 +324,12 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     guessing = _GUESSING.get(chart["set"], 100.0)
     lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
     rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
-    alike = [against_dcl(chart, point) for point in rivals]
-    clear = [each.clear for each in alike if each is not None]
-    if clear:
+    gaps = [gap for point in rivals if (gap := against_dcl(chart, point)) is not None]
+    if gaps:
+        found = [gap.mean > 0 for gap, p in zip(gaps, holm([gap.p for gap in gaps]), strict=True) if p < LEVEL]
         sentences.append(
-            f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
-            f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
+            f"Of {len(gaps)} comparisons with a layer of the same budget on the same seeds, DCL with two branches errs "
+            f"less in {found.count(True)} and more in {found.count(False)} (paired t-tests, Holm, {100 * LEVEL:g} %)."
         )
     if lost:
         names = ", ".join(point["unit"] for point in lost)
@@ -353,18 +352,21 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
     return f"Chosen at the end of the learning rates that were tried: {chosen}. Beyond it they might do better still."
 
 
-def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":
-    """The points for a terminal of so many characters."""
+def chart_grid(chart: Mapping[str, Any]) -> Grid:
+    """The points as a grid, the lowest error first."""
     lines = []
     for point in lowest_first(chart):
         gap, step = against_dcl(chart, point), point["step_ms"]
-        lines.append(
-            Line((
-                point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", mean_std_n(point["errors"]),
-                "" if gap is None else f"{gap}{gap.sign}", f"{point['weights']:,}",
-                f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
-            ))
+        texts = (
+            point["unit"], budget_of(point), mean_std_n(point["errors"]), "" if gap is None else f"{gap}{gap.sign}",
+            f"{point['weights']:,}", f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
         )  # fmt: skip
+        lines.append(Line(texts, note=point.get("what", "")))
     difference = "difference to DCL (95 % CI)"
-    heads = ("<unit", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
-    return fitting_table(heads, lines, width, (difference, "rate", "budget", "weights"))
+    heads = ("<layer", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
+    return Grid(heads, lines, (difference, "rate", "budget", "weights"))
+
+
+def budget_of(point: Row) -> str:
+    """The budget of a point; the plain layer has none."""
+    return "–" if point["unit"] == "plain" else f"{point['share']:g}"

@@ -20,7 +20,7 @@ from torch_dcl.experiments.protocol import Job, Outcome, Trained
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
-from torch_dcl.experiments.text import Line, fitting_table
+from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.files import write_text
 
 if TYPE_CHECKING:
@@ -110,23 +110,27 @@ class Demo(DigitRecipe[DemoConfig]):
         """The table, the verdict, and the plan."""
         from rich.text import Text
 
-        lines = []
-        for row in result["networks"]:
-            each = " ".join(f"{error:.1f}" for error in row["errors"])
-            texts = (f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
-            lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
-        heads = ("<network", "<", "weights", "test error % (n)", "every seed", "time")
-        table = fitting_table(heads, lines, width, ("", "every seed", "time"))
         *sentences, caveat = result["verdict"]
         plan = Text(f"\nWhich layers of {PLANNED} pay, by dcl plan {PLANNED}:", style="bold")
         return [
-            table,
+            demo_grid(result["networks"]).as_rich(width),
             *sentences,
             filter_in_words(result["knowledge"]),
             caveat,
             plan,
             Text(result["planned"], no_wrap=True),
         ]
+
+
+def demo_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
+    """The networks as a grid."""
+    lines = []
+    for row in rows:
+        each = " ".join(f"{error:.1f}" for error in row["errors"])
+        texts = (f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
+        lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
+    heads = ("<network", "<", "weights", "test error %, mean ± std (n)", "every seed", "time")
+    return Grid(heads, lines, ("", "every seed", "time"))
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -25,8 +25,7 @@ from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compa
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
 from torch_dcl.experiments.stats import mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
+from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.models import count_weights, lenet
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["COLUMNS", "Relations", "RelationsConfig", "build_column"]
+__all__ = ["COLUMNS", "Relations", "RelationsConfig", "build_column", "cells_grid"]
 
 SET = "MNIST-II-05"
 CORE = ("number", "order", "sum")
@@ -115,17 +114,18 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """The trials; and when they are done, all seeds at the rate that each cell takes."""
-        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        trials = [job for cell in self.places() for job in self._trials(*cell)]
         if any(job not in outcomes for job in trials):
             return trials
         return trials + self._reports(lambda *cell: self._chosen(outcomes, *cell))
 
     def planned(self) -> list[Job]:
         """All jobs, with the first rate in place of the one that will be chosen."""
-        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        trials = [job for cell in self.places() for job in self._trials(*cell)]
         return trials + self._reports(lambda *_: self.config.rates[0])
 
-    def _cells(self) -> Iterator[tuple[int, str, str]]:
+    def places(self) -> Iterator[tuple[int, str, str]]:
+        """Images, task and column of every cell."""
         config = self.config
         return ((size, task, name) for size in config.sizes for task in config.tasks for name in config.models)
 
@@ -135,7 +135,7 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def _reports(self, rate_of: Callable[[int, str, str], float]) -> list[Job]:
         return [
-            _job(*cell, seed, rate_of(*cell), "report") for cell in self._cells() for seed in range(self.config.seeds)
+            _job(*cell, seed, rate_of(*cell), "report") for cell in self.places() for seed in range(self.config.seeds)
         ]
 
     def _chosen(self, outcomes: Mapping[Job, Outcome], images: int, task: str, column: str) -> float:
@@ -237,61 +237,95 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """All cells as JSON."""
-        config, known, cells = self.config, outcomes_of(folder), []
-        for images, task, column in sorted(self._cells(), key=lambda cell: config.tasks.index(cell[1])):
-            tried = self._validation(known, images, task, column)
-            lr = self._chosen(known, images, task, column)
-            jobs = [_job(images, task, column, seed, lr, "report") for seed in range(config.seeds)]
-            errors = [_error(known[job]) for job in jobs]
-            cell = {
-                "task": task, "images": images, "column": column, "errors": errors,
-                "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
-                "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": lr,
-                "at_edge": len(tried) > 1 and lr in (config.rates[0], config.rates[-1]),
-                "trials": {f"{rate:g}": values for rate, values in tried.items()},
-            }  # fmt: skip
-            if column.startswith("power"):
-                cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
-            cells.append(cell)
-        departures = self._departures()
-        result = {
-            "title": f"Relations of two digits{MARK if departures else ''}", "set": SET,
-            "digits": self.digits.source, "told": departures, "steps": config.epochs_of(config.sizes[-1])
-            * (config.sizes[-1] // config.batch), "cells": cells, "minutes": minutes_of(folder),
-            "environment": folder.read("environment")[-1],
-        }  # fmt: skip
+        result = relations_of(folder, outcomes_of(folder))
         write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
         return result
 
-    def _departures(self) -> list[str]:
-        """In what a run is not the protocol's, as sentences."""
-        rules = settings_of(self.config_type)
-        other = {name: getattr(self.config, name) for name, (_, rule) in rules.items() if not rule.machine}
-        named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]
-        sentences = [f"Not as docs/protocol.md says: {'; '.join(named)}."] if named else []
-        if self.digits.source.startswith("the embedded"):
-            sentences.append("Written with an excerpt of MNIST, not with all of it.")
-        return sentences
+    @classmethod
+    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+        """The cells that are done."""
+        return {"relations": lambda: relations_of(folder, outcomes)}
+
+    def cell(self, known: Mapping[Job, Outcome], images: int, task: str, column: str) -> dict[str, Any] | None:
+        """A cell as JSON has it; None where a training of it is not done."""
+        config = self.config
+        if any(job not in known for job in self._trials(images, task, column)):
+            return None
+        tried = self._validation(known, images, task, column)
+        lr = self._chosen(known, images, task, column)
+        jobs = [_job(images, task, column, seed, lr, "report") for seed in range(config.seeds)]
+        if any(job not in known for job in jobs):
+            return None
+        errors = [_error(known[job]) for job in jobs]
+        cell = {
+            "task": task, "images": images, "column": column, "errors": errors,
+            "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
+            "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": lr,
+            "at_edge": len(tried) > 1 and lr in (config.rates[0], config.rates[-1]),
+            "trials": {f"{rate:g}": values for rate, values in tried.items()},
+        }  # fmt: skip
+        if column.startswith("power"):
+            cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
+        return cell
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The answer, every cell, and the details."""
         from rich.text import Text
 
-        compared = {(each.task, each.images, each.column): each for each in compare_cells(result)}
-        lines = []
-        for i, cell in enumerate(result["cells"]):
-            each = compared.get((cell["task"], cell["images"], cell["column"]))
-            is_last = i + 1 == len(result["cells"]) or result["cells"][i + 1]["task"] != cell["task"]
-            texts = (
-                TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]),
-                "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
-                f"{cell['weights']:,}", f"{cell['chosen']:g}{' edge' if cell['at_edge'] else ''}",
-            )  # fmt: skip
-            lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
-        gap = "difference to DCL (95 % CI)"
-        heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p", "weights", "rate")
-        table = fitting_table(heads, lines, width, ("weights", "p", "rate", gap))
-        return [Text(result["title"], style="bold"), table, *result["told"], answer(result), *details(result)]
+        return [
+            Text(result["title"], style="bold"),
+            cells_grid(result).as_rich(width),
+            *result["told"],
+            answer(result),
+            *details(result),
+        ]
+
+
+def relations_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
+    """The cells that are done, also before the end of a run; nothing where none is."""
+    asked, rules = folder.recipe, settings_of(RelationsConfig)
+    config = RelationsConfig(**{name: asked[name] for name, (_, rule) in rules.items() if not rule.machine})
+    recipe = Relations(config)
+    places = sorted(recipe.places(), key=lambda place: config.tasks.index(place[1]))
+    cells = [cell for place in places if (cell := recipe.cell(known, *place)) is not None]
+    departures = _departures(config, str(asked["digits"]))
+    told = [f"{len(cells)} of {len(places)} cells are done; comparisons are corrected for these alone."]
+    return {} if not cells else {
+        "title": f"Relations of two digits{MARK if departures else ''}", "set": SET, "digits": asked["digits"],
+        "told": [*(told if len(cells) < len(places) else ()), *departures],
+        "steps": config.epochs_of(config.sizes[-1]) * (config.sizes[-1] // config.batch), "cells": cells,
+        "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
+    }  # fmt: skip
+
+
+def _departures(config: RelationsConfig, digits: str) -> list[str]:
+    """In what a run is not the protocol's, as sentences."""
+    rules = settings_of(RelationsConfig)
+    other = {name: getattr(config, name) for name, (_, rule) in rules.items() if not rule.machine}
+    named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]
+    sentences = [f"Not as docs/protocol.md says: {'; '.join(named)}."] if named else []
+    if digits.startswith("the embedded"):
+        sentences.append("Written with an excerpt of MNIST, not with all of it.")
+    return sentences
+
+
+def cells_grid(result: Mapping[str, Any]) -> Grid:
+    """The cells as a grid."""
+    compared = {(each.task, each.images, each.column): each for each in compare_cells(result)}
+    lines = []
+    for i, cell in enumerate(result["cells"]):
+        each = compared.get((cell["task"], cell["images"], cell["column"]))
+        is_last = i + 1 == len(result["cells"]) or result["cells"][i + 1]["task"] != cell["task"]
+        failed = f" † {len(cell['failed'])}" if cell["failed"] else ""
+        texts = (
+            TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]) + failed,
+            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
+            f"{cell['weights']:,}", f"{cell['chosen']:g}{' (edge)' if cell['at_edge'] else ''}",
+        )  # fmt: skip
+        lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
+    gap = "difference to DCL (95 % CI)"
+    heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p (Holm)", "weights", "rate")
+    return Grid(heads, lines, ("weights", "p (Holm)", "rate", gap))
 
 
 def _job(images: int, task: str, column: str, seed: int, lr: float, phase: str) -> Job:

@@ -31,10 +31,9 @@ from torch_dcl.experiments.natural_networks import (
 )
 from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import is_complete
-from torch_dcl.experiments.table import Cell, Reader, Table, TableError, as_trial, is_number, save
-from torch_dcl.experiments.text import long_table
+from torch_dcl.experiments.settings import Reader, is_number, setting
+from torch_dcl.experiments.stats import mean, pool, signed
+from torch_dcl.experiments.table import Cell, Table, TableError, as_trial, long_table, run_facts, save
 from torch_dcl.fleet import Fleet, Schedule
 
 if TYPE_CHECKING:
@@ -233,11 +232,14 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
     for job, outcome in outcomes.items():
         by_cell.setdefault((job.data, job.network), {})[job.seed] = outcome
     cells = [
-        _cell([outcome for _, outcome in sorted(by_cell[name, column].items())])
+        Cell.of(
+            [outcome for _, outcome in sorted(by_cell[name, column].items())],
+            weights(column, 100 if name == "cifar100" else 10), NaturalTable.paper_of(column, name),
+        )
         for name in sources
         for column in columns
         if (name, column) in by_cell
-    ]
+    ]  # fmt: skip
     recipes = {tuple(key.split(" ")): _stored(recipe) for key, recipe in asked["recipes"].items()}
     protocol = {f"data, {name}": source for name, source in sources.items() if name not in absent}
     protocol |= {f"{column} on {name}": str(recipe) for (name, column), recipe in recipes.items() if "+" not in column}
@@ -245,29 +247,15 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
     protocol["test"] = (
         "mean over an image and its mirror image" if asked["average"] else "the middle of each image, once"
     )
-    scale, starts = asked["scale"], folder.read("environment")
+    scale, spent = asked["scale"], minutes_of(folder)
     short = "" if scale == 1 else f", shortened to {scale:g} of the epochs"
-    spent = minutes_of(folder)
-    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     table = NaturalTable(
-        f"Table 2: natural images{short}", tuple(cells), protocol, "; ".join(machines), starts[-1]["versions"],
-        {"training and evaluation": spent} if spent else {}, starts[0]["command"], DEVIATIONS, absent, scale,
+        f"Table 2: natural images{short}", tuple(cells), protocol, deviations=DEVIATIONS, absent=absent, scale=scale,
+        minutes={"training and evaluation": spent} if spent else {}, **run_facts(folder),
     )  # fmt: skip
     batches = [r.batch for (name, column), r in recipes.items() if r.batch != recipe_of(network_of(column), name).batch]
     images = [text for key, text in protocol.items() if key.startswith("data, ")]
     return as_trial(table, departures(images, asked["images"], batches))
-
-
-def _cell(group: Sequence[Outcome]) -> Cell:
-    job = group[0].job
-    losses = [tuple(getattr(o, key) for o in group) for key in ("train_loss", "test_loss")]
-    train, test = (values if is_complete(values) else None for values in losses)
-    return Cell(
-        set=job.data, column=job.network, errors=tuple(o.error for o in group), seeds=tuple(o.job.seed for o in group),
-        weights=weights(job.network, 100 if job.data == "cifar100" else 10), paper=paper_error(job.network, job.data),
-        train_loss=train, test_loss=test, stopped=tuple(o.job.seed for o in group if o.stopped is not None),
-        minutes=sum(o.seconds for o in group) / 60 or None,
-    )  # fmt: skip
 
 
 def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
@@ -278,7 +266,7 @@ def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
 def said(table: NaturalTable) -> list[str]:
     """The table in sentences, what was lost as plainly as what was won."""
     sentences = []
-    for variant, words in (("+dcl", "With DCL (two branches)"), ("+dcl3s", "With three stochastic branches")):
+    for variant, words in (("+dcl", "DCL (two branches)"), ("+dcl3s", "Three stochastic branches")):
         pairs = [
             (cell, plain, table.to_baseline(cell))
             for cell in table.cells
@@ -286,15 +274,14 @@ def said(table: NaturalTable) -> list[str]:
         ]
         if not pairs:
             continue
-        lower = sum(cell.mean < plain.mean for cell, plain, _ in pairs)
-        known = [gap.clear for _, _, gap in pairs if gap is not None]
-        sentence = f"{words} the error is lower than the plain network's in {lower} of {len(pairs)} "
-        sentence += "pair of network and set" if len(pairs) == 1 else "pairs of network and set"
-        if known:
-            sentence += f", clearly lower in {known.count(-1)} and clearly higher in {known.count(1)}"
-        theirs = [(c.paper, p.paper) for c, p, _ in pairs if c.paper is not None and p.paper is not None]
+        gaps = [cell.mean - plain.mean if gap is None else gap.mean for cell, plain, gap in pairs]
+        count = "1 pair" if len(gaps) == 1 else f"{len(gaps)} pairs"
+        error = "" if len(gaps) == 1 else " ± the standard error over the pairs"
+        sentence = f"{words} minus plain: {pool(gaps)} points over {count} of network and set (mean{error}), lower in "
+        sentence += f"{sum(gap < 0 for gap in gaps)}"
+        theirs = [c.paper - p.paper for c, p, _ in pairs if c.paper is not None and p.paper is not None]
         if theirs:
-            sentence += f"; in the paper in {sum(a < b for a, b in theirs)} of {len(theirs)}"
+            sentence += f"; in the paper {signed(mean(theirs))}, lower in {sum(gap < 0 for gap in theirs)}"
         sentences.append(f"{sentence}.")
     sentences += [f"{name}: {reason}." for name, reason in table.absent.items()]
     if stopped := sum(len(cell.stopped) for cell in table.cells):
