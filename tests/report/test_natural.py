@@ -323,11 +323,11 @@ def test_the_picture_is_the_same_every_time_and_text_stays_text(chart, tmp_path)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"errors": []}, "'errors' is empty"),
+        ({"errors": []}, r"errors is \[\]; give at least one number"),
         ({"errors": [120.0]}, "from 0 to 100"),
-        ({"errors": [float("nan")]}, "cannot be drawn"),
-        ({"step_ms": 0.0}, "step_ms 0; both must be above 0"),
-        ({"weights": None}, "cannot be drawn"),
+        ({"errors": [float("nan")]}, r"errors is \[nan\]; give"),
+        ({"step_ms": 0.0}, "step_ms is 0.0; give a number above 0"),
+        ({"weights": None}, "weights is None; give a number above 0"),
     ],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused(chart, change, told):

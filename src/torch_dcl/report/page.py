@@ -25,11 +25,11 @@ from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
 from torch_dcl.report.document import Drawn, document, figure, on_page, render, sheet
-from torch_dcl.report.relations_figure import relations_context
 from torch_dcl.report.tables import (
     chart_context,
     differences,
     markdown_context,
+    relations_context,
     table1_context,
     table2_context,
     tried_context,

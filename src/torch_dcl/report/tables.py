@@ -7,19 +7,24 @@ from typing import Any
 
 from markupsafe import Markup
 
+from torch_dcl.data.relations import TASKS
 from torch_dcl.experiments.claims import Finding, findings, summary
 from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
 from torch_dcl.experiments.recipes import table1, table2
 from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.recipes.relations import COLUMNS as RELATION_COLUMNS
+from torch_dcl.experiments.recipes.relations import cells_grid
 from torch_dcl.experiments.recipes.table1 import notes, reservations, scores, verdict
+from torch_dcl.experiments.relation_findings import DCL, answer, details, exponents_in_words, needed_in_words
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
 from torch_dcl.report.document import bold, figure, on_page
 from torch_dcl.report.figures import chart_figure
 
 __all__ = [
-    "chart_context", "column", "differences", "markdown_context", "table1_context", "table2_context", "tried_context",
+    "chart_context", "column", "differences", "markdown_context", "relations_context", "table1_context",
+    "table2_context", "tried_context",
 ]  # fmt: skip
 
 NOT_RUN = Markup('<span class="absent">{}</span>')
@@ -240,6 +245,37 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
         "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
         "told": [str(sentence) for sentence in chart.get("told", ())], "grid": on_page(chart_grid(chart)),
         "words": words, "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
+    }  # fmt: skip
+
+
+def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, and the rows of the tables.
+
+    Args:
+        data: What `torch_dcl.experiments.recipes.relations` wrote.
+    """
+    needed, trials, exponents = [], [], []
+    rates = sorted({rate for cell in data["cells"] for rate in cell["trials"]}, key=float)
+    for cell in data["cells"]:
+        task, images, column = cell["task"], cell["images"], cell["column"]
+        place = [TASKS[task].title, f"{images:,}"]
+        tried = {r: bold(f"{mean(errors):.2f}", float(r) == cell["chosen"]) for r, errors in cell["trials"].items()}
+        trials.append([*place, column, *(tried.get(rate, "–") for rate in rates)])
+        if "exponents" in cell:
+            exponents.append([*place, column, exponents_in_words(cell["exponents"])])
+        if column == DCL:
+            others = dict.fromkeys(other["column"] for other in data["cells"] if other["column"] != DCL)
+            words = [needed_in_words(data, task, other, images) for other in others]
+            needed.append([*place, f"{mean(cell['errors']):.2f}", *words])
+    columns = list(dict.fromkeys(cell["column"] for cell in data["cells"] if cell["column"] != DCL))
+    meant = {
+        name: what for name, what in RELATION_COLUMNS.items() if name in {cell["column"] for cell in data["cells"]}
+    }
+    flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
+    return {
+        "said": answer(data), "told": list(data["told"]), "flags": flags, "grid": on_page(cells_grid(data)),
+        "needed": needed, "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
+        "rates": [f"at {rate}" for rate in rates],
     }  # fmt: skip
 
 
