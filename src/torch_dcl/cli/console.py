@@ -40,11 +40,7 @@ def several() -> bool:
 
 
 def for_machines(asked: bool) -> None:
-    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else.
-
-    Args:
-        asked: Whether it was asked for.
-    """
+    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else."""
     global _aside
     _aside = asked
 
@@ -100,9 +96,6 @@ def command(*examples: str) -> Callable[[Command], Command]:
     """Turn a function into a command: errors in one line, exit codes, ``--debug``, and examples in its help.
 
     1 is an error of the run, 2 wrong usage, 130 an interruption.
-
-    Args:
-        *examples: Lines for the help.
     """
 
     def decorate(function: Command) -> Command:
@@ -181,15 +174,7 @@ class UsageError(ValueError):
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
-    """Replace Python's arguments in a message of the library by options of the command.
-
-    Args:
-        message: For example ``ratio must be above 0, or pass force=True``.
-        options: Those that the command has, such as ``round-to``.
-
-    Returns:
-        The message with ``--ratio must be above 0, or pass --force``.
-    """
+    """Replace Python's arguments in a message of the library by options: ``force=True`` by ``--force``."""
     for option in options:
         name = option.replace("-", "_")
         message = re.sub(rf"\b{name}(=True\b|=(?!\w))", f"--{option}", message)
@@ -201,12 +186,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Offer the nearest name for an unknown one, or all names where none is near.
-
-    Args:
-        name: What was typed.
-        known: What there is.
-    """
+    """Offer the nearest name for an unknown one, or all names where none is near."""
     known = list(known)
     low = {entry.lower(): entry for entry in known}
     near = difflib.get_close_matches(name.lower(), low, 1, 0.55)

@@ -18,11 +18,7 @@ Check = dict[str, Any]
 
 
 def examine(runs: list[Path]) -> list[Check]:
-    """All checks: name, state (ok, note, problem), what was found, and what to do.
-
-    Args:
-        runs: Run folders to look into.
-    """
+    """All checks, also of some run folders: name, state (ok, note, problem), what was found, and what to do."""
     return [*_versions(), *_devices(), *_data(), *(_run(path) for path in runs)]
 
 
@@ -119,11 +115,7 @@ def _run(path: Path) -> Check:
 
 
 def print_checks(runs: list[Path], *, as_json: bool) -> None:
-    """Print all checks; the exit code is 1 where one is a problem.
-
-    Args:
-        runs: Run folders to look into; all in ``runs/`` where none is named.
-        as_json: Whether to print for a machine.
+    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem.
 
     Raises:
         UsageError: There is no such run.

@@ -59,11 +59,7 @@ def list_all(runs: Path, *, as_json: bool) -> None:
 
 
 def write_report(runs: Sequence[str], output: Path) -> Path:
-    """Write the page of some runs, and return its path.
-
-    Args:
-        runs: Run folders, names of runs in ``runs/``, or files ``table1.json`` and ``table2.json``.
-        output: The page; or a file that ends in ``.json``, for runs of parts of Table 2 as one table.
+    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table.
 
     Raises:
         UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not

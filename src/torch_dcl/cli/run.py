@@ -28,12 +28,7 @@ RESUME_ME = 75
 
 
 def run_task(task: Task, *, as_json: bool = False) -> None:
-    """Run, print the result, and say where it is.
-
-    Args:
-        task: What to run.
-        as_json: Whether to end with the run's state for a machine.
-    """
+    """Run, print the result, and say where it is; with ``as_json`` end with the run's state."""
     from rich.text import Text
 
     from torch_dcl.experiments.ranks import StopRequest
@@ -128,12 +123,7 @@ def _say_stopped(task: Task, why: str) -> None:
 
 
 def dry_run(task: Task, *, as_json: bool = False) -> None:
-    """Print an estimate of the run.
-
-    Args:
-        task: The run.
-        as_json: Whether to print JSON.
-    """
+    """Print an estimate of the run."""
     words, plain = task.recipe.estimate(say_minutes)
     if as_json:
         print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
@@ -151,13 +141,7 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
 
 
 def run_demo(out: Path | None, settings: dict[str, Any], *, as_json: bool = False) -> None:
-    """Train three networks, print a verdict, and write a page.
-
-    Args:
-        out: The run folder; None for one that is not there yet.
-        settings: Of the recipe, None where they were not given.
-        as_json: Whether to end with the result for a machine.
-    """
+    """Train three networks, print a verdict, and write a page; without a folder, to one that is not there yet."""
     from rich.text import Text
 
     from torch_dcl.cli.console import make_folder
@@ -197,9 +181,7 @@ def _use_free_cores() -> int:
 class Listener(protocol.Listener):
     """Moves a bar over networks with the progress of a run.
 
-    Args:
-        bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
-        first: What is done before the first fleet.
+    A fleet of 75 networks after a third of its epochs counts as 25 of them.
     """
 
     def __init__(self, bar: Bar, first: str = "building networks") -> None:

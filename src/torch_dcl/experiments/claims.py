@@ -262,12 +262,7 @@ def fewer_weights(weights: Mapping[str, Mapping[str, int]]) -> Finding:
 
 
 def loss_gap_shrinks(losses: Mapping[str, Losses], name: str = "MNIST-III-10") -> Finding:
-    """DCL alleviates over-fitting: the gap between training and test loss is smaller.
-
-    Args:
-        losses: Column to losses, over the same seeds. The paper shows the baseline, A2, A3D and A3S.
-        name: The set that the losses belong to.
-    """
+    """DCL alleviates over-fitting: the gap between training and test loss is smaller; losses by column, on a set."""
     models = [column for column in FIRST if column in losses]
     claim = f"On {name} DCL largely alleviates over-fitting."
     criterion = "the mean gap between test and training loss is smaller than the baseline's in A2, A3S and A3D"
@@ -305,11 +300,9 @@ def more_filters_help(points: Sequence[tuple[int, Sequence[float]]]) -> Finding:
 
 
 def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middle: int | None = None) -> Finding:
-    """A large filter bank does not help much.
+    """A large filter bank does not help much; ``points`` are filters and errors by seed.
 
-    Args:
-        points: Filters in a branch, and the errors, one per seed.
-        middle: The number of filters from which on a bank counts as large; None takes the middle one of the list.
+    A bank is large from ``middle`` filters on; None takes the middle number of the list.
 
     Raises:
         ValueError: a ``middle`` that is not among the points.
@@ -332,12 +325,7 @@ def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middl
 
 
 def further_findings(parts: Mapping[str, Any], *, with_curves: bool = True) -> list[Finding]:
-    """What the data of figures says of the claims that a table cannot answer.
-
-    Args:
-        parts: The data by part: ``filters``, ``curves``.
-        with_curves: Whether to judge the curves, which a table may have answered by its losses.
-    """
+    """What the data of figures says of the claims that a table cannot answer, or may have answered by its losses."""
     findings = []
     if (filters := parts.get("filters")) is not None:
         points = [(point["filters"], point["errors"]) for point in filters["points"]]

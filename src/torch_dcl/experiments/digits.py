@@ -73,10 +73,7 @@ def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
 
 
 def find_digits(given: str | None) -> Path | None:
-    """The folder with MNIST's idx files; None for the embedded digits.
-
-    Args:
-        given: A folder; "auto" or None for the usual places; "excerpt" for the embedded digits.
+    """The folder with MNIST's idx files, given or ("auto", None) in the usual places; None for the embedded digits.
 
     Raises:
         SettingError: A folder was named, and MNIST is not there.

@@ -110,14 +110,6 @@ def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = F
 
     A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
 
-    Args:
-        given: What was typed.
-        known: The sets that there are.
-        one: Whether there can be only one.
-
-    Returns:
-        The sets, none where only a folder was named; and the folder.
-
     Raises:
         SettingError: A word is neither, or there are two folders, or too many sets.
     """
@@ -176,12 +168,7 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
 def read_sets(
     names: Sequence[str], config: NaturalConfig, report: Callable[[str], None] = print
 ) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Read the sets that are there, and say which are not.
-
-    Args:
-        names: Some of `DATA`.
-        config: Where they are, and how many images to take.
-        report: Called with a line for each set: what it is, or what to put where.
+    """Read the sets that are there, and report which are not.
 
     Returns:
         Sets by name, and by name why one is absent.
@@ -230,14 +217,9 @@ def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
 
 
 def generate_images(name: str, train: int, test: int) -> Dataset:
-    """Synthetic images: a pattern of colours for each class, under noise. They are the same every time.
+    """Synthetic images with the classes of a set: a pattern of colours for each, under noise, the same every time.
 
     Every class that occurs has ten images to train on where there are so many.
-
-    Args:
-        name: One of `DATA`, whose number of classes it has.
-        train: Images to train on.
-        test: Images to test with.
     """
     classes = 100 if name == "cifar100" else 10
     drawn = torch.Generator().manual_seed(DATA.index(name))
@@ -255,13 +237,7 @@ def generate_images(name: str, train: int, test: int) -> Dataset:
 
 
 def departures(sources: Iterable[str], images: Sequence[int | None] | None, batches: Iterable[int]) -> list[str]:
-    """What a run does otherwise than the protocol, in sentences; none where it follows it.
-
-    Args:
-        sources: What its images are.
-        images: As it was asked for.
-        batches: Images of a step, where that is not the recipe's number.
-    """
+    """What a run does otherwise than the protocol, by its images and batches, in sentences; none where nothing."""
     sentences = []
     if any(source.startswith(("synthetic", "made-up")) for source in sources):
         sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")

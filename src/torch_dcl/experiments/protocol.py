@@ -182,12 +182,7 @@ class TrainingConfig(Config):
 
 
 class Recipe(abc.ABC, Generic[C]):
-    """A recipe with its config, on a device.
-
-    Args:
-        config: Its settings.
-        device: Where to compute.
-    """
+    """A recipe with its config, on a device."""
 
     name: ClassVar[str]
     unit: ClassVar[str] = "entries"
@@ -202,11 +197,7 @@ class Recipe(abc.ABC, Generic[C]):
     # What a run would take
 
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """What a run would take: networks, images, memory, and the time by a short trial. The data need not be there.
-
-        Args:
-            say_time: Seconds in words.
-        """
+        """What a run would take: networks, images, memory, and time by a short trial. The data need not be there."""
         loads = self.workloads()
         words, plain = self.about(loads)
         if not loads:

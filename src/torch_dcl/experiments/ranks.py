@@ -70,11 +70,6 @@ class Rank(NamedTuple):
     def open(self, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool) -> Iterator[RunFolder]:
         """Open one run folder from all processes: the first one creates or resumes it, and the others follow.
 
-        Args:
-            path: Where.
-            recipe: What is asked for.
-            resume: Whether to resume the run that is there.
-
         Raises:
             RunError: As `RunFolder.open`; or the folder has a symbolic link in it.
         """
@@ -97,11 +92,9 @@ def _refuse_links(folder: Path) -> None:
 class StopRequest:
     """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
 
-    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
-    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
-
-    Args:
-        on_signal: Called once, with a sentence for people.
+    The first signal asks, and calls ``on_signal`` with a sentence for people; a second SIGINT interrupts at once.
+    Signals that are ignored stay ignored, as SIGINT is for what a shell runs in the background. Elsewhere than in the
+    main thread nothing is changed.
     """
 
     def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:

@@ -38,11 +38,7 @@ _IN, _OUT = 2304, 1024
 def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> BigNet:
     """A BigNet of a unit, started from a seed; all but the replaced layer starts alike.
 
-    Args:
-        unit: One of `UNITS`.
-        classes: Outputs.
-        seed: What the start is drawn from; torch's own generator is left as it was.
-        share: Filters of one of DCL's two branches as a fraction of the layer's: the budget of all units but the plain.
+    ``share`` is the budget of all units but the plain: filters of one of DCL's two branches over the layer's.
 
     Raises:
         ValueError: There is no such unit, or the share is not above 0 and at most 1/2.

@@ -114,9 +114,6 @@ def _count(folder: RunFolder) -> Count:
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read a run folder, also while it runs; or a file ``table1.json`` or ``table2.json`` by itself.
 
-    Args:
-        path: The folder, or the file.
-
     Raises:
         RunError: It is neither, or damaged; the message says where.
         TableError: Its table is damaged.

@@ -123,13 +123,9 @@ def minutes_of(folder: RunFolder) -> float:
 def plan_fleets(
     jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int, networks: Callable[[Job], int] = lambda _: 1
 ) -> list[list[Job]]:
-    """Divide jobs among fleets: those of one group together, in the order of the jobs.
+    """Divide jobs among fleets: those of one group together, in the order of the jobs, each once.
 
-    Args:
-        jobs: All of them; one that is there twice counts once.
-        group: Jobs for which it is the same may train as one fleet.
-        most: How many networks a fleet has at most; a job that has more by itself is alone.
-        networks: How many networks a job has.
+    A fleet has at most so many networks; a job that has more by itself is alone.
     """
     groups: dict[Hashable, list[list[Job]]] = {}
     room: dict[Hashable, int] = {}
@@ -153,12 +149,7 @@ def concurrent_groups(
 ) -> list[list[Sequence[Job]]]:
     """Which fleets train at the same time: on a GPU neighbours that are alike, elsewhere each by itself.
 
-    Args:
-        fleets: The jobs of each.
-        alike: Fleets may be together if it gives the same for their jobs.
-        most: How many networks at most; a fleet that has more by itself is alone.
-        device: Where.
-        networks: How many networks a job has.
+    They have at most so many networks together; a fleet that has more by itself is alone.
     """
     groups: list[list[Sequence[Job]]] = []
     for fleet in fleets:

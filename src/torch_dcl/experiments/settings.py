@@ -18,11 +18,7 @@ __all__ = [
 class SettingError(ValueError):
     """A setting that a recipe does not have, or a value that it cannot take.
 
-    Args:
-        message: What is wrong.
-        given: A name that is unknown, if that is the mistake.
-        known: The names that there are.
-        otherwise: What to do where none of them is near.
+    Where a name is unknown it has the ``given`` one, the ``known`` ones, and what to do ``otherwise``, if none is near.
     """
 
     def __init__(self, message: str, given: str = "", known: Sequence[str] = (), otherwise: str = "") -> None:
@@ -181,13 +177,7 @@ def names_code(network: str) -> bool:
 
 
 class Reader:
-    """Takes named values out of a JSON object, and says where one is wrong.
-
-    Args:
-        place: What messages begin with.
-        data: What JSON holds.
-        error: What is raised.
-    """
+    """Takes named values out of a JSON object, and says where one is wrong; messages begin with its place."""
 
     def __init__(self, place: str, data: object, error: type[ValueError] = ValueError) -> None:
         self.place, self.error = place, error

@@ -112,10 +112,6 @@ def signed(value: float, decimals: int = 2) -> str:
 def t_quantile(p: float, df: int) -> float:
     """The value that Student's t with ``df`` degrees of freedom stays below with probability ``p``.
 
-    Args:
-        p: Between 0 and 1, both excluded.
-        df: A whole number, at least 1.
-
     Raises:
         ValueError: arguments out of range.
     """
@@ -275,14 +271,7 @@ def _named(column: str) -> str:
 
 
 def compare(table: ErrorTable, column: str, reference: str, sets: Sequence[str] = SETS) -> Comparison:
-    """Compare two columns of a table.
-
-    Args:
-        table: Set to column to errors.
-        column: The column to judge.
-        reference: The column to judge it against.
-        sets: The sets to compare on; one that lacks a column is counted as absent.
-    """
+    """Compare two columns of a table on some sets; one that lacks a column is counted as absent."""
     both = {name: table[name] for name in sets if {column, reference} <= table.get(name, {}).keys()}
     pairs = {name: (row[column], row[reference]) for name, row in both.items()}
     gaps = {name: centre(ours) - centre(theirs) for name, (ours, theirs) in pairs.items()}

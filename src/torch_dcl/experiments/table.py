@@ -226,11 +226,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def parse(data: object, source: str = "table") -> Table:
-    """Check what JSON holds, and make a table of it.
-
-    Args:
-        data: The content of the file.
-        source: The name of the file, for messages.
+    """Check what JSON holds, and make a table of it; messages name the source.
 
     Raises:
         TableError: as `load`.

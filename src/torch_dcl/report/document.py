@@ -114,12 +114,7 @@ class Drawn(NamedTuple):
 
 
 def figure(draw: "Callable[[bool], Figure]", name: str) -> Drawn:
-    """Draw a figure.
-
-    Args:
-        draw: Called with whether it is for a dark page.
-        name: What its ids begin with.
-    """
+    """Draw a figure, by a function of whether the page is dark; its ids begin with a name."""
     drawn = {"light": draw(False), "dark": draw(True)}
     images = {kind: Markup(_larger(svg(each, name=f"{name}-{kind}"))) for kind, each in drawn.items()}
     return Drawn(images, str(drawn["light"].get_label()))
@@ -141,13 +136,7 @@ class Picture(NamedTuple):
 
 
 def sheet(names: Sequence[str], mnist: str | os.PathLike[str] | None = None, samples: int = 12) -> Picture:
-    """The contact sheet of some sets, to stand inside a page.
-
-    Args:
-        names: The sets.
-        mnist: A folder with the idx files of MNIST; None for the embedded digits.
-        samples: Images of each set.
-    """
+    """The contact sheet of some sets, to stand inside a page; without a folder of MNIST, with the embedded digits."""
     from torch_dcl.data.layouts import LAYOUTS
     from torch_dcl.data.sheet import contact_sheet
 

@@ -29,12 +29,7 @@ __all__ = [
 
 
 def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "Figure"]]:
-    """The figures of a part, by name: functions of whether the page is dark.
-
-    Args:
-        part: The name of a file of a run, without its suffix; some have no figure.
-        data: What the file holds.
-    """
+    """The figures of a part, by name: functions of whether the page is dark. Some parts have none."""
     if part == "filters":
         return {"filters": lambda dark: filters_figure(data, dark=dark)}
     if part == "curves":

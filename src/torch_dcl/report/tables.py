@@ -1,8 +1,7 @@
 """What the pages of Table 1, Table 2 and the chart show: numbers and sentences for their templates."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from html import escape as html_escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
@@ -39,14 +38,7 @@ def column(name: str) -> Markup:
 def table1_context(
     table: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """What ``table1.html`` shows.
-
-    Args:
-        table: The table.
-        further: Findings from other data to show among the claims.
-        asked: What the run folder keeps, for the commands; None for the protocol.
-        prefix: What ids begin with, where several tables stand on one page.
-    """
+    """What ``table1.html`` shows; ids begin with a prefix where several tables stand on one page."""
     pairs = scores(table)
     scored = {
         "DCL against the baseline": [(c.column, c, paper) for c, paper in pairs if c.reference == "baseline"],
@@ -96,7 +88,7 @@ def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[s
     if asked is not None or not is_trial(table):
         seeds = max(len(cell.errors) for cell in cells)
         command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
-    return {"name": name, "strip": Markup(strip(name, lanes)), "rows": rows, "command": command}
+    return {"name": name, "strip": strip(name, lanes), "rows": rows, "command": command}
 
 
 def _ours(cell: Cell, is_best: bool) -> Markup:
@@ -129,12 +121,7 @@ def differences(table: Table) -> list[dict[str, Any]]:
 
 
 def table2_context(table: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
-    """What ``table2.html`` shows.
-
-    Args:
-        table: The table.
-        prefix: What ids begin with, where several tables stand on one page.
-    """
+    """What ``table2.html`` shows."""
     lead, *rest = table2.said(table) or ["Nothing to compare yet."]
     sentences = [deviation for deviation in table.deviations if deviation not in table2.DEVIATIONS] + rest
     if table.scale < 1:
@@ -218,12 +205,7 @@ def _percent(error: float | None) -> str:
 
 
 def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The points of the chart, how they were measured, and its figure.
-
-    Args:
-        chart: What `torch_dcl.experiments.recipes.chart` wrote.
-        name: What ids of the figure begin with.
-    """
+    """The points of the chart, how they were measured, and its figure."""
     points = lowest_first(chart)
     rates = sorted({rate for point in points for rate in point["trials"]}, key=float)
     trials = []
@@ -249,11 +231,7 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer, and the rows of the tables.
-
-    Args:
-        data: What `torch_dcl.experiments.recipes.relations` wrote.
-    """
+    """The answer, and the rows of the tables."""
     needed, trials, exponents = [], [], []
     rates = sorted({rate for cell in data["cells"] for rate in cell["trials"]}, key=float)
     for cell in data["cells"]:
@@ -291,74 +269,35 @@ def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:
 
 # The runs of one set as a small drawing: a lane per column, a point per seed.
 
-WIDTH = 300
-LANE = 26
-HEAD = 30
-FOOT = 24
-LEFT = 66
-RIGHT = 16
+WIDTH, LANE, HEAD, LEFT, RIGHT = 300, 26, 30, 66, 16
 
 
-def strip(name: str, cells: Mapping[str, Cell | None]) -> str:
-    """An inline SVG with the errors of one set.
+def strip(name: str, cells: Mapping[str, Cell | None]) -> dict[str, Any]:
+    """Where everything stands in the drawing of a set, for the macro ``strip``; columns from top to bottom.
 
-    A filled point is a run, the bar is their mean, a hollow diamond is the paper's mean, and the dashed line stands at
-    the mean of the baseline. Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A
-    column that was not run has the paper's diamond alone.
-
-    Args:
-        name: The set.
-        cells: Its columns from top to bottom, with None for those that were not run.
+    Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A column that was not run has
+    the paper's diamond alone.
     """
     paper = {column: reported.mean for column in cells if (reported := TABLE1[name].get(column)) is not None}
-    run = [cell for cell in cells.values() if cell is not None]
-    low, high, ticks = _axis(run, list(paper.values()))
-    height = HEAD + LANE * len(cells) + FOOT
-    bottom = HEAD + LANE * len(cells)
+    low, high, ticks = _axis([cell for cell in cells.values() if cell is not None], list(paper.values()))
 
-    def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low)
+    def x(value: float | None) -> str:
+        """Where a value stands; nothing outside of the axis."""
+        if value is None or not low <= value <= high:
+            return ""
+        return f"{LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low):.1f}"
 
-    parts = [
-        f'<svg class="strip" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'aria-label="{html_escape(name)}: errors of every run in percent, by column">'
-    ]
-    for tick in ticks:
-        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{HEAD}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    for cell in run:
-        if cell.column == "baseline" and low <= cell.mean <= high:
-            at = f"{x(cell.mean):.1f}"
-            parts.append(f'<line class="base" x1="{at}" x2="{at}" y1="{HEAD}" y2="{bottom}"/>')
-    for i, (column, lane) in enumerate(cells.items()):
-        y = HEAD + LANE * i + LANE / 2
-        parts.append(f'<g class="c-{html_escape(column)}">')
-        kind = "lane" if lane is not None else "lane tick"
-        parts.append(f'<text class="{kind}" x="0" y="{y + 4:g}">{html_escape(column)}</text>')
-        if lane is not None:
-            parts += _runs(lane, y, low, high, x)
-        if column in paper:
-            title = f"<title>{html_escape(column)} in the paper: {paper[column]:.2f}</title>"
-            parts.append(f'<path class="paper" d="M{x(paper[column]):.1f} {y - 5:g}l5 5l-5 5l-5 -5z">{title}</path>')
-        parts.append("</g>")
-    parts.append("</svg>")
-    return "".join(parts)
-
-
-def _runs(cell: Cell, y: float, low: float, high: float, x: Callable[[float], float]) -> list[str]:
-    """A point a run, and the bar of their mean."""
-    parts = []
-    for seed, error in cell.runs.items():
-        title = f"<title>{html_escape(cell.column)}, seed {seed}: {error:.2f}</title>"
-        if error > high:
-            edge = WIDTH - RIGHT + 4
-            parts.append(f'<path d="M{edge} {y - 4:g}l7 4l-7 4z">{title}</path>')
-        else:
-            parts.append(f'<circle cx="{x(error):.1f}" cy="{y:g}" r="3">{title}</circle>')
-    if low <= cell.mean <= high:
-        at = f"{x(cell.mean):.1f}"
-        parts.append(f'<line class="mean" x1="{at}" x2="{at}" y1="{y - 8:g}" y2="{y + 8:g}"/>')
-    return parts
+    base = cells.get("baseline")
+    lanes = [
+        {"column": column, "y": HEAD + LANE * i + LANE / 2, "is_run": cell is not None, "mean": x(cell and cell.mean),
+         "runs": [(seed, error, x(error)) for seed, error in (cell.runs.items() if cell else ())],
+         "paper": paper.get(column), "diamond": x(paper.get(column))}
+        for i, (column, cell) in enumerate(cells.items())
+    ]  # fmt: skip
+    return {
+        "name": name, "width": WIDTH, "top": HEAD, "bottom": HEAD + LANE * len(cells), "edge": WIDTH - RIGHT + 4,
+        "ticks": [(x(tick), tick) for tick in ticks], "base": x(base and base.mean), "lanes": lanes,
+    }  # fmt: skip
 
 
 def _axis(cells: Sequence[Cell], paper: Sequence[float]) -> tuple[float, float, list[float]]:

@@ -252,15 +252,7 @@ def _fleet(
 def step_times(
     points: Sequence[Point], data: Dataset, recipe: TrainingRecipe, config: ChartConfig, device: str = "cpu"
 ) -> dict[Point, float]:
-    """Milliseconds of a training step of one network of each unit: the median of rounds, the units taking turns.
-
-    Args:
-        points: Units and budgets.
-        data: What to train on meanwhile.
-        recipe: Its batch counts.
-        config: Precision, rounds, and whether networks are compiled.
-        device: Where.
-    """
+    """Milliseconds of a training step of one network of each unit: the median of rounds, the units taking turns."""
     steps = min(len(data.train_labels) // recipe.batch, 100)
     some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
     schedule = dataclasses.replace(recipe.schedule, epochs=config.rounds + 1)

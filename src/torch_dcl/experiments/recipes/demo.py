@@ -134,11 +134,7 @@ def demo_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the numbers say, and no more.
-
-    Args:
-        rows: ``column``, ``weights`` and ``errors`` of each network.
-    """
+    """What the errors and weights of the networks say, and no more."""
     by_column = {row["column"]: row for row in rows}
     ours = by_column["A2"]
     fewer = 100 * (1 - ours["weights"] / by_column["baseline"]["weights"])
@@ -191,16 +187,7 @@ def choose_rates(
     digits: Digits, *, rates: Sequence[float] = TRIED, images: int = IMAGES, epochs: int = EPOCHS,
     seeds: Sequence[int] = (100, 101), report: Callable[[str], None] = print,
 ) -> dict[str, float]:  # fmt: skip
-    """The learning rate of every network with the lowest error on training digits that are kept apart.
-
-    Args:
-        digits: From `read_mnist`; its test part is not used.
-        rates: What to try, the same for every network.
-        images: How many to train on.
-        epochs: How often.
-        seeds: None that the demo uses.
-        report: Called with a line for every network and rate.
-    """
+    """The learning rate of every network with the lowest error on training digits that are kept apart."""
     recipe = _Choosing(DemoConfig(train_images=images, epochs=epochs))
     recipe.digits = digits
     chosen = {}

@@ -222,15 +222,7 @@ def as_inputs(images: Tensor, model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def firing(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """How often the branches of the first DCL layer respond, and how often all of them do at once.
-
-    Args:
-        model: A network with a `DCLLinear`.
-        images: What to show it.
-
-    Returns:
-        ``one``: the fraction of responses above zero; ``all``: the fraction of units whose branches all respond.
-    """
+    """The fraction of branch responses of the first DCL layer above zero, and of units whose branches all are."""
     layer = next((module for module in model.modules() if isinstance(module, DCLLinear)), None)
     if layer is None:
         raise ValueError("the network has no DCLLinear whose branches could fire")

@@ -169,12 +169,7 @@ def digits_of_classes(classes: Sequence[str]) -> int:
 
 
 def as_inputs(images: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """Images of bytes as a network takes them: from 0 to 1, and with ``mean`` and ``std`` normalised by channel.
-
-    Args:
-        images: uint8 ``[N, C, H, W]``.
-        mean: What to subtract from each channel, in units of 255; nothing where it is empty.
-        std: What to divide each channel by; nothing where it is empty.
+    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where ``mean`` and ``std`` are given.
 
     Raises:
         SettingError: Neither one number nor one for each channel.

@@ -218,11 +218,7 @@ def _departures(asked: Mapping[str, Any]) -> list[str]:
 def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence[str], seeds: int | None = None) -> str:
     """The command that repeats a part of the table, with every setting in which its run was not the protocol's.
 
-    Args:
-        asked: What the run folder keeps; empty for the protocol.
-        sets: Which.
-        columns: Which.
-        seeds: How many; None for as many as the run asked for.
+    What was ``asked`` is what the run folder keeps, and empty for the protocol.
     """
     given: dict[str, Any] = {"sets": [name.removeprefix("MNIST-") for name in sets], "models": columns}
     given["seeds"] = asked.get("seeds", 5) if seeds is None else seeds

@@ -292,9 +292,6 @@ def said(table: NaturalTable) -> list[str]:
 def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
     """One table of several that were run apart, such as a network or a set on each of several machines.
 
-    Args:
-        tables: At least one.
-
     Raises:
         TableError: Two of them have the same column on the same set, or were shortened differently.
     """
