@@ -29,12 +29,6 @@ NAMED = {
     "cifar100": "50,000 + 10,000 images",
     "svhn": "604,388 + 26,032 images",
 }
-_FILES = {
-    "mnist": "its four idx files",
-    "cifar10": "cifar-10-binary.tar.gz",
-    "cifar100": "cifar-100-binary.tar.gz",
-    "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat",
-}
 
 data_app = typer.Typer(
     cls=PlainGroup, context_settings=HELP, rich_markup_mode="rich", invoke_without_command=True,
@@ -138,8 +132,7 @@ def _sets(given: str) -> list[str]:
 
 def what_is_here() -> list[dict[str, Any]]:
     """Every named set with where it was found, if anywhere, and what to do if not."""
-    from torch_dcl.data.sources import places
-    from torch_dcl.experiments.natural_data import is_here
+    from torch_dcl.data.sources import is_here, places, remedy
 
     rows: list[dict[str, Any]] = [
         {"name": "mnist-excerpt", "found": "inside the package", "about": "6,000 + 1,000 digits", "remedy": None}
@@ -147,9 +140,8 @@ def what_is_here() -> list[dict[str, Any]]:
     looked = places()
     for name, about in NAMED.items():
         there = next((str(place) for place in looked if is_here(name, place)), None)
-        folder = looked[0] / (name if name in ("mnist", "svhn") else "")
-        remedy = f"dcl data fetch {name}, or put {_FILES[name]} into {folder}"
-        rows.append({"name": name, "found": there, "about": about, "remedy": None if there else remedy})
+        fetch = f"dcl data fetch {name}, or {remedy(name, looked[0], failed=True)}"
+        rows.append({"name": name, "found": there, "about": about, "remedy": None if there else fetch})
     for place in looked:
         files = [file for file in sorted(place.rglob("*.safetensors")) if file.is_file()] if place.is_dir() else []
         if files:

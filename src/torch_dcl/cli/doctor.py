@@ -1,6 +1,5 @@
 """``dcl doctor``: what is installed and found here, what is missing, and what to do about it."""
 
-import contextlib
 import os
 import platform
 import sys
@@ -26,10 +25,12 @@ def _check(name: str, state: str, words: str, remedy: str = "") -> Check:
     return {"name": name, "state": state, "found": words, "remedy": remedy}
 
 
-def _version(name: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
+def _package(name: str, state: str, remedy: str) -> Check:
+    """Whether a package is installed, and the state and the remedy if it is not."""
+    try:
+        return _check(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return _check(name, state, "not installed", remedy)
 
 
 def _versions() -> list[Check]:
@@ -42,15 +43,9 @@ def _versions() -> list[Check]:
         _check("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
         _check("torch", "ok", f"{torch.__version__}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"),
     ]
-    for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
-        version = _version(name)
-        rows.append(_check(name, "ok" if version else "problem", version or "missing",
-                           "" if version else f"pip install {name} ({use})"))  # fmt: skip
-    for name, use in (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX")):
-        version = _version(name)
-        rows.append(_check(name, "ok" if version else "note", version or "not installed",
-                           "" if version else f"only for {use}: pip install {name}"))  # fmt: skip
-    return rows
+    needed = [_package(n, "problem", f"pip install {n}") for n in ("torchvision", "matplotlib", "safetensors")]
+    extras = (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX"))
+    return [*rows, *needed, *(_package(n, "note", f"only for {use}: pip install {n}") for n, use in extras)]
 
 
 def _devices() -> list[Check]:
@@ -68,10 +63,8 @@ def _devices() -> list[Check]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         rows.append(_check(f"GPU {index}", "ok", f"{about.name}, {about.total_memory / 2**30:.0f} GiB"))
-    triton = _version("triton")
-    rows.append(_check("Triton", "ok" if triton else "problem", triton or "missing",
-                       "" if triton else "pip install triton; without it a GPU computes in plain torch"))  # fmt: skip
-    return rows
+    triton = _package("triton", "problem", "pip install triton; without it a GPU computes in plain torch")
+    return [*rows, {**triton, "name": "Triton"}]
 
 
 def _data() -> list[Check]:

@@ -24,7 +24,7 @@ from torch_dcl.data.svhn import FILES as SVHN_FILES
 from torch_dcl.data.svhn import read_svhn
 from torch_dcl.files import sha256_bytes
 
-__all__ = ["KNOWN", "content_hashes", "examine", "load", "places"]
+__all__ = ["KNOWN", "content_hashes", "examine", "is_here", "load", "places", "remedy"]
 
 NAMES = ("mnist", "mnist-excerpt", "cifar10", "cifar100", "svhn")
 PREFIXES = ("folder", "arrays", "prepared")
@@ -107,7 +107,7 @@ def load(
     where = ", ".join(str(place) for place in looked)
     if name == "mnist" and root is None:
         return _excerpt(f"; the whole set was not found in {where}")
-    raise FileNotFoundError(f"{name} was not found in {where}; {_remedy(name, looked[0])}")
+    raise FileNotFoundError(f"{name} was not found in {where}; {remedy(name, looked[0])}")
 
 
 def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -123,6 +123,17 @@ def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
         return [Path(root).expanduser()]
     set_by_user = os.environ.get("TORCH_DCL_DATA")
     return [*([Path(set_by_user).expanduser()] if set_by_user else []), Path("data"), _cache()]
+
+
+def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
+    """Whether files of a named set are in the usual places, or in `root` alone, by their names."""
+    if name == "mnist":
+        return any(find_mnist(place) is not None for place in places(root))
+    if name == "svhn":
+        files = [f"{folder}{SVHN_FILES['train']}" for folder in ("", "svhn/", "SVHN/")]
+    else:
+        files = [CIFAR[name].archive, CIFAR[name].folder, name]
+    return any((place / file).exists() for place in places(root) for file in files)
 
 
 def _cache() -> Path:
@@ -189,10 +200,10 @@ def _fetch(name: str, target: Path, extra: bool) -> None:
             fetch([ADDRESS + form.archive], target / form.archive, form.md5)
             write_members(target / form.archive, form.members, target)
     except OSError as error:
-        raise OSError(f"{name} could not be fetched: {error}; {_remedy(name, target, failed=True)}") from error
+        raise OSError(f"{name} could not be fetched: {error}; {remedy(name, target, failed=True)}") from error
 
 
-def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
+def remedy(name: str, place: Path, *, failed: bool = False) -> str:
     """Which files to put where; and unless that failed, how they are fetched."""
     if name == "mnist":
         files, folder = [f"{file}.gz" for pair in MNIST_FILES.values() for file in pair], place / RAW

@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.data import Dataset, load
-from torch_dcl.data.mnist import find_mnist
-from torch_dcl.data.sources import places
+from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
     TrainingRecipe,
@@ -29,7 +27,7 @@ from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
     "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "departures",
-    "generate_images", "is_here", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
+    "generate_images", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
 ]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
@@ -39,11 +37,6 @@ AUTO = "auto"
 """In place of a folder: the usual places."""
 SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
 """Images to train on and to test with."""
-_FILES = {
-    "cifar10": ("cifar-10-binary.tar.gz", "cifar-10-batches-bin", "cifar10"),
-    "cifar100": ("cifar-100-binary.tar.gz", "cifar-100-binary", "cifar100"),
-    "svhn": ("train_32x32.mat", "svhn/train_32x32.mat", "SVHN/train_32x32.mat"),
-}
 Images = tuple[int | None, int | None]
 """How many images to train on and to test with, the first ones of a set; None for all."""
 
@@ -139,13 +132,6 @@ def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = F
 def tensors_of(data: Dataset) -> list[Tensor]:
     """Everything in a set that a network sees."""
     return [tensor for split in data.splits.values() for tensor in split]
-
-
-def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
-    """Whether files of a named set are in the usual places, or in a folder alone, judged by their names."""
-    if name == "mnist":
-        return any(find_mnist(place) is not None for place in places(root))
-    return any((place / file).exists() for place in places(root) for file in _FILES[name])
 
 
 def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:

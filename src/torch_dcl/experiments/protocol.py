@@ -80,6 +80,11 @@ class Outcome:
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further results, as plain data."""
 
+    @property
+    def judged_error(self) -> float:
+        """The error to choose and compare by: a network that diverged erred always."""
+        return 100.0 if self.stopped is not None else self.error
+
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Outcome":
         """Read an outcome from plain data, where None stands for a number that is not finite."""
@@ -263,9 +268,9 @@ class Recipe(abc.ABC, Generic[C]):
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """All jobs that can be named with these outcomes. It is asked again when all of them are done."""
 
-    @abc.abstractmethod
     def total(self) -> int:
-        """How many jobs there will be in all."""
+        """How many jobs there will be in all; by default none depends on an outcome."""
+        return len(self.jobs({}))
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         """The networks of some jobs of one `group`, ready to be trained, in the order of the jobs."""

@@ -160,6 +160,10 @@ class RunFolder:
                         ) from error
         return records
 
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a result to ``NAME.json``, all or nothing."""
+        write_text(self.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
+
     def log(self, text: str, part: str = "") -> None:
         """Append a line to ``log.txt``, with the time in front."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -289,14 +289,15 @@ def strip(name: str, cells: Mapping[str, Cell | None]) -> dict[str, Any]:
 
     base = cells.get("baseline")
     lanes = [
-        {"column": column, "y": HEAD + LANE * i + LANE / 2, "is_run": cell is not None, "mean": x(cell and cell.mean),
+        {"column": column, "y": HEAD + LANE * i + LANE / 2, "is_run": cell is not None,
+         "mean": x(cell.mean if cell else None),
          "runs": [(seed, error, x(error)) for seed, error in (cell.runs.items() if cell else ())],
          "paper": paper.get(column), "diamond": x(paper.get(column))}
         for i, (column, cell) in enumerate(cells.items())
     ]  # fmt: skip
     return {
         "name": name, "width": WIDTH, "top": HEAD, "bottom": HEAD + LANE * len(cells), "edge": WIDTH - RIGHT + 4,
-        "ticks": [(x(tick), tick) for tick in ticks], "base": x(base and base.mean), "lanes": lanes,
+        "ticks": [(x(tick), tick) for tick in ticks], "base": x(base.mean if base else None), "lanes": lanes,
     }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ points so far suggest.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from statistics import mean
@@ -23,7 +22,6 @@ from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
-from torch_dcl.files import write_text
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -133,7 +131,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
             "title": "How difficult the multi-digit sets are, fitted to the paper's baseline column",
             "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "sets": rows,
         }  # fmt: skip
-        write_text(folder.path / "calibration.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("calibration", content)
         return fitted
 
     def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":

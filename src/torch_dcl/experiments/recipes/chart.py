@@ -6,7 +6,6 @@ there. Then it is trained on all training images with the chart's seeds, and the
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,7 +24,6 @@ from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
-from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
@@ -128,7 +126,7 @@ class Chart(NaturalRecipe[ChartConfig]):
         return [self._job("choose", point, SEARCH_SEED, lr) for lr in self.config.rates]
 
     def _chosen(self, point: Point, outcomes: Mapping[Job, Outcome]) -> float:
-        return min(self._trials(point), key=lambda job: _error(outcomes[job])).lr
+        return min(self._trials(point), key=lambda job: outcomes[job].judged_error).lr
 
     def total(self) -> int:
         """Trials and seeds of all points."""
@@ -165,18 +163,18 @@ class Chart(NaturalRecipe[ChartConfig]):
         rows = []
         for point in config.points:
             lr = self._chosen(point, outcomes)
-            errors = [_error(outcomes[self._job("report", point, seed, lr)]) for seed in range(config.seeds)]
+            errors = [outcomes[self._job("report", point, seed, lr)].judged_error for seed in range(config.seeds)]
             rows.append(
                 {
                     "unit": point[0], "share": point[1],
                     "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": lr, "errors": errors,
                     "seeds": list(range(config.seeds)), "step_ms": times[point],
-                    "trials": {f"{job.lr:g}": _error(outcomes[job]) for job in self._trials(point)},
+                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self._trials(point)},
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
         chart = {"set": self.data.name, "points": rows, **self._described(folder)}
-        write_text(folder.path / "chart.json", json.dumps(chart, indent=1) + "\n")
+        folder.write_json("chart", chart)
         return chart
 
     def _described(self, folder: "RunFolder") -> dict[str, Any]:
@@ -204,11 +202,6 @@ class Chart(NaturalRecipe[ChartConfig]):
 def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
     """Units and budgets; the plain layer is there once, since it has no budget."""
     return [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
-
-
-def _error(outcome: Outcome) -> float:
-    """A network that diverged erred always."""
-    return 100.0 if outcome.stopped is not None else outcome.error
 
 
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:

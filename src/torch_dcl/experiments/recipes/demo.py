@@ -9,7 +9,6 @@ torch_dcl.experiments.recipes.demo`` does it again.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
 from torch_dcl.experiments.table import Grid, Line
-from torch_dcl.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,7 +101,7 @@ class Demo(DigitRecipe[DemoConfig]):
             "set": SET, "networks": rows, "verdict": verdict(rows), "knowledge": groups["A2"][0].extra["knowledge"],
             "planned": plan_of_a_network(),
         }  # fmt: skip
-        write_text(folder.path / "demo.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("demo", content)
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":

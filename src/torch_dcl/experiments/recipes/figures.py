@@ -6,7 +6,6 @@ which `torch_dcl.report` draws.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,6 @@ from torch_dcl.experiments.digits import (
 from torch_dcl.experiments.protocol import Job, Outcome, Trained, finite
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.files import write_text
 from torch_dcl.layers import DCLLinear
 
 if TYPE_CHECKING:
@@ -123,7 +121,7 @@ class Figures(DigitRecipe[FiguresConfig]):
         """The data of every part, as JSON."""
         parts = parts_of(folder, outcomes_of(folder))
         for part, data in parts.items():
-            write_text(folder.path / f"{part}.json", json.dumps(data, indent=1) + "\n")
+            folder.write_json(part, data)
         return parts
 
     @classmethod

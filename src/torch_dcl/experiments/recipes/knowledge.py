@@ -4,7 +4,6 @@ Section 4.1.4 for any network and any data: nothing is trained, and a job is one
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch_dcl.experiments.network_source import find_model
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Workload, content_hash
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
-from torch_dcl.files import sha256_file, write_text
+from torch_dcl.files import sha256_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,10 +127,6 @@ class Knowledge(Recipe[KnowledgeConfig]):
             for number in filters
         ]
 
-    def total(self) -> int:
-        """All of them."""
-        return len(self.jobs({}))
-
     def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The mean responses of each filter and its branches."""
         data, outcomes = self.data, []
@@ -152,7 +147,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
         responses = [known[job].extra["knowledge"] for job in self.jobs({})]
         networks = {re.sub(r"[^\w-]+", "-", f"{each['layer']}-{each['filter']}"): each for each in responses}
         content = {"set": self.data.name, "source": self.data.source, "networks": networks}
-        write_text(folder.path / "knowledge.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("knowledge", content)
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":

@@ -10,7 +10,6 @@ of its own, the same for all columns, and every training takes the same number o
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
 from torch_dcl.experiments.stats import mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
-from torch_dcl.files import write_text
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.models import count_weights, lenet
 from torch_dcl.models.power_mean import PowerMeanLinear
@@ -148,7 +146,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         """Errors on validation digits by learning rate, one for each search seed."""
         errors: dict[float, list[float]] = {}
         for job in self._trials(images, task, column):
-            errors.setdefault(job.lr, []).append(_error(outcomes[job]))
+            errors.setdefault(job.lr, []).append(outcomes[job].judged_error)
         return errors
 
     # Fleets
@@ -238,7 +236,7 @@ class Relations(DigitRecipe[RelationsConfig]):
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """All cells as JSON."""
         result = relations_of(folder, outcomes_of(folder))
-        write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
+        folder.write_json("relations", result)
         return result
 
     @classmethod
@@ -256,7 +254,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         jobs = [_job(images, task, column, seed, lr, "report") for seed in range(config.seeds)]
         if any(job not in known for job in jobs):
             return None
-        errors = [_error(known[job]) for job in jobs]
+        errors = [known[job].judged_error for job in jobs]
         cell = {
             "task": task, "images": images, "column": column, "errors": errors,
             "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
@@ -339,11 +337,6 @@ def _images(job: Job) -> int:
 def _name(seed: int) -> str:
     """The name of the set of a seed."""
     return f"{SET}/{seed}"
-
-
-def _error(outcome: Outcome) -> float:
-    """A network that diverged erred always."""
-    return 100.0 if outcome.stopped is not None else outcome.error
 
 
 def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:

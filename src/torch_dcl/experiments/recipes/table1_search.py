@@ -6,7 +6,6 @@ the trial with the lowest mean error. Baseline, oracle and controls go through t
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping
 from statistics import mean
@@ -26,7 +25,6 @@ from torch_dcl.experiments.digits import (
 from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
-from torch_dcl.files import write_text
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ class Search(DigitRecipe[SearchConfig]):
             "choice": choice_as_plain(choice, choice),
             "trials": [_row(outcome) for outcome in outcomes],
         }  # fmt: skip
-        write_text(folder.path / "search.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("search", content)
         return choice
 
     def shown(self, result: Choice, width: int) -> "list[RenderableType]":
@@ -130,7 +128,7 @@ def choose(outcomes: Iterable[Outcome]) -> Choice:
         job = outcome.job
         by_trial = errors.setdefault(job.network, {}).setdefault(digits_of(job.data), {})
         trial = Trial(job.lr, job.option("clip", math.inf))
-        by_trial.setdefault(trial, []).append(100.0 if outcome.stopped is not None else outcome.error)
+        by_trial.setdefault(trial, []).append(outcome.judged_error)
     return {
         column: {count: min(trials, key=lambda trial: mean(trials[trial])) for count, trials in by_count.items()}
         for column, by_count in errors.items()

@@ -184,10 +184,6 @@ class Table2(NaturalRecipe[Table2Config]):
             for seed in range(self.config.seeds)
         ]
 
-    def total(self) -> int:
-        """All entries of the table."""
-        return len(self.recipes) * self.config.seeds
-
     def concurrent(self, job: Job) -> Hashable:
         """The columns of a network on a set."""
         return job.data, network_of(job.network)
