@@ -74,7 +74,7 @@ class Bar:
         on: The console.
         total: Steps.
         unit: What a step is, in the plural.
-        above: Something to show above the bar, asked for anew at every change; in a terminal alone.
+        above: Called at every change for what to show above the bar; in a terminal only.
         every: Seconds between plain lines.
         by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
         expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
@@ -157,7 +157,7 @@ class Bar:
         self.reach(self.done + steps)
 
     def reach(self, done: float) -> None:
-        """So many steps are done in all; a part of one counts as a part."""
+        """Set the steps that are done; a part of one counts as a part."""
         self.done = min(float(self.total), done)
         self._show()
 

@@ -274,7 +274,7 @@ def test_fleets_of_another_size_leave_the_checkpoints_aside_and_say_so(tmp_path,
     other, told = toy(), Told()
     other.at_once = 1
     assert run(other, tmp_path, resume=True, listener=told).complete
-    unused = [line.split()[0] for line in told.lines if "is of no fleet that is to be trained now" in line]
+    unused = [line.split()[0] for line in told.lines if "belongs to no fleet of this run" in line]
     assert unused == [file.name for file in stopped]
     assert not (tmp_path / "fleets").exists()
 

@@ -15,8 +15,8 @@ from torch_dcl.experiments import save as save_table
 from torch_dcl.experiments.natural_data import NOT_AVAILABLE
 from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
 from torch_dcl.experiments.paper_numbers import TABLE2
-from torch_dcl.experiments.recipes.chart import chart_said, edges_said
-from torch_dcl.experiments.recipes.table2 import said
+from torch_dcl.experiments.recipes.chart import chart_verdict, rates_at_edge
+from torch_dcl.experiments.recipes.table2 import verdict
 from torch_dcl.experiments.rival_layers import UNITS
 from torch_dcl.experiments.stats import signed
 from torch_dcl.experiments.table import Cell, TableError
@@ -90,7 +90,7 @@ def test_the_eight_rows_that_the_paper_quotes_are_there(table):
 
 
 def test_what_was_won_and_lost_is_told_alike(table):
-    told = said(table)
+    told = verdict(table)
     pairs = [(cell, table.cell(cell.set, cell.column[:-4])) for cell in table.cells if cell.column.endswith("+dcl")]
     gaps = [fmean(cell.errors) - fmean(plain.errors) for cell, plain in pairs]
     papers = [cell.paper - plain.paper for cell, plain in pairs]
@@ -133,7 +133,7 @@ def test_parts_that_were_run_apart_are_the_same_table_together(table):
     whole = join_table2(parts)
     assert whole.cells == table.cells
     assert whole.absent == table.absent
-    assert said(whole) == said(table)
+    assert verdict(whole) == verdict(table)
     assert whole.minutes == {"training": 6.0}
     assert whole.hardware == "one GPU"
     assert set(whole.protocol) == {"precision", "lenet on cifar10", "bignet on cifar10", "wrn on cifar10"}
@@ -191,7 +191,7 @@ def chart():
 
 
 def test_the_chart_says_what_dcl_wins_and_loses(chart):
-    assert chart_said(chart) == (
+    assert chart_verdict(chart) == (
         "The lowest error is that of star: 7.31 % (n = 3). "
         "The plain layer's error minus DCL's is +0.10 [+0.08, +0.11]. "
         "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches errs less in 1 "
@@ -199,15 +199,15 @@ def test_the_chart_says_what_dcl_wins_and_loses(chart):
     )
 
 
-def test_who_did_not_learn_is_said(chart):
-    assert "learn" not in chart_said(chart)
+def test_who_did_not_learn_is_verdict(chart):
+    assert "learn" not in chart_verdict(chart)
     chart["points"] += [point("bilinear", [90.0, 90.0, 89.9]), point("glu", [88.0, 88.0, 88.0])]
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert told.endswith("Did not learn, err as often as guessing does (90 %), and are not counted: bilinear.")
     assert "Of 3 comparisons" in told  # no win over a layer that did not learn
     assert "errs less in 2 and" in told
     chart["set"] = "cifar100"
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert "learn" not in told
     assert "Of 4 comparisons" in told
 
@@ -215,7 +215,7 @@ def test_who_did_not_learn_is_said(chart):
 def test_one_seed_is_compared_with_nothing(chart):
     for each in chart["points"]:
         each.update(errors=each["errors"][:1], seeds=[0])
-    assert chart_said(chart) == "The lowest error is that of star: 7.20 % (n = 1)."
+    assert chart_verdict(chart) == "The lowest error is that of star: 7.20 % (n = 1)."
     assert [row[2] for row in rows_of(chart_table(chart), "Points of the chart").values()] == [""] * 4
 
 
@@ -233,24 +233,24 @@ def test_the_chart_s_table_has_every_point_the_lowest_first(chart):
 
 def test_a_layer_is_compared_with_dcl_at_its_own_budget(chart):
     chart["points"] += [point("dcl", [9.0, 9.1, 9.2], share=0.125), point("star", [9.0, 9.1, 9.2], share=0.125)]
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert "minus DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
     assert "Of 3 comparisons" in told
     assert "errs less in 1 and more in 1" in told
 
 
-def test_who_took_the_first_or_the_last_rate_is_said(chart):
+def test_who_took_the_first_or_the_last_rate_is_verdict(chart):
     for each, rate in zip(chart["points"], (0.01, 0.03, 0.03, 0.01), strict=True):
         each.update(lr=rate, trials={"0.003": 9.0, "0.01": 8.0, "0.03": 8.5})
     told = "Chosen at the end of the learning rates that were tried: 0.03 for low-rank, dcl."
-    assert (edges_said(chart) or "").startswith(told)
+    assert (rates_at_edge(chart) or "").startswith(told)
     assert told in chart_table(chart)
     for each in chart["points"]:
         each["lr"] = 0.01
-    assert edges_said(chart) is None
+    assert rates_at_edge(chart) is None
     for each in chart["points"]:
         each["trials"] = {"0.01": 8.0}  # there was no choice
-    assert edges_said(chart) is None
+    assert rates_at_edge(chart) is None
 
 
 def test_two_panels_have_a_mark_for_every_unit_and_the_same_heights(chart):

@@ -138,7 +138,7 @@ def _explained(error: Exception) -> tuple[str, bool]:
 
 
 def explain_setting(error: Any) -> str:
-    """A `SettingError` with the nearest of the names that there are."""
+    """The message of a `SettingError`, with the nearest known name."""
     if not error.known:
         return str(error)
     near = nearest(error.given, error.known)

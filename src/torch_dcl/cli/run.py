@@ -190,13 +190,13 @@ class Listener(protocol.Listener):
         self._size = 0
 
     def begin(self, before: int, total: int) -> None:
-        """So many networks were done before, and so many there are in all."""
+        """Start the bar at the networks that are done."""
         self.bar.begin_at(before, total)
         self._before, self._size = float(before), 0
         self.bar.now(self.first)
 
     def on_epoch(self, at: protocol.Progress) -> None:
-        """A fleet has trained so many epochs."""
+        """Move the bar by the epochs of a fleet."""
         if at.epoch == 0:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""

@@ -32,7 +32,7 @@ _PIECE = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[int], bytes]
-"""Returns exactly so many bytes, or raises EOFError."""
+"""Returns exactly this many bytes, or raises EOFError."""
 
 
 class _Array(NamedTuple):
@@ -144,7 +144,7 @@ def _check_count(path: Path, name: str, count: int) -> None:
 
 
 def _small(read: Read, order: str, most: int) -> bytes:
-    """The data of a sub-element of at most so many bytes, and past its padding."""
+    """The data of a sub-element of at most this many bytes, and past its padding."""
     _, length, content = _tag(read, order)
     if content is not None:
         return content

@@ -73,7 +73,7 @@ def weights(column: str, classes: int, *, filters: int | None = None) -> int:
 
 
 def _narrow_filters(classes: int) -> int:
-    """So few filters in the first fully-connected layer that the network has the weights of DCL-A2."""
+    """Filters of the first fully-connected layer with which the network has the weights of DCL-A2."""
     fixed = weights("baseline", classes) - _FC1 * (_FC1_IN + classes)
     return round((weights("A2", classes) - fixed) / (_FC1_IN + classes))
 
@@ -120,7 +120,7 @@ Choice = dict[str, dict[int, Trial]]
 
 
 def read_choice(plain: Mapping[str, Any]) -> Choice:
-    """The way back from `choice_as_plain`."""
+    """Read what `choice_as_plain` gave."""
     return {
         column: {int(count): Trial(t["lr"], t["clip"] or math.inf) for count, t in by_count.items()}
         for column, by_count in plain.items()
@@ -138,7 +138,7 @@ def stored_choice() -> Choice:
 
 
 def stored_minutes() -> dict[str, float]:
-    """What the ``calibration`` of the sets and that ``search`` took, on the machines that their results name."""
+    """Minutes of the ``calibration`` of the sets and of that ``search``, on the machines that their results name."""
     return dict(_stored()["minutes"])
 
 

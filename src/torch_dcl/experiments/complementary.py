@@ -118,7 +118,7 @@ def class_responses(
         layer_name: The name of one, for example ``"fc1"``.
         images: As the network takes them, ``[N, ...]``.
         labels: Whole numbers ``[N]``.
-        digits: How many digits a label has as a number. 1 takes labels as mere classes.
+        digits: How many digits a label has as a number. 1 takes labels as plain classes.
         classes: How many classes, or their names. None takes ``10**digits``, or with ``digits`` 1 as many as the
             labels need.
         batch: Images a forward pass. It changes memory and speed, not the result.
@@ -199,7 +199,7 @@ def pick_filter(responses: ClassResponses) -> int:
 
 
 def pick_rule(digits: int) -> str:
-    """The rule of :func:`pick_filter` in the words of a caption, for classes of so many digits."""
+    """The rule of :func:`pick_filter` for a caption, for classes of this many digits."""
     known = "every digit of the class that it responds to is" if digits > 1 else "the class that it responds to is"
     return (
         f"of all filters, those where {known} the highest of some branch, if there are any; of these, those where the "
@@ -266,7 +266,7 @@ def as_plain(response: Complementary, title: str) -> dict[str, Any]:
 
 
 def from_plain(stored: Mapping[str, Any]) -> Complementary:
-    """The way back from `as_plain`.
+    """Read what `as_plain` gave.
 
     Raises:
         ValueError: Something is missing.
@@ -319,7 +319,7 @@ def _check_data(images: Tensor, labels: Tensor, digits: int, classes: int | Sequ
     if not len(images):
         raise ValueError("there are no images; pass at least one")
     if not 1 <= digits <= 4:
-        raise ValueError(f"digits must be from 1 to 4, not {digits}; 1 takes labels as mere classes")
+        raise ValueError(f"digits must be from 1 to 4, not {digits}; 1 takes labels as plain classes")
     low, high = int(labels.min()), int(labels.max())
     if classes is None:
         classes = 10**digits if digits > 1 else high + 1

@@ -1,8 +1,7 @@
 """Recipes on multi-digit numbers: where MNIST is, the sets that are written with it, and how LeNets train on them.
 
-To choose something (learning rates, and how difficult a set is) the digits of MNIST's training set are split: the first
-five sixths are written with to train on, the last sixth to judge with, with another seed. The test set's digits play no
-part in it.
+To choose learning rates, and how difficult a set is, the digits of MNIST's training set are split: the first five
+sixths make the training images, the last sixth the validation images, with another seed. The test digits are not used.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ class Digits(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """The hash of all digits and labels, by which a run knows them whatever their folder is called."""
+        """The hash of all digits and labels: a run identifies its data by content."""
         return content_hash([*self.train, *self.test])
 
 
@@ -109,14 +108,14 @@ def make_sets(
     device: torch.device | str = "cpu",
     images: tuple[int, int] | None = None,
 ) -> Sets:
-    """Write sets to train on and to judge with.
+    """Generate training and evaluation sets.
 
     Args:
         digits: From `read_mnist`.
         layouts: Names, or layouts of any name. ``MNIST-II-01@0.5`` is the layout at another strength.
         purpose: "choose" writes both from training digits alone; "report" writes the sets of the table.
         device: Where.
-        images: How many to train on and to judge with, the first ones of the set; None for all.
+        images: How many to train and to evaluate on, the first ones of the set; None for all.
     """
     count, seed = len(digits.train[0]) * 5 // 6, 0
     parts = [digits.train, digits.test]
@@ -145,7 +144,7 @@ def digits_of(name: str) -> int:
 
 
 def classes_of(job: Job) -> int:
-    """How many classes the networks of a job tell apart: of the oracle, each network reads one digit."""
+    """The number of classes of a job's networks; each network of the oracle reads one digit."""
     return int(10 if job.network == "oracle" else 10 ** digits_of(job.data))
 
 
@@ -238,7 +237,7 @@ class DigitRecipe(Recipe[C]):
         return {"digits": self.digits.source, "sha256": self.digits.sha256, **super().asked()}
 
     def planned(self) -> list[Job]:
-        """The jobs; where later ones depend on outcomes, as many in their place, for an estimate."""
+        """The jobs, for an estimate, with placeholders for those that depend on outcomes."""
         return self.jobs({})
 
     def total(self) -> int:
@@ -254,7 +253,7 @@ class DigitRecipe(Recipe[C]):
         return sum(map(self.networks, self.planned()))
 
     def workloads(self) -> list[Workload]:
-        """All networks: a LeNet takes as long whatever its layers are."""
+        """All networks as one workload: the columns take about the same time."""
         images, networks = (self.config.images or IMAGES)[0], self.total_networks()
         return [Workload("LeNet", "", networks, images, self.config.epochs)]
 
@@ -275,7 +274,7 @@ class DigitRecipe(Recipe[C]):
         return plan_fleets(jobs, self.group, self.at_once, self.networks)
 
     def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
-        """By a trial on noise; on an H200 as Table 1 took."""
+        """Measured on noise; on an H200 the speed of Table 1."""
         on_gpu = self.device.startswith("cuda")
         if on_gpu and "H200" in torch.cuda.get_device_name(self.device):
             return H200, "as measured on an H200, results/table1.json"
@@ -320,7 +319,7 @@ class DigitRecipe(Recipe[C]):
         )  # fmt: skip
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """The images to judge with; the networks of an oracle see one digit of their labels each."""
+        """The evaluation images; each network of an oracle sees one digit of the labels."""
         return self._labelled(jobs, "judge")
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:

@@ -188,7 +188,7 @@ def read_sets(
 
 
 def _remedy(error: FileNotFoundError) -> str:
-    """What `load` says of a set that is not there, without what only a caller in Python can do."""
+    """The message of `load` for a missing set, without the hint that applies in Python only."""
     return str(error).replace(" (pass extra=False to do without the extra images)", "")
 
 
@@ -205,7 +205,7 @@ def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
 def generate_images(name: str, train: int, test: int) -> Dataset:
     """Synthetic images with the classes of a set: a pattern of colours for each, under noise, the same every time.
 
-    Every class that occurs has ten images to train on where there are so many.
+    Every class that occurs has ten training images, if there are enough.
     """
     classes = 100 if name == "cifar100" else 10
     drawn = torch.Generator().manual_seed(DATA.index(name))
@@ -223,7 +223,7 @@ def generate_images(name: str, train: int, test: int) -> Dataset:
 
 
 def departures(sources: Iterable[str], images: Sequence[int | None] | None, batches: Iterable[int]) -> list[str]:
-    """What a run does otherwise than the protocol, by its images and batches, in sentences; none where nothing."""
+    """How a run departs from the protocol, by its images and batches, in sentences."""
     sentences = []
     if any(source.startswith(("synthetic", "made-up")) for source in sources):
         sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")
@@ -269,7 +269,7 @@ class NaturalRecipe(Recipe[C]):
 
     @abc.abstractmethod
     def workloads_on(self, name: str, images: int) -> list[Workload]:
-        """What is trained on a set of so many images."""
+        """What is trained on a set with this many images."""
 
     @functools.cached_property
     def _absent(self) -> dict[str, str]:
@@ -309,7 +309,7 @@ class NaturalRecipe(Recipe[C]):
         return min(config.most // fleet * fleet, of_a_set)
 
     def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
-        """By a trial on generated images."""
+        """Measured on generated images."""
         config, recipe, on_gpu = self.config, recipe_of(network, "cifar10"), self.device.startswith("cuda")
         batch, steps = (config.batch or recipe.batch, 50) if on_gpu else (10, 2)
         recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))

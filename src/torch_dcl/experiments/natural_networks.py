@@ -74,7 +74,7 @@ class TrainingRecipe:
 
 
 def network_of(column: str) -> str:
-    """The network that a column is about.
+    """The network of a column.
 
     Raises:
         ValueError: There is no such column.
@@ -103,7 +103,7 @@ def caffe_factors(name: str) -> tuple[float, float]:
 
 
 def inputs_of(network: str, data: Dataset, *, average: bool = False) -> Inputs:
-    """How a network of the table sees the images of a set; ``average`` tests over an image and its mirror image.
+    """The input pipeline of a network on a set; ``average`` evaluates an image and its mirror image.
 
     CIFAR: the LeNet variant sees raw values without the mean image, the others normalised channels. All are mirrored at
     random; BigNet sees crops of 24 × 24, Wide ResNet crops of the image with 4 pixels reflected at its borders. SVHN:
@@ -119,7 +119,7 @@ def inputs_of(network: str, data: Dataset, *, average: bool = False) -> Inputs:
 
 
 def _svhn_on_raw_scale(images: Tensor) -> Tensor:
-    """SVHN's preprocessing with about the spread of raw values, which the LeNet variant's start and rates are for."""
+    """SVHN's preprocessing scaled to about the spread of raw values, as the LeNet variant expects."""
     return 64 * preprocess(images)
 
 

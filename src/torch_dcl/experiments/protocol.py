@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
+from torch_dcl.fleet.checkpoint import finite
 from torch_dcl.fleet.fleet import Precision
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One entry of a result: the training of a network, or of several that answer together."""
+    """One entry of a result: the training of a network, or of several that form an oracle."""
 
     network: str
     data: str
@@ -67,7 +68,7 @@ class Outcome:
 
     job: Job
     error: float
-    """In percent of the images it was judged with."""
+    """In percent of the evaluation images."""
     test_loss: float
     train_loss: float
     """Of the last epoch, augmentation and dropout included."""
@@ -82,7 +83,7 @@ class Outcome:
 
     @property
     def judged_error(self) -> float:
-        """The error to choose and compare by: a network that diverged erred always."""
+        """The error to choose and compare by: 100 % for a network that diverged."""
         return 100.0 if self.stopped is not None else self.error
 
     @classmethod
@@ -98,13 +99,13 @@ class Trained(NamedTuple):
     fleet: Fleet
     evaluation: Evaluation
     losses: Sequence[Sequence[float]]
-    """Test losses by epoch and network, where the recipe judges every epoch."""
+    """Test losses by epoch and network, where the recipe evaluates every epoch."""
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far some fleets are. Before the first epoch, ``epoch`` is 0."""
+    """The progress of some fleets. Before the first epoch, ``epoch`` is 0."""
 
     fleet: int
     fleets: int
@@ -232,7 +233,7 @@ class Recipe(abc.ABC, Generic[C]):
         return Estimate({"recipe": self.name, **words}, settings)
 
     def workloads(self) -> list[Workload]:
-        """What is trained, for an estimate; nothing where nothing is."""
+        """What is trained, for an estimate; empty where nothing is."""
         return []
 
     def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
@@ -266,7 +267,7 @@ class Recipe(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """All jobs that can be named with these outcomes. It is asked again when all of them are done."""
+        """All jobs that are known with these outcomes. It is called again when all of them are done."""
 
     def total(self) -> int:
         """How many jobs there will be in all; by default none depends on an outcome."""
@@ -277,7 +278,7 @@ class Recipe(abc.ABC, Generic[C]):
         raise NotImplementedError
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """What a trained fleet is judged with."""
+        """The images to evaluate a trained fleet on."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -286,16 +287,16 @@ class Recipe(abc.ABC, Generic[C]):
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """What computes the table (by the recipe's name) and the data of figures of a run that may not have ended."""
+        """Functions that compute the table (under the recipe's name) and the data of figures of a run so far."""
         return {}
 
     @abc.abstractmethod
     def shown(self, result: Any, width: int) -> "list[RenderableType]":
-        """What a terminal of so many characters shows of the result; texts are printed as sentences."""
+        """What a terminal of this width shows of the result; strings are printed as bullet points."""
 
     @property
     def at_once(self) -> int:
-        """How many networks train at a time at most."""
+        """How many networks train at a time, at most."""
         return int(getattr(self.config, "most", 1))
 
     def networks(self, job: Job) -> int:
@@ -307,7 +308,7 @@ class Recipe(abc.ABC, Generic[C]):
         return self.total()
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """Whether these jobs are judged after every epoch, for curves."""
+        """Whether these jobs are evaluated after every epoch, for curves."""
         return False
 
     def compute(self, jobs: Sequence[Job]) -> list[Outcome] | None:
@@ -323,7 +324,7 @@ class Recipe(abc.ABC, Generic[C]):
         return self.group(job)
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """What people call some fleets that train together."""
+        """The display name of some fleets that train together."""
         return f"{', '.join(dict.fromkeys(jobs[0].network for jobs in fleets))} on {fleets[0][0].data}"
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -354,12 +355,3 @@ def content_hash(tensors: Iterable[Tensor]) -> str:
         digest.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def finite(value: Any) -> Any:
-    """Plain data with None for what is no finite number, since JSON has no word for it."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -68,7 +68,7 @@ def compare_cells(result: Mapping[str, Any]) -> list[Compared]:
 
 
 def judge_cell(compared: Sequence[Compared], task: str, images: int) -> int:
-    """How DCL-A2 does beside its controls, with so many images.
+    """How DCL-A2 compares with its controls, with this many images.
 
     Returns:
         1 where every control errs clearly more, −1 where at least one errs clearly less, 0 otherwise.

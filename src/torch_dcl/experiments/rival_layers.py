@@ -23,14 +23,14 @@ UNITS = {
     "plain": "the layer as it is, with more weights than the others",
     "narrow": "the layer with fewer filters",
     "low-rank": "one branch: relu(W·θ·x)",
-    "summed": "two branches averaged in place of multiplied",
+    "summed": "two branches averaged instead of multiplied",
     "dcl": "two branches, the root of their product",
     "dcl3s": "three narrower branches with the stochastic strategy",
     "star": "two branches, their product without the root",
     "glu": "a branch times the sigmoid of the other",
     "bilinear": "every pair of two branches' filters, each with a weight for every output",
 }
-"""What stands in place of the layer."""
+"""What replaces the layer."""
 
 _IN, _OUT = 2304, 1024
 
@@ -82,7 +82,7 @@ def _budget(share: float) -> int:
 
 
 def _narrow(share: float) -> int:
-    """Filters of a plain layer, so few that it and the one behind it have the weights of DCL's and the one behind."""
+    """Filters of a plain layer with which it and the next layer have the weights of DCL's and its next."""
     return round((_budget(share) + _OUT * _OUT) / (_IN + _OUT))
 
 

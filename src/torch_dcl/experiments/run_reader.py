@@ -25,7 +25,7 @@ __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
 FILES = ("filters", "curves", "knowledge", "tried", "chart", "demo", "relations")
 """The data of figures that a run may hold, each as a file NAME.json."""
 DAMAGE = (RunError, ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
-"""What reading a folder may raise that somebody damaged, or that is of another program."""
+"""What reading a damaged folder, or one of another program, may raise."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
     path: Path
     state: State
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for; empty for a file ``table1.json`` or ``table2.json`` by itself."""
+    """The settings of the run; empty for a single file ``table1.json`` or ``table2.json``."""
     environment: tuple[Mapping[str, Any], ...] = ()
     """Versions, hardware and command, for every time that it was started."""
     outcomes: tuple[Outcome, ...] = ()
@@ -107,7 +107,7 @@ def _count(folder: RunFolder) -> Count:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run folder, also while it runs; or a file ``table1.json`` or ``table2.json`` by itself.
+    """Read a run folder, also while it runs; or a single file ``table1.json`` or ``table2.json``.
 
     Raises:
         RunError: It is neither, or damaged; the message says where.

@@ -27,7 +27,7 @@ class SettingError(ValueError):
 
 
 class Setting(NamedTuple):
-    """What a field of a config carries beside its default."""
+    """Metadata of a config field."""
 
     help: str
     smoke: Any = None
@@ -63,7 +63,7 @@ class Config:
 
     @classmethod
     def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
-        """What a setting means that stands for several fields; None where it is one field."""
+        """The fields that a setting stands for, where these are several; otherwise None."""
         return None
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ C = TypeVar("C", bound=Config)
 
 
 def with_settings(config: C, settings: Mapping[str, Any]) -> C:
-    """A config with some settings changed; texts are read as what the setting is.
+    """A config with some settings changed; strings are parsed to the type of the setting.
 
     Raises:
         SettingError: There is no such setting, or it cannot have this value.
@@ -100,7 +100,7 @@ _KINDS = {bool: '"yes" or "no"', int: "a whole number", float: "a number", tuple
 
 
 def _read(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A value of the kind that a field has, inside of its bounds."""
+    """Parse a value to the type of its field, and check its bounds."""
     name, rules = field.name, field.metadata["setting"]
     default: Any = field.default
     kind = type(default)
@@ -168,7 +168,7 @@ def choose_names(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
 
 
 def names_code(network: str) -> bool:
-    """Whether a network's name makes its building run somebody's own code, as ``net.py:make`` does."""
+    """Whether building the network of this name runs user code, as ``net.py:make`` does."""
     home, colon, _ = network.rpartition(":")
     return bool(colon) and home not in ("torchvision", "timm")
 
@@ -237,7 +237,7 @@ def is_count(value: object) -> bool:
 
 
 def is_list_of(right: Callable[[object], bool]) -> Callable[[object], bool]:
-    """What tells whether all elements of a list are right."""
+    """A predicate: a list whose elements are all right."""
     return lambda value: isinstance(value, list) and all(map(right, value))
 
 

@@ -31,7 +31,7 @@ MARK = " (a trial, not the protocol)"
 
 
 class TableError(ValueError):
-    """A table that cannot be read. The message says where, what is there, and what should be."""
+    """A table that cannot be read. The message names the place, the value and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def parse(data: object, source: str = "table") -> Table:
 
 
 def _kind(data: Mapping[str, Any]) -> type[Table]:
-    """The kind of table that JSON holds: of Table 2, which says what is absent, or of Table 1."""
+    """The type of table in JSON: Table 2 where it has ``absent``, otherwise Table 1."""
     name = "table2" if "absent" in data else "table1"
     return cast("type[Table]", find_recipe_type(name).table_type)
 
@@ -268,14 +268,14 @@ def run_facts(folder: "RunFolder") -> dict[str, Any]:
 
 
 def as_trial(table: T, departures: list[str]) -> T:
-    """The table marked as a trial, with what it departs in first among its deviations; itself where it does not."""
+    """Mark a table as a trial if it departs from the protocol, with the departures first among its deviations."""
     if not departures:
         return table
     return replace(table, title=table.title + MARK, deviations=(*departures, *table.deviations))
 
 
 def is_trial(table: Table) -> bool:
-    """Whether the table says of itself that it is a trial."""
+    """Whether the table is marked as a trial."""
     return table.title.endswith(MARK)
 
 
@@ -343,7 +343,7 @@ class Grid(NamedTuple):
     """Heads of the columns that a narrow terminal goes without, the least needed first; no number is cut."""
 
     def as_rich(self, width: int) -> "rich.table.Table":
-        """The grid for a terminal of so many characters."""
+        """The grid for a terminal of this width."""
         from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text

@@ -9,7 +9,7 @@
       log.txt            messages of the run, with their times
       lock               held while the run is active, with the id of its process
 
-A folder may come from somebody else: nothing is written through a symbolic link in it. Folders of format 1, without
+A folder may come from another user: nothing is written through a symbolic link in it. Folders of format 1, without
 checksums, can be read but not resumed.
 """
 
@@ -112,7 +112,7 @@ class RunFolder:
         except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
         if not isinstance(recipe, dict):
-            raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
+            raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} instead of names and values")
         form = recipe.pop("format", 1)
         if type(form) is not int or not 1 <= form <= FORMAT:
             raise RunError(
@@ -214,7 +214,7 @@ def _open_safely(path: Path, mode: str) -> Any:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of interrupted writes. The lock is held, so nobody is writing now."""
+    """Remove leftovers of interrupted writes. The lock is held, so no other process is writing."""
     for aside in folder.glob("**/.writing-*"):
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)

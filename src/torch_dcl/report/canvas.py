@@ -57,7 +57,7 @@ DARK = Theme(
 
 
 def svg(figure: "Figure", *, name: str | None = None) -> str:
-    """Give a figure as SVG for a place inside an HTML page: without XML header, with ids that no other figure has.
+    """A figure as SVG to embed in an HTML page: without XML header, with unique ids.
 
     Text stays text, so it can be searched, selected and read aloud. A screen reader reads the caption.
 
@@ -180,12 +180,12 @@ def dress(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """A list as a sentence has it."""
+    """Words joined by commas and a final "and"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def seeds_in_words(groups: Iterable[Sequence[Any]]) -> str:
-    """How many seeds, in words that are true for all groups."""
+    """The number of seeds, or its range over the groups."""
     counts = sorted({len(group) for group in groups})
     plural = "" if counts == [1] else "s"
     return f"{counts[0]} seed{plural}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"

@@ -111,7 +111,7 @@ def _read(point: Mapping[str, Any]) -> _Point:
 
 
 def _on_scale(points: Sequence[_Point]) -> list[_Point]:
-    """Those that the axis is for: without what errs more than twice as often as the median, if it learned at all."""
+    """The points that set the scale: all but those with more than twice the median error."""
     most = 2 * median(point.mean for point in points)
     return [point for point in points if point.mean <= most]
 
@@ -146,7 +146,7 @@ def _ticks(
     places: Sequence[float],
     theme: canvas.Theme,
 ) -> None:
-    """A number for each budget, and a band behind those that share one: their places inside of it mean nothing."""
+    """A number for each budget, and a band behind those that share one; the order inside of it has no meaning."""
     margin = 0.03 * (max(places) - min(places))
     for group in budgets:
         if len(group) > 1:

@@ -67,7 +67,7 @@ def _markdown(text: str) -> str:
 
 
 def bold(text: str, is_bold: bool = True) -> Markup:
-    """A text in bold, if it is to be so."""
+    """A text, in bold or not."""
     return Markup("<b>{}</b>" if is_bold else "{}").format(text)
 
 
@@ -93,7 +93,7 @@ def _short(name: str) -> str:
 
 
 def _repeated(table: Table, machine: bool) -> dict[str, str]:
-    """Hardware, versions and minutes of a table; the first two may stand elsewhere."""
+    """Hardware, versions and minutes of a table; the first two may be elsewhere on the page."""
     facts: dict[str, str] = {}
     if table.hardware and machine:
         facts["Hardware"] = table.hardware
@@ -121,7 +121,7 @@ def figure(draw: "Callable[[bool], Figure]", name: str) -> Drawn:
 
 
 def _larger(text: str) -> str:
-    """The same, larger than on paper: a screen is read from farther away."""
+    """Scale an SVG up for a screen, which is read from farther away than paper."""
     head, close, rest = text.partition(">")
     head = re.sub(r'\b(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{SCALE * float(m[2]):g}pt"', head)
     return head + close + rest

@@ -17,8 +17,9 @@ from markupsafe import Markup
 from torch_dcl.experiments.claims import Finding, further_findings, summary
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes import demo
-from torch_dcl.experiments.recipes.chart import chart_said
-from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2, said
+from torch_dcl.experiments.recipes.chart import chart_verdict
+from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
+from torch_dcl.experiments.recipes.table2 import verdict as table2_verdict
 from torch_dcl.experiments.relation_findings import answer
 from torch_dcl.experiments.run_reader import Run, State, read_run
 from torch_dcl.experiments.table import Table, TableError
@@ -179,11 +180,11 @@ def _title(run: Run) -> str:
 
 def _gist(run: Run) -> str:
     if isinstance(run.table, NaturalTable):
-        return " ".join(said(run.table)[:1]) or "nothing to compare yet."
+        return " ".join(table2_verdict(run.table)[:1]) or "nothing to compare yet."
     if run.table is not None:
         return summary(run.table, _further(run))
     if "chart" in run.parts:
-        return chart_said(run.parts["chart"])
+        return chart_verdict(run.parts["chart"])
     if "relations" in run.parts:
         return answer(run.parts["relations"])
     held = [finding.verdict for finding in _further(run)]

@@ -11,7 +11,7 @@ from torch_dcl.experiments.claims import Finding, findings, summary
 from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
 from torch_dcl.experiments.recipes import table1, table2
-from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_verdict, lowest_first, rates_at_edge
 from torch_dcl.experiments.recipes.relations import COLUMNS as RELATION_COLUMNS
 from torch_dcl.experiments.recipes.relations import cells_grid
 from torch_dcl.experiments.recipes.table1 import notes, reservations, scores, verdict
@@ -84,7 +84,7 @@ def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[s
         rows.append([column(each) + signs, cell.theirs, _ours(cell, each in table.best(name)), within,
                      _gap(table.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
     command = ""
-    # Nobody knows the settings of a trial without its recipe.
+    # Without its recipe the settings of a trial are unknown.
     if asked is not None or not is_trial(table):
         seeds = max(len(cell.errors) for cell in cells)
         command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
@@ -122,7 +122,7 @@ def differences(table: Table) -> list[dict[str, Any]]:
 
 def table2_context(table: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
     """What ``table2.html`` shows."""
-    lead, *rest = table2.said(table) or ["Nothing to compare yet."]
+    lead, *rest = table2.verdict(table) or ["Nothing to compare yet."]
     sentences = [deviation for deviation in table.deviations if deviation not in table2.DEVIATIONS] + rest
     if table.scale < 1:
         sentences.insert(0, f"Shortened: every recipe was trained for {table.scale:g} of its epochs.")
@@ -154,7 +154,7 @@ def markdown_context(table: Table, further: Sequence[Finding]) -> dict[str, Any]
     is_natural = isinstance(table, table2.NaturalTable)
     return {
         "table": table, "is_natural": is_natural, "notes": notes(table), "shown": _in_markdown, "weights": _weights,
-        "sentences": table2.said(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
+        "sentences": table2.verdict(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
         "findings": () if is_natural else findings(table, further), "quoted": _quoted(table.sets) if is_natural else (),
     }  # fmt: skip
 
@@ -221,10 +221,10 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
     search = (
         "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
         f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
-        f"{edges_said(chart) or ''}"
+        f"{rates_at_edge(chart) or ''}"
     )
     return {
-        "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
+        "said": chart_verdict(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
         "told": [str(sentence) for sentence in chart.get("told", ())], "grid": on_page(chart_grid(chart)),
         "words": words, "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
     }  # fmt: skip

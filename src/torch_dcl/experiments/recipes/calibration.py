@@ -120,7 +120,6 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         ]
 
     def result(self, folder: "RunFolder") -> list[Fitted]:
-        """The strengths, as JSON."""
         fitted = list(self.fit(outcomes_of(folder))[1].values())
         rows: list[dict[str, Any]] = [
             {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
@@ -135,7 +134,6 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         return fitted
 
     def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
-        """The strength of each set, and how far its error is from the paper's."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

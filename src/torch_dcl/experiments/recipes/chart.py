@@ -32,8 +32,17 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_said", "edges_said", "hold_out",
-    "lowest_first", "points_of", "step_times",
+    "Chart",
+    "ChartConfig",
+    "against_dcl",
+    "budget_of",
+    "chart_grid",
+    "chart_verdict",
+    "hold_out",
+    "lowest_first",
+    "points_of",
+    "rates_at_edge",
+    "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
@@ -50,7 +59,7 @@ class ChartConfig(NaturalConfig):
 
     data: str = setting("cifar10", "cifar10 or cifar100", choices=DATA, what="set")
     units: tuple[str, ...] = setting(
-        tuple(UNITS), "what stands in place of BigNet's first fully-connected layer", choices=tuple(UNITS), what="unit",
+        tuple(UNITS), "what replaces BigNet's first fully-connected layer", choices=tuple(UNITS), what="unit",
         smoke=("plain", "low-rank", "dcl", "star"),
     )  # fmt: skip
     shares: tuple[float, ...] = setting(
@@ -81,7 +90,6 @@ class Chart(NaturalRecipe[ChartConfig]):
     parted: tuple[Labelled, Labelled]
 
     def prepare(self, report: Callable[[str], None]) -> None:
-        """Read the set."""
         config = self.config
         sets, _ = read_sets([config.data], config, report)
         self.data, recipe = sets[config.data], recipe_of("bignet", config.data)
@@ -129,21 +137,17 @@ class Chart(NaturalRecipe[ChartConfig]):
         return min(self._trials(point), key=lambda job: outcomes[job].judged_error).lr
 
     def total(self) -> int:
-        """Trials and seeds of all points."""
         return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
 
     def concurrent(self, job: Job) -> Hashable:
-        """Fleets of one phase."""
         return job.phase
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """Trials or seeds, and of which units."""
         aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
         points = [f"{jobs[0].network} at {jobs[0].option('share'):g}" for jobs in fleets]
         return f"{aim} {', '.join(points)}"
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        """The networks of a unit."""
         is_trial, data = jobs[0].phase == "choose", self.data
         train = self.parted[0] if is_trial else (data.train_images, data.train_labels)
         scale = self.config.search_scale if is_trial else self.config.scale
@@ -192,10 +196,9 @@ class Chart(NaturalRecipe[ChartConfig]):
         }  # fmt: skip
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The points as a table, and what they say."""
         from rich.text import Text
 
-        said = [*result["told"], chart_said(result), *filter(None, [edges_said(result)])]
+        said = [*result["told"], chart_verdict(result), *filter(None, [rates_at_edge(result)])]
         return [Text(result["title"], style="bold"), chart_grid(result).as_rich(width), *said]
 
 
@@ -205,10 +208,10 @@ def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
 
 
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
-    """Part the training images: nine tenths of each class to train on, a tenth to judge with.
+    """Split the training images: nine tenths of each class to train on, a tenth for validation.
 
-    The hash of an image's place decides, so that it is the same for everybody. The test set is not used. Of so few
-    images that no class has ten, as in a trial, it is a tenth of all.
+    The hash of an image's place decides, so the split is always the same. The test set is not used. Where
+    no class has ten images, as in a trial, it is a tenth of all.
 
     Raises:
         ValueError: There is one image, or none.
@@ -281,7 +284,7 @@ def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
 
 
 def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
-    """The point's error less that of DCL with two branches, on the same seeds.
+    """The point's error minus that of DCL with two branches, on the same seeds.
 
     A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
 
@@ -297,7 +300,7 @@ def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
     return difference(*runs)
 
 
-def chart_said(chart: Mapping[str, Any]) -> str:
+def chart_verdict(chart: Mapping[str, Any]) -> str:
     """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
     first = lowest_first(chart)[0]
     sentences = [
@@ -324,7 +327,7 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def edges_said(chart: Mapping[str, Any]) -> str | None:
+def rates_at_edge(chart: Mapping[str, Any]) -> str | None:
     """Which layers took the smallest or the largest learning rate that was tried; None where none did."""
     ends: dict[float, list[str]] = {}
     for point in chart["points"]:

@@ -72,7 +72,6 @@ class Demo(DigitRecipe[DemoConfig]):
         return [Job(column, SET, seed, RATES[column], options=CLIP) for column in COLUMNS for seed in seeds]
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """The network."""
         return COLUMNS[fleets[0][0].network]
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -89,7 +88,7 @@ class Demo(DigitRecipe[DemoConfig]):
         return outcomes
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """Errors, weights and time of each network, a filter, and the plan of a network that people use, as JSON."""
+        """Errors, weights and time of each network, a filter, and the plan of a common network, as JSON."""
         known = outcomes_of(folder)
         groups = {column: [known[job] for job in self.jobs({}) if job.network == column] for column in COLUMNS}
         rows = [
@@ -105,7 +104,6 @@ class Demo(DigitRecipe[DemoConfig]):
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The table, the verdict, and the plan."""
         from rich.text import Text
 
         *sentences, caveat = result["verdict"]
@@ -169,7 +167,7 @@ def filter_in_words(response: Mapping[str, Any]) -> str:
 
 
 def plan_of_a_network() -> str:
-    """The plan of `PLANNED` as its table: which layers of a network that people use pay."""
+    """The plan of `PLANNED` as its table: which layers of a common network pay."""
     import torchvision
 
     from torch_dcl.convert import plan
@@ -185,7 +183,7 @@ def choose_rates(
     digits: Digits, *, rates: Sequence[float] = TRIED, images: int = IMAGES, epochs: int = EPOCHS,
     seeds: Sequence[int] = (100, 101), report: Callable[[str], None] = print,
 ) -> dict[str, float]:  # fmt: skip
-    """The learning rate of every network with the lowest error on training digits that are kept apart."""
+    """The learning rate of every network with the lowest error on held-out training digits."""
     recipe = _Choosing(DemoConfig(train_images=images, epochs=epochs))
     recipe.digits = digits
     chosen = {}

@@ -95,7 +95,6 @@ class Figures(DigitRecipe[FiguresConfig]):
         return trial_job(column, name, seed, trial_of(self.choice, column, name), part, filters=filters)
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """For the curves."""
         return jobs[0].phase == "curves"
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -118,7 +117,6 @@ class Figures(DigitRecipe[FiguresConfig]):
         return with_extra
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """The data of every part, as JSON."""
         parts = parts_of(folder, outcomes_of(folder))
         for part, data in parts.items():
             folder.write_json(part, data)
@@ -126,7 +124,6 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """The data of every part."""
         parts = folder.recipe["parts"] if "choice" in folder.recipe else ()  # an earlier version noted no rates
         return {part: functools.partial(_part_of, folder, outcomes, part) for part in parts}
 
@@ -137,7 +134,7 @@ class Figures(DigitRecipe[FiguresConfig]):
 
 
 def trial_of(choice: Choice, column: str, name: str) -> Trial:
-    """The column's own trial, or for what is not in the table that of its nearest relative."""
+    """The trial of a column; columns outside of the table use that of the nearest one."""
     near = {"A4S": "A3S", "A5S": "A3S", "A4D": "A3D", "A5D": "A3D", "AB2": "B2"}
     return choice[near.get(column, column)][digits_of(name)]
 

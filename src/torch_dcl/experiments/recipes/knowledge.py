@@ -119,7 +119,6 @@ class Knowledge(Recipe[KnowledgeConfig]):
         return {**super().asked(), "data": self.data.source, "sha256": {"weights": weights, "images": shown}}
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """One for every layer and filter."""
         filters = sorted(set(map(float, self.config.filters))) or [CHOSEN]
         return [
             Job(layer, self.data.name, 0, 0.0, options=(("filter", number),))
@@ -151,12 +150,11 @@ class Knowledge(Recipe[KnowledgeConfig]):
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """Which filters were measured."""
         return [f"Filters: {', '.join(result['networks'])}."]
 
 
 def digits_of_classes(classes: Sequence[str]) -> int:
-    """How many digits the classes have as numbers: 2 for ``00`` to ``99``; 1 where they are mere classes."""
+    """How many digits the classes have as numbers: 2 for ``00`` to ``99``; 1 where they are plain classes."""
     length = len(classes[0])
     if 2 <= length <= 4 and list(classes) == [f"{number:0{length}d}" for number in range(10**length)]:
         return length

@@ -50,7 +50,7 @@ COLUMNS = {
     "power-0": "two branches, a learned power mean that starts as a product (p = 0)",
     "power-1": "two branches, a learned power mean that starts as a sum (p = 1)",
 }
-"""What stands in place of the first fully-connected layer."""
+"""What replaces the first fully-connected layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RelationsConfig(DigitConfig):
             )
 
     def epochs_of(self, images: int) -> int:
-        """The passes over so many images that take as many steps as ``epochs`` take over the whole set."""
+        """The passes over this many images that take as many steps as ``epochs`` over the whole set."""
         return max(1, round(self.epochs * (self.train_images // self.batch) / (images // self.batch)))
 
 
@@ -118,7 +118,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         return trials + self._reports(lambda *cell: self._chosen(outcomes, *cell))
 
     def planned(self) -> list[Job]:
-        """All jobs, with the first rate in place of the one that will be chosen."""
+        """All jobs, with the first rate instead of the chosen one."""
         trials = [job for cell in self.places() for job in self._trials(*cell)]
         return trials + self._reports(lambda *_: self.config.rates[0])
 
@@ -234,14 +234,12 @@ class Relations(DigitRecipe[RelationsConfig]):
     # Result
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """All cells as JSON."""
         result = relations_of(folder, outcomes_of(folder))
         folder.write_json("relations", result)
         return result
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """The cells that are done."""
         return {"relations": lambda: relations_of(folder, outcomes)}
 
     def cell(self, known: Mapping[Job, Outcome], images: int, task: str, column: str) -> dict[str, Any] | None:
@@ -267,7 +265,6 @@ class Relations(DigitRecipe[RelationsConfig]):
         return cell
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The answer, every cell, and the details."""
         from rich.text import Text
 
         return [
@@ -297,7 +294,7 @@ def relations_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str,
 
 
 def _departures(config: RelationsConfig, digits: str) -> list[str]:
-    """In what a run is not the protocol's, as sentences."""
+    """How a run departs from the protocol, in sentences."""
     rules = settings_of(RelationsConfig)
     other = {name: getattr(config, name) for name, (_, rule) in rules.items() if not rule.machine}
     named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]

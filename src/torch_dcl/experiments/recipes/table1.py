@@ -108,11 +108,9 @@ class Table1(DigitRecipe[Table1Config]):
         ]
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """As the config says."""
         return self.config.curves
 
     def result(self, folder: "RunFolder") -> Table:
-        """The table, as JSON."""
         table = table1_of(folder, outcomes_of(folder))
         save(table, folder.path / "table1.json")
         return table
@@ -123,7 +121,6 @@ class Table1(DigitRecipe[Table1Config]):
         return {"table1": lambda: table1_of(folder, outcomes), "curves": lambda: _curves(outcomes)}
 
     def shown(self, result: Table, width: int) -> "list[RenderableType]":
-        """The table, and what it says."""
         from rich.text import Text
 
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
@@ -188,7 +185,7 @@ def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
 
 
 def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, float]:
-    """Minutes of the run, compiling apart from the rest; and of what was done once before it."""
+    """Minutes of the run, with compiling apart, and of the search and the calibration before it."""
     compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
     earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
@@ -199,7 +196,7 @@ def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, f
 
 
 def _departures(asked: Mapping[str, Any]) -> list[str]:
-    """What a run does otherwise than the protocol, in sentences; none where it follows it."""
+    """How a run departs from the protocol, in sentences."""
     sentences = []
     if asked["images"]:
         train, test = asked["images"]

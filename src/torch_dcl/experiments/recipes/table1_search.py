@@ -1,7 +1,7 @@
 """The learning rates behind Table 1, chosen on digits that are not the test set's.
 
 A trial is a learning rate and a bound on the gradient's norm. Each is trained with one seed on five of the fifteen
-sets, and judged on digits of MNIST's training set that were kept apart. A column takes, for two and for three digits,
+sets, and evaluated on held-out digits of MNIST's training set. A column takes, for two and for three digits,
 the trial with the lowest mean error. Baseline, oracle and controls go through the same trials as the DCL networks.
 """
 
@@ -92,7 +92,6 @@ class Search(DigitRecipe[SearchConfig]):
         return choice
 
     def shown(self, result: Choice, width: int) -> "list[RenderableType]":
-        """The trial that each column takes."""
         from rich.table import Table
 
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -122,7 +121,7 @@ def read_trial(text: str) -> Trial:
 
 
 def choose(outcomes: Iterable[Outcome]) -> Choice:
-    """For every column and number of digits the trial with the lowest mean error; a network that diverged erred."""
+    """For every column and number of digits the trial with the lowest mean error."""
     errors: dict[str, dict[int, dict[Trial, list[float]]]] = {}
     for outcome in outcomes:
         job = outcome.job

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "said", "table2_of"]
+__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "table2_of", "verdict"]
 
 DEVIATIONS = (
     "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
@@ -148,7 +148,6 @@ class Table2(NaturalRecipe[Table2Config]):
     recipes: dict[tuple[str, str], TrainingRecipe]
 
     def prepare(self, report: "Callable[[str], None]") -> None:
-        """Read the sets that are there."""
         config = self.config
         self.sets, self.absent = read_sets(config.data, config, report)
         self.recipes = {}
@@ -185,11 +184,9 @@ class Table2(NaturalRecipe[Table2Config]):
         ]
 
     def concurrent(self, job: Job) -> Hashable:
-        """The columns of a network on a set."""
         return job.data, network_of(job.network)
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        """The seeds of a column on a set."""
         column, name = jobs[0].network, jobs[0].data
         seeds = [job.seed for job in jobs]
         return make_fleet(column, seeds, self.sets[name], self.recipes[name, column], self.config, self.device)
@@ -200,14 +197,12 @@ class Table2(NaturalRecipe[Table2Config]):
         return {data.name: (data.test_images, data.test_labels)}
 
     def result(self, folder: "RunFolder") -> NaturalTable:
-        """The table, as JSON."""
         table = table2_of(folder, outcomes_of(folder))
         save(table, folder.path / "table2.json")
         return table
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> "dict[str, Callable[[], Any]]":
-        """The table."""
         return {"table2": lambda: table2_of(folder, outcomes)}
 
     def shown(self, result: NaturalTable, width: int) -> "list[RenderableType]":
@@ -216,7 +211,7 @@ class Table2(NaturalRecipe[Table2Config]):
 
         why = [text for text in result.deviations if text not in DEVIATIONS]
         title = Text(result.title, style="bold")
-        return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
+        return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *verdict(result)]
 
 
 def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTable:
@@ -259,7 +254,7 @@ def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
     return TrainingRecipe(**{**recipe, "schedule": Schedule(**{**schedule, "drops": tuple(schedule["drops"])})})
 
 
-def said(table: NaturalTable) -> list[str]:
+def verdict(table: NaturalTable) -> list[str]:
     """The table in sentences, what was lost as plainly as what was won."""
     sentences = []
     for variant, words in (("+dcl", "DCL (two branches)"), ("+dcl3s", "Three stochastic branches")):
@@ -316,7 +311,7 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
 
 
 def _together(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all of them say, each word of it once."""
+    """The texts of all parts by key, without repetitions."""
     texts: dict[str, dict[str, None]] = {}
     for key, text in (item for part in parts for item in part.items()):
         texts.setdefault(key, {})[text] = None
