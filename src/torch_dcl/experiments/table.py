@@ -280,7 +280,7 @@ def is_trial(table: Table) -> bool:
 
 
 def mark(table: Table, cell: Cell) -> str:
-    """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
+    """The signs behind a number: an interval below or above the baseline, fitted, diverged."""
     gap = table.to_baseline(cell)
     clear = "" if gap is None else gap.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")

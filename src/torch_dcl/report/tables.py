@@ -14,7 +14,7 @@ from torch_dcl.experiments.recipes import table1, table2
 from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_verdict, lowest_first, rates_at_edge
 from torch_dcl.experiments.recipes.relations import COLUMNS as RELATION_COLUMNS
 from torch_dcl.experiments.recipes.relations import cells_grid
-from torch_dcl.experiments.recipes.table1 import notes, reservations, scores, verdict
+from torch_dcl.experiments.recipes.table1 import effects, notes, reservations, scores, verdict
 from torch_dcl.experiments.relation_findings import DCL, answer, details, exponents_in_words, needed_in_words
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
@@ -50,7 +50,7 @@ def table1_context(
     return {
         "table": table, "prefix": prefix, "extent": _extent(table, len(SETS)), "summary": summary(table, further),
         "scored": scored, "first_group": next(iter(scored), ""), "notes": notes(table), "all_sets": SETS,
-        "sentences": departures + reservations(table),
+        "sentences": departures + effects(table) + reservations(table),
         "fitted": {cell.column for cell in table.cells if cell.fitted}, "findings": findings(table, further),
         "by_set": [_one_set(table, name, asked) for name in table.sets], "with_figures": False,
     }  # fmt: skip

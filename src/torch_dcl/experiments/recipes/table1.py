@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "DEVIATIONS", "Table1", "Table1Config", "as_rich", "as_text", "command_for", "notes", "reservations", "scores",
-    "table1_of", "verdict",
+    "DEVIATIONS", "Table1", "Table1Config", "as_rich", "as_text", "command_for", "effects", "notes", "reservations",
+    "scores", "table1_of", "verdict",
 ]  # fmt: skip
 
 DEVIATIONS = (
@@ -58,7 +58,9 @@ DEVIATIONS = (
     "column is fitted and proves nothing; the other columns are compared with it.",
     "The ReLU behind each pooling, and the start of the DCL layers, are inferred; the paper does not say.",
 )
-SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
+SIGNS = (
+    "Bold: the best DCL model. ▾ below the baseline, by the 95 % interval, ▴ above. * fitted to the paper. † diverged."
+)
 CURVES_OF = "MNIST-III-10"
 OPTIONS = ("sets", "models", "seeds", "epochs", "data")  # of dcl run
 FEW = 4  # sets of which every cell has a line in the terminal
@@ -324,26 +326,26 @@ def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:
 
 
 def verdict(table: Table, further: Sequence[Finding] = ()) -> list[str]:
-    """The table in a few sentences, what was lost as plainly as what was won.
+    """The table in a few sentences, what was lost as plainly as what was won; ``further`` as in `findings`."""
+    return [summary(table, further), *effects(table), *reservations(table)]
 
-    Args:
-        table: The table.
-        further: As in `findings`.
-    """
-    sentences = [summary(table, further)]
+
+def effects(table: Table) -> list[str]:
+    """Mean differences over the sets of two and of three digits, with their standard errors."""
+    sentences = []
     for ours, theirs in scores(table):
         kinds = (("two", TWO_DIGITS), ("three", THREE_DIGITS))
-        effects = [(effect, digits) for digits, sets in kinds if (effect := ours.effect(sets)) is not None]
-        parts = [f"{e} points on {e.n} set{'s' if e.n > 1 else ''} of {digits} digits" for e, digits in effects]
+        pooled = [(effect, digits) for digits, sets in kinds if (effect := ours.effect(sets)) is not None]
+        parts = [f"{e} points on {e.n} set{'s' if e.n > 1 else ''} of {digits} digits" for e, digits in pooled]
         sentence = (
             f"{ours.column} minus {ours.named}: {', '.join(parts)}; lower on {len(ours.better)} of {ours.compared}"
         )
         if theirs:
             sentence += f", in the paper on {len(theirs.better)} of {theirs.compared}"
         sentences.append(f"{sentence}.")
-    if len(sentences) > 1:
+    if sentences:
         sentences.append("Differences are means over sets of paired differences, ± the standard error over the sets.")
-    return sentences + reservations(table)
+    return sentences
 
 
 def reservations(table: Table) -> list[str]:

@@ -54,7 +54,7 @@ DEVIATIONS = (
     "SVHN: no mirroring; BigNet's random crops are the only augmentation, since the text names none.",
     "dcl3s is not in the paper: section 4.1 promises three stochastic branches for natural images, 4.2 uses two.",
 )
-SIGNS = "Bold: the lowest error of each network. ▾ clearly below the plain network, ▴ above. † diverged."
+SIGNS = "Bold: the lowest error of each network. ▾ below the plain network, by the 95 % interval, ▴ above. † diverged."
 
 
 @dataclasses.dataclass(frozen=True)
