@@ -46,9 +46,6 @@ class _Array(NamedTuple):
 def read_mat(path: Path) -> tuple[Bytes, Bytes]:
     """Read a file of SVHN's cropped digits: X of 32 × 32 × 3 × N bytes, y of N labels from 1 to 10, where 10 is zero.
 
-    Args:
-        path: The file.
-
     Returns:
         Images `[N, 3, 32, 32]` and labels `[N]` from 0 to 9.
 

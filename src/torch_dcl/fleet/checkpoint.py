@@ -32,14 +32,7 @@ def read(
 ) -> dict[str, Any]:  # fmt: skip
     """Copy what `write` wrote into tensors of the same names, and return the description.
 
-    Nothing is copied unless everything in the file is as it must be.
-
-    Args:
-        path: The file.
-        state: The tensors to write into.
-        members: What the description must have under that name.
-        epochs: Epochs of the fleet's schedules.
-        steps: Steps of an epoch.
+    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet.
 
     Raises:
         FileNotFoundError: There is no such file.

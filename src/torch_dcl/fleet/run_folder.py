@@ -98,9 +98,6 @@ class RunFolder:
     def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
         """Open a folder for reading, without its lock; another process may write to it meanwhile.
 
-        Args:
-            path: The folder.
-
         Raises:
             RunError: It is not a run folder, or its recipe is damaged.
         """
@@ -282,11 +279,7 @@ def _commit() -> str | None:
 
 
 def lock_holder(path: str | os.PathLike[str]) -> int | None:
-    """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says.
-
-    Args:
-        path: The run folder.
-    """
+    """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says."""
     for lock in sorted(Path(path).glob("lock*")):
         try:
             with lock.open("r", encoding="utf-8", errors="replace") as file:
