@@ -41,8 +41,8 @@ from torch_dcl.experiments.stats import Comparison, compare, mean, signed
 from torch_dcl.experiments.table import Cell, Table, as_trial, long_table, mark, run_facts, save
 
 if TYPE_CHECKING:
+    import rich.table
     from rich.console import RenderableType
-    from rich.table import Table as RichTable
 
     from torch_dcl.fleet.run_folder import RunFolder
 
@@ -255,7 +255,7 @@ def notes(table: Table) -> list[str]:
     return signs
 
 
-def as_rich(table: Table, columns: Sequence[str] | None = None) -> "RichTable":
+def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
     """The table for `rich.print`.
 
     Args:
