@@ -21,13 +21,14 @@ from torch_dcl.progress import first_rank, say_minutes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from torch_dcl.experiments.run_reader import State
 
 __all__ = [
     "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
     "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
-    "say_state", "several", "split",
+    "say_state", "several", "split", "table_of",
 ]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -83,6 +84,16 @@ def bullets(on: "Console", sentences: Iterable[str]) -> None:
     for sentence in sentences:
         lines = textwrap.wrap(sentence, max(20, on.width - 2), break_on_hyphens=False)
         on.print("• " + "\n  ".join(lines), markup=False, soft_wrap=True)
+
+
+def table_of(*heads: str, fixed: Sequence[str] = ()) -> "Table":
+    """An empty table without lines; fixed columns are not wrapped, and empty heads are not shown."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(heads))
+    for head in heads:
+        table.add_column(head, no_wrap=head in fixed, overflow="fold")
+    return table
 
 
 def fail(message: str) -> None:

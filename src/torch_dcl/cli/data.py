@@ -18,6 +18,7 @@ from torch_dcl.cli.console import (
     nearest,
     print_json,
     read_device,
+    table_of,
 )
 from torch_dcl.progress import Bar
 
@@ -66,7 +67,12 @@ def fetch(
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data"),
 ) -> None:
     """Download a set from where its authors offer it, unless it is here, and check it."""
-    fetch_set(name, out)
+    from torch_dcl.data import load
+
+    if name not in NAMED:
+        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, NAMED)}")
+    make_folder(out)
+    console().print(str(load(name, root=out, download=True)), markup=False)
 
 
 @data_app.command(**SETTINGS)
@@ -83,10 +89,42 @@ def digits(
     as_json: AsJsonEnd = False,
 ) -> None:
     """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
+    from torch_dcl.data import Dataset, write_prepared
+    from torch_dcl.data.digits import SIZES, generate, segment, source
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.experiments.digits import find_digits
+
     for_machines(as_json)
-    files = write_digits(_sets(sets), mnist, out, device, images)
+    names = _sets(sets)
+    if images is not None and images < 1:
+        raise UsageError(f"--images must be at least 1, not {images}")
+    place, folder = read_device(device), find_digits(mnist)
+    make_folder(out)
+    cut = {split: segment(folder, split) for split in SIZES}
+    screen = console()
+    screen.print(f"Writing with {source(folder)} to {out}", markup=False)
+    written: list[dict[str, str]] = []
+    with Bar(screen, len(names), "sets") as bar:
+        for name in names:
+            bar.now(name)
+            parts = []
+            for split, size in SIZES.items():
+                chosen = range(min(size, images)) if images else None
+                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
+                parts += [images_of[:, None].cpu(), labels.cpu()]
+            count = len(LAYOUTS[name].digits)
+            classes = tuple(f"{number:0{count}d}" for number in range(10**count))
+            train, train_labels, test, test_labels = parts
+            words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
+            data = Dataset(name, train, train_labels, test, test_labels, classes, words)
+            digest = write_prepared(data, out / f"{name}.safetensors")
+            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
+            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
+            bar.advance()
+    first = f"prepared:{out / names[0]}.safetensors"
+    screen.print(f"{len(names)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)
     if as_json:
-        print_json(files)
+        print_json(written)
 
 
 @data_app.command(**SETTINGS)
@@ -104,10 +142,21 @@ def sheet(
     as_json: AsJsonEnd = False,
 ) -> None:
     """Draw the sets: where the digits stand, how they vary, and samples."""
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.data.sheet import contact_sheet
+    from torch_dcl.experiments.digits import find_digits
+
     for_machines(as_json)
-    write_sheet(output, _sets(sets), mnist, samples)
+    names = _sets(sets)
+    if output.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {output} does not")
+    check_output(output)
+    if samples < 1:
+        raise UsageError(f"--samples must be at least 1, not {samples}")
+    contact_sheet(output, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in names])
+    console().print(f"{len(names)} sets drawn in {output}", markup=False)
     if as_json:
-        print_json({"sheet": str(output), "sets": _sets(sets)})
+        print_json({"sheet": str(output), "sets": names})
 
 
 @data_app.command("check", **SETTINGS)
@@ -119,7 +168,31 @@ def check_data(
     paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
 ) -> None:
     """Check prepared files, byte for byte."""
-    if not check(paths, as_json=as_json):
+    from rich.text import Text
+
+    from torch_dcl.data import DataError, read_prepared
+
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; `dcl data digits` writes prepared files")
+        inside = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+        if not inside:
+            raise UsageError(f"{path} holds no prepared file (*.safetensors)")
+        files += inside
+    rows, screen = [], console()
+    for file in files:
+        try:
+            words, sound = str(read_prepared(file)), True
+        except DataError as error:
+            words, sound = str(error), False
+        rows.append({"file": str(file), "sound": sound, "about": words})
+        if not as_json:
+            state = ("sound", "green") if sound else ("damaged", "red")
+            screen.print(Text.assemble(state, f" {file}: {words}"), soft_wrap=True)
+    if as_json:
+        print_json(rows)
+    if not all(row["sound"] for row in rows):
         raise typer.Exit(1)
 
 
@@ -153,7 +226,6 @@ def what_is_here() -> list[dict[str, Any]]:
 
 def show(*, as_json: bool) -> None:
     """Print the data that is here, and where it is searched."""
-    from rich.table import Table
     from rich.text import Text
 
     from torch_dcl.data.sources import places
@@ -163,9 +235,7 @@ def show(*, as_json: bool) -> None:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return
     screen = console()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("data", "what", "where"):
-        table.add_column(name, overflow="fold")
+    table = table_of("data", "what", "where")
     for row in rows:
         there, remedy = row["found"], f"not found; {row['remedy']}"
         table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
@@ -175,96 +245,3 @@ def show(*, as_json: bool) -> None:
     screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
     screen.print("Multi-digit sets are written when needed.")
     screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
-
-
-def write_digits(
-    sets: list[str], mnist: str | None, out: Path, device: str, images: int | None
-) -> list[dict[str, str]]:
-    """Write multi-digit sets as prepared files; give their names, paths and SHA-256."""
-    from torch_dcl.data import Dataset, write_prepared
-    from torch_dcl.data.digits import SIZES, generate, segment, source
-    from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.experiments.digits import find_digits
-
-    if images is not None and images < 1:
-        raise UsageError(f"--images must be at least 1, not {images}")
-    place, folder = read_device(device), find_digits(mnist)
-    make_folder(out)
-    cut = {split: segment(folder, split) for split in SIZES}
-    screen = console()
-    screen.print(f"Writing with {source(folder)} to {out}", markup=False)
-    written: list[dict[str, str]] = []
-    with Bar(screen, len(sets), "sets") as bar:
-        for name in sets:
-            bar.now(name)
-            parts = []
-            for split, size in SIZES.items():
-                chosen = range(min(size, images)) if images else None
-                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
-                parts += [images_of[:, None].cpu(), labels.cpu()]
-            digits = len(LAYOUTS[name].digits)
-            classes = tuple(f"{number:0{digits}d}" for number in range(10**digits))
-            train, train_labels, test, test_labels = parts
-            words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
-            data = Dataset(name, train, train_labels, test, test_labels, classes, words)
-            digest = write_prepared(data, out / f"{name}.safetensors")
-            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
-            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
-            bar.advance()
-    first = f"prepared:{out / sets[0]}.safetensors"
-    screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)
-    return written
-
-
-def fetch_set(name: str, out: Path) -> None:
-    """Download a set unless it is in the folder, and read it, which checks it."""
-    from torch_dcl.data import load
-
-    if name not in NAMED:
-        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, NAMED)}")
-    make_folder(out)
-    console().print(str(load(name, root=out, download=True)), markup=False)
-
-
-def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) -> None:
-    """Draw the contact sheet."""
-    from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.data.sheet import contact_sheet
-    from torch_dcl.experiments.digits import find_digits
-
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {path} does not")
-    check_output(path)
-    if samples < 1:
-        raise UsageError(f"--samples must be at least 1, not {samples}")
-    contact_sheet(path, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])
-    console().print(f"{len(sets)} sets drawn in {path}", markup=False)
-
-
-def check(paths: list[Path], *, as_json: bool) -> bool:
-    """Check prepared files byte for byte; whether all are sound."""
-    from rich.text import Text
-
-    from torch_dcl.data import DataError, read_prepared
-
-    files: list[Path] = []
-    for path in paths:
-        if not path.exists():
-            raise UsageError(f"{path} does not exist; `dcl data digits` writes prepared files")
-        inside = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
-        if not inside:
-            raise UsageError(f"{path} holds no prepared file (*.safetensors)")
-        files += inside
-    rows, screen = [], console()
-    for file in files:
-        try:
-            words, sound = str(read_prepared(file)), True
-        except DataError as error:
-            words, sound = str(error), False
-        rows.append({"file": str(file), "sound": sound, "about": words})
-        if not as_json:
-            state = ("sound", "green") if sound else ("damaged", "red")
-            screen.print(Text.assemble(state, f" {file}: {words}"), soft_wrap=True)
-    if as_json:
-        print_json(rows)
-    return all(row["sound"] for row in rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state, table_of
 
 __all__ = ["examine", "print_checks"]
 
@@ -113,7 +113,6 @@ def print_checks(runs: list[Path], *, as_json: bool) -> None:
     Raises:
         UsageError: There is no such run.
     """
-    from rich.table import Table
     from rich.text import Text
 
     from torch_dcl.experiments.run_reader import find_runs
@@ -127,9 +126,7 @@ def print_checks(runs: list[Path], *, as_json: bool) -> None:
     if as_json:
         print_json({"ok": not bad, "checks": checks})
     else:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for column in range(3):
-            table.add_column(no_wrap=column == 0, overflow="fold")
+        table = table_of("", "", "")
         signs = {"ok": Text("ok", "green"), "note": Text("–", "yellow"), "problem": Text("problem", "red")}
         for check in checks:
             words = Text(check["found"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
+from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several, table_of
 from torch_dcl.experiments import protocol
 from torch_dcl.progress import Bar
 
@@ -128,14 +128,11 @@ def dry_run(task: Task, *, as_json: bool = False) -> None:
     if as_json:
         print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
         return
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    table = table_of("", "")
     for topic, text in {**words, "folder": str(task.out)}.items():
-        table.add_row(topic, Text(text))
+        table.add_row(Text(topic, style="dim"), Text(text))
     console().print(table)
     console().print("Nothing was run or written.", style="dim")
 

@@ -22,6 +22,7 @@ from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
+from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -134,15 +135,13 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         return fitted
 
     def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
-        from rich.table import Table
-
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("set", "strength", "error % (n)", "paper %", "off"):
-            table.add_column(name, justify="left" if name == "set" else "right")
+        lines = []
         for fit in result:
             errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"
-            table.add_row(fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
-        return ["Strengths at which the baseline errs as the paper's does:", table]
+            texts = (fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
+            lines.append(Line(texts))
+        grid = Grid(("<set", "strength", "error % (n)", "paper %", "off"), lines, ("paper %", "off"))
+        return ["Strengths at which the baseline errs as the paper's does:", grid.as_rich(width)]
 
 
 def largest_strength(layout: Layout) -> float:

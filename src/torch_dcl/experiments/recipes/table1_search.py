@@ -25,6 +25,7 @@ from torch_dcl.experiments.digits import (
 from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
+from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -92,16 +93,12 @@ class Search(DigitRecipe[SearchConfig]):
         return choice
 
     def shown(self, result: Choice, width: int) -> "list[RenderableType]":
-        from rich.table import Table
-
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         counts = sorted({count for by_count in result.values() for count in by_count})
-        table.add_column("model")
-        for count in counts:
-            table.add_column(f"{count} digits", justify="right")
-        for column, by_count in result.items():
-            table.add_row(column, *(str(by_count.get(count, "")) for count in counts))
-        return ["Chosen learning rates, and bounds on the gradient's norm:", table]
+        lines = [
+            Line((column, *(str(by_count.get(count, "")) for count in counts))) for column, by_count in result.items()
+        ]
+        grid = Grid(("<model", *(f"{count} digits" for count in counts)), lines)
+        return ["Chosen learning rates, and bounds on the gradient's norm:", grid.as_rich(width)]
 
 
 def read_trial(text: str) -> Trial:
