@@ -30,15 +30,12 @@ __all__ = [
 
 def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "Figure"]]:
     """The figures of a part, by name: functions of whether the page is dark. Some parts have none."""
-    if part == "filters":
-        return {"filters": lambda dark: filters_figure(data, dark=dark)}
+    single = {"filters": filters_figure, "chart": chart_figure, "relations": relations_figure}
+    if part in single:
+        return {part: lambda dark: single[part](data, dark=dark)}
     if part == "curves":
         whole = _without_lost(data)
         return {"curves": lambda dark: curves_figure(whole, dark=dark)} if whole["series"] else {}
-    if part == "chart":
-        return {"chart": lambda dark: chart_figure(data, dark=dark)}
-    if part == "relations":
-        return {"relations": lambda dark: relations_figure(data, dark=dark)}
     if part == "knowledge":
         return {f"knowledge-{name}": _responses(stored) for name, stored in data["networks"].items()}
     if part == "demo" and "reason" not in data["knowledge"]:

@@ -239,9 +239,7 @@ def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
             elif part == "tried":
                 context["tried"] = tried_context(data)
             else:
-                context["drawn"] += [
-                    figure(draw, f"{name}-{word}") for word, draw in figures.drawings(part, data).items()
-                ]
+                context["drawn"] += _drawn(part, data, name)
                 context["lost"] += figures.lost_runs(data) if part == "curves" else 0
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{run.path / part}.json cannot be drawn: {error}; run that part again") from error
