@@ -60,7 +60,7 @@ def pool(differences: Sequence[float]) -> Effect:
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of at least two values, after Student."""
-    half = t_quantile(0.975, len(values) - 1) * std(values) / math.sqrt(len(values))
+    half = t_quantile(0.975, len(values) - 1) * (std(values) / math.sqrt(len(values)))
     return mean(values) - half, mean(values) + half
 
 
