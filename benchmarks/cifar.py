@@ -9,7 +9,7 @@ crops and mirrorings drawn on the device, forward, loss, backward, SGD.
 
 - fleet: `torch_dcl.fleet.Fleet` with ``--seeds`` networks, by itself and compiled; an epoch is one pass of each over
   the images.
-- abreast: the fleets of all columns at the same time, as `dcl run table2` trains them.
+- concurrent: the fleets of all columns at the same time, as `dcl run table2` trains them.
 - loader: torchvision's transforms on PIL images in worker processes of a DataLoader, one network in eager torch with
   autocast, torch's fused SGD; the same augmentation, batch and precision. It is for the plain column only.
 
@@ -128,8 +128,8 @@ def measure(arguments: argparse.Namespace, data: Dataset, network: str, seeds: i
                 lambda c=column, how=how, into=fleets: fleet(c, seeds, data, recipe, how, into, arguments),
             )  # fmt: skip
         if len(fleets) > 1 and device.type == "cuda":
-            both = Contender("abreast", tuple(wanted), seeds, compiled, turn)
-            _prepare(ready, both, device, lambda fleets=fleets: abreast(fleets))
+            both = Contender("concurrent", tuple(wanted), seeds, compiled, turn)
+            _prepare(ready, both, device, lambda fleets=fleets: train_epoch(fleets))
             peaks[both] = None  # its memory was taken before, by each fleet
     by_loader = Contender("loader", (network,), 1, compiled=False)
     if arguments.loader and network in wanted:
@@ -222,7 +222,7 @@ def fleet(column: str, seeds: int, data: Dataset, recipe, how: NaturalConfig, in
     return run
 
 
-def abreast(fleets: list[Fleet]):
+def train_epoch(fleets: list[Fleet]):
     """An epoch of several fleets at the same time."""
 
     def run() -> int:

@@ -17,17 +17,16 @@ images (without their labels). So the rows "fit" without calibration are not ful
 import argparse
 import copy
 import csv
-import gzip
 import math
 import statistics
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 import torch_dcl as dcl
+from torch_dcl.data.mnist import read_mnist
 from torch_dcl.files import replacing
 from torch_dcl.models import lenet
 
@@ -35,14 +34,6 @@ BATCH, RATE, WARM_UP = 100, 0.03, 300
 WIDTH, CALIBRATION = 100, 4096
 MEASURED = ["error_before", "error_after_convert", "error_after_epoch", "relative_error", "relative_error_test"]
 COLUMNS = ["seed", "branches", "width", "init", "weights", *MEASURED, "device", "torch"]
-
-
-def read(folder, name):
-    """An idx file, packed or not, as a uint8 tensor."""
-    path = folder / name
-    content = path.read_bytes() if path.exists() else gzip.decompress(path.with_name(name + ".gz").read_bytes())
-    shape = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(content[3])]
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape).copy())
 
 
 def images(x):
@@ -157,9 +148,9 @@ def main():
     device = torch.device(arguments.device)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     sets = []
-    for name, size in (("train", arguments.images), ("t10k", None)):
-        x = read(arguments.mnist, f"{name}-images-idx3-ubyte")[:size].to(device)
-        sets.append((x, read(arguments.mnist, f"{name}-labels-idx1-ubyte")[:size].long().to(device)))
+    for split, size in (("train", arguments.images), ("test", None)):
+        x, y = read_mnist(arguments.mnist, split)
+        sets.append((x[:size].to(device), y[:size].to(device)))
     rows, begin = [], time.perf_counter()
     for seed in range(arguments.seeds):
         for row in one_seed(seed, *sets, arguments.epochs):

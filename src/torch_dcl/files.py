@@ -123,8 +123,8 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
 def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
     """Hash the parts one after the other, as if they were joined, without joining them.
 
-    The borders between parts leave no trace: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. A caller
-    to whom the borders matter puts the lengths among the parts.
+    The borders between parts leave no trace: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. If
+    the borders matter, put the lengths among the parts.
 
     Args:
         *parts: What to hash, in order.

@@ -53,7 +53,7 @@ def error_console(*, quiet: bool = False) -> "Console | _Lines":
     quiet = quiet or sys.stderr is None or not first_rank()
     if quiet or not sys.stderr.isatty():
         return _Lines(quiet=quiet)
-    from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console
 
     return Console(stderr=True, highlight=False)
 
@@ -74,7 +74,7 @@ class Bar:
         on: The console.
         total: Steps.
         unit: What a step is, in the plural.
-        above: Something to show above the bar, asked for anew at every change; in a terminal alone.
+        above: Called at every change for what to show above the bar; in a terminal only.
         every: Seconds between plain lines.
         by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
         expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
@@ -157,7 +157,7 @@ class Bar:
         self.reach(self.done + steps)
 
     def reach(self, done: float) -> None:
-        """So many steps are done in all; a part of one counts as a part."""
+        """Set the steps that are done; a part of one counts as a part."""
         self.done = min(float(self.total), done)
         self._show()
 
@@ -230,8 +230,8 @@ class Bar:
                 self._say()
 
     def _go_live(self, console: "Console") -> None:
-        from rich.live import Live  # noqa: PLC0415
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         self._outer = Progress(
             SpinnerColumn(style="cyan"),
@@ -255,7 +255,7 @@ class Bar:
         self._live.start()
 
     def _screen(self) -> "RenderableType":
-        from rich.console import Group  # noqa: PLC0415
+        from rich.console import Group
 
         if self._outer is None or self._inner is None:
             return ""

@@ -209,7 +209,7 @@ def _shard_like(parameter: Tensor, mask: Tensor) -> Tensor:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return mask
-    from torch.distributed.tensor import DTensor, Replicate  # noqa: PLC0415  (import torch_dcl loads nothing heavy)
+    from torch.distributed.tensor import DTensor, Replicate
 
     whole = DTensor.from_local(mask.expand(parameter.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
     shard = whole.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

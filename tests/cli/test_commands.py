@@ -221,7 +221,10 @@ def test_data_says_what_is_here_and_where_it_looks(dcl, folder):
     assert rows["mnist"]["found"] is None
     assert shown["places"] == ["data", str(folder / "cache" / "torch_dcl")]
     told = " ".join(dcl("data").split())
-    assert "not found; dcl data fetch mnist, or put its four idx files into data/mnist" in told
+    assert (
+        "not found; dcl data fetch mnist, or put train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-" in told
+    )
+    assert "into data/MNIST/raw" in told
     assert all(f"dcl data fetch {name}" in told for name in ("mnist", "cifar10", "cifar100", "svhn", "NAME"))
     (folder / "data").mkdir()
     (folder / "data/gone.safetensors").symlink_to("nowhere")

@@ -9,10 +9,9 @@ import sys
 import pytest
 from rich.console import Console
 
-from torch_dcl.experiments.recipes.chart import as_rich_chart
+from torch_dcl.experiments.recipes.chart import chart_grid
 from torch_dcl.experiments.recipes.table2 import NaturalTable
-from torch_dcl.experiments.table import Cell
-from torch_dcl.experiments.text import long_table
+from torch_dcl.experiments.table import Cell, long_table
 
 TINY = (
     "--sets", "II-01", "--models", "baseline", "--seeds", "1", "--epochs", "1", "--set", "batch=50", "--set",
@@ -140,7 +139,7 @@ def test_a_narrow_terminal_gets_a_table_that_it_can_show(width):
          "step_ms": 123.4, "lr": 0.003}
         for unit in ("dcl", "low-rank")
     ]  # fmt: skip
-    for shown in (long_table(table, width), as_rich_chart({"points": points}, width)):
+    for shown in (long_table(table, width), chart_grid({"points": points}).as_rich(width)):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
         console.print(shown)
         text = console.export_text()

@@ -26,7 +26,7 @@ from torch_dcl.experiments import load as load_table2
 from torch_dcl.experiments.natural_data import NOT_AVAILABLE, read_data
 from torch_dcl.experiments.natural_networks import DATA, weights
 from torch_dcl.experiments.recipes import table2
-from torch_dcl.experiments.recipes.chart import as_rich_chart
+from torch_dcl.experiments.recipes.chart import chart_grid
 from torch_dcl.experiments.rival_layers import unit_weights
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet import Fleet
@@ -360,7 +360,7 @@ def test_differences_to_dcl_are_printed_where_there_is_room(monkeypatch, capsys,
          "lr": 0.003}
         for unit, errors in (("dcl", [17.5, 17.7, 17.9]), ("low-rank", [28.5, 29.75, 32.85]))
     ]  # fmt: skip
-    console().print(as_rich_chart({"title": "a chart", "points": points}, int(columns)))
+    console().print(chart_grid({"title": "a chart", "points": points}).as_rich(int(columns)))
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= int(columns)
     row = next(line for line in shown.splitlines() if line.split()[:1] == ["low-rank"])

@@ -53,3 +53,25 @@ def test_the_smoke_form_leaves_a_result_a_figure_and_a_page(dcl, folder):
         assert head in page
     assert page.count("<svg") >= 2
     assert len(re.findall(r"<th scope=.row.>sum mod 10</th>", page)) == 5 + 1 + 1 + 5
+
+
+def test_a_run_that_has_not_ended_is_reported_with_the_cells_that_are_done(dcl, folder):
+    dcl("run", "relations", *QUICK, "--seeds", "2")
+    for file in ("relations.json", "result.txt"):  # which the end of a run writes
+        (folder / "r" / file).unlink()
+    outcomes = folder / "r/outcomes.jsonl"
+    lines = outcomes.read_text().splitlines(keepends=True)
+    fleets = 5  # of trials, and then as many of seeds
+    assert len(lines) == 2 * fleets
+    for done, answer in (
+        (9, "errs clearly less than every control"),
+        (7, "No task has DCL-A2 and all of its controls"),
+    ):
+        outcomes.write_text("".join(lines[:done]))
+        dcl("report", "r", "-o", "so-far.html")
+        page = (folder / "so-far.html").read_text()
+        trainings = fleets + (done - fleets) * 2  # a trial of each column, and two seeds of those that are done
+        assert f"Not at its end: {trainings} of {3 * fleets} trainings." in page
+        assert answer in page
+    outcomes.write_text("".join(lines[:fleets]))
+    assert "has no results yet" in dcl("report", "r", code=2)

@@ -168,10 +168,11 @@ def test_search_smoke(dcl, folder):
 
 
 def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
-    from torch_dcl.fleet.run_folder import lock_folder
+    from torch_dcl.fleet.run_folder import RunFolder
 
     words = ("run", "table1", "--sets", "II-01", "--models", "baseline", "--seeds", "1", "--out", "runs/r", *TINY)
-    with lock_folder("runs/r"):
+    with RunFolder.open("runs/r", {}):
+        (folder / "runs/r/recipe.json").unlink()
         (folder / "runs/r/recipe.toml").write_text("of the winner")
         assert "is in use by process" in dcl(*words, code=1)
     assert (folder / "runs/r/recipe.toml").read_text() == "of the winner"
@@ -300,7 +301,7 @@ def test_the_report_draws_what_experiments_left_in_the_folder(dcl, run, folder):
 def test_the_dry_run_for_machines(dcl, folder):
     shown = json.loads(dcl("run", "table1", "--dry-run", "--json"))
     assert (shown["recipe"], shown["entries"], shown["networks"]) == ("table1", 825, 950)
-    assert shown["minutes"] == pytest.approx(shown["images"] / shown["images_per_s"] / 60)
+    assert shown["minutes"] == pytest.approx(shown["images"] / shown["images_per_s"]["LeNet"] / 60)
     assert list(folder.iterdir()) == []
 
 

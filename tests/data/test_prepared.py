@@ -107,7 +107,7 @@ def test_other_files_are_refused(tmp_path):
 
 
 def test_another_version_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_dcl.data.prepared.VERSION", 2)
+    monkeypatch.setattr("torch_dcl.data.dataset.VERSION", 2)
     write_prepared(small(), tmp_path / "x")
     monkeypatch.undo()
     with pytest.raises(DataError, match=r"has version 2 of the format, this release reads 1; remove"):

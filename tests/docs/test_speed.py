@@ -252,7 +252,7 @@ def test_the_speed_of_table_2():
     """Its paragraph: minutes of a recipe, times a DataLoader loop, times the plain network's step."""
     rows = {(row["column"], row["method"], row["compile"] == "True"): row for row in results("cifar.csv")}
     big, wide = rows["bignet", "fleet", True], rows["wrn", "fleet", True]
-    three = rows["bignet bignet+dcl bignet+dcl3s", "abreast", True]
+    three = rows["bignet bignet+dcl bignet+dcl3s", "concurrent", True]
     text = " ".join(RESULTS)
     (shown,) = re.findall(r"At the speeds measured on one H200(.*?)\(bfloat16", text)
     shown = shown.replace("200 epochs", "").replace("16 workers", "")
@@ -282,7 +282,7 @@ def test_the_training_of_table_2s_networks():
         column, method = network.lower() + ending, "loader" if "by" in name.split() else "fleet"
         if name.startswith("these"):
             above = dict.fromkeys(column for column, method, _ in shown if method == "fleet")
-            column, method = " ".join(c for c in above if c.startswith(list(above)[-1].partition("+")[0])), "abreast"
+            column, method = " ".join(c for c in above if c.startswith(list(above)[-1].partition("+")[0])), "concurrent"
         for compiled, speed, ratio in zip((False, True), cells[:2], cells[2:], strict=True):
             if speed:
                 row = rows[column, method, compiled]

@@ -81,14 +81,26 @@ def test_clear_differences_are_counted_in_both_directions():
     made["MNIST-II-01"]["oracle"] = [3.0, 3.1, 3.2]
     made["MNIST-II-02"]["oracle"] = [1.0, 2.2, 3.0]
     found = compare(made, "oracle", "baseline")
-    assert (len(found.clear_better), found.clear_worse) == (13, ("MNIST-II-01",))
-    assert "clearly better on 13 and clearly worse on 1" in oracle_beats_baseline(made).evidence
-    assert compare(made, "baseline", "oracle").clear_better == ("MNIST-II-01",)
+    assert (found.clear(-1), found.clear(1)) == (13, 1)
+    assert [name for name, gap in compare(made, "baseline", "oracle").paired.items() if gap.clear < 0] == [
+        "MNIST-II-01"
+    ]
+
+
+def test_evidence_has_the_mean_difference_over_the_sets_with_its_standard_error():
+    made = table(baseline=[2.0, 2.1, 2.2], oracle=[1.0, 1.1, 1.2])
+    made["MNIST-II-01"]["oracle"] = [3.0, 3.1, 3.2]
+    gaps = [1.0] + 14 * [-1.0]
+    mean = sum(gaps) / 15
+    error = (sum((gap - mean) ** 2 for gap in gaps) / 14 / 15) ** 0.5
+    assert f"on 14 of 15 sets, −{-mean:.2f} ± {error:.2f} points on average" in oracle_beats_baseline(made).evidence
+    assert compare(made, "oracle", "baseline").effect(TWO_DIGITS).n == 5
+    assert compare({}, "oracle", "baseline").effect() is None
 
 
 def test_errors_are_paired_by_seed_and_not_by_place():
     made = {"MNIST-II-01": {"baseline": {0: 1.0, 1: 5.0, 2: 9.0}, "A2": {2: 8.5, 0: 0.5, 1: 4.5}}}
-    assert compare(made, "A2", "baseline").clear_better == ("MNIST-II-01",)
+    assert compare(made, "A2", "baseline").clear(-1) == 1
 
 
 def test_the_oracle_is_lowest_unless_a_model_is_lower():
@@ -173,7 +185,7 @@ def test_the_loss_gap_is_compared_seed_by_seed():
     wide, narrow = Losses([0.1, 0.2, 0.3], [0.5, 0.61, 0.7]), Losses([0.1, 0.2, 0.3], [0.2, 0.31, 0.4])
     every = {"baseline": wide, "A2": narrow, "A3S": narrow, "A3D": narrow}
     assert loss_gap_shrinks(every).verdict == "holds"
-    assert "A2 0.103 (clearly lower)" in loss_gap_shrinks(every).evidence
+    assert "A2 0.103 (difference −0.30 [−0.30, −0.30])" in loss_gap_shrinks(every).evidence
     assert loss_gap_shrinks({**every, "A3D": wide}).verdict == "does not hold"
     assert loss_gap_shrinks({"baseline": wide, "A2": narrow}).verdict == "not decidable"
     assert loss_gap_shrinks({"baseline": narrow, "A2": wide}).verdict == "does not hold"
@@ -223,6 +235,6 @@ def test_any_table_gets_a_verdict_and_a_sentence(made):
         assert finding.evidence.endswith(".")
     found, back = compare(made, "A2", "baseline"), compare(made, "baseline", "A2")
     assert (found.better, found.equal, found.worse) == (back.worse, back.equal, back.better)
-    assert (found.clear_better, found.clear_worse) == (back.clear_worse, back.clear_better)
+    assert (found.clear(-1), found.clear(1)) == (back.clear(1), back.clear(-1))
     assert found.compared + len(found.absent) == len(SETS)
     assert set(found.beyond) <= set(found.better)

@@ -6,9 +6,8 @@ import json
 import pytest
 import torch
 
-from torch_dcl.experiments.columns import EXTRAS, MODELS, build, weights
+from torch_dcl.experiments.columns import EXTRAS, MODELS, Trial, build, stored_choice, weights
 from torch_dcl.experiments.recipes.figures import FILTERS, PARTS, Figures, FiguresConfig, firing, trial_of
-from torch_dcl.experiments.recipes.table1_search import Trial, stored_choice
 from torch_dcl.experiments.run_reader import read_run, state_of
 from torch_dcl.experiments.runner import run
 from torch_dcl.report import draw_run

@@ -50,7 +50,7 @@ def test_p_is_that_of_the_t_test(values):
 def test_p_of_equal_differences():
     assert p_value([0.0, 0.0]) == 1
     assert p_value([1.0, 1.0]) == 0
-    with pytest.raises(ValueError, match="at least 2 values"):
+    with pytest.raises(ValueError, match="at least two"):
         p_value([1.0])
 
 

@@ -139,7 +139,7 @@ def test_rates_are_judged_with_training_digits_that_no_training_image_shows(monk
 
 def test_a_cell_takes_the_rate_with_the_lowest_mean_validation_error():
     made = prepared(rates=(0.05, 0.1, 0.2), search_seeds=2)
-    trials = [job for cell in made._cells() for job in made._trials(*cell)]
+    trials = [job for cell in made.places() for job in made._trials(*cell)]
     assert made.jobs({}) == trials
     errors = {0.05: (30, 30), 0.1: (20, 35), 0.2: (1, 1)}
     outcomes = {
@@ -155,7 +155,7 @@ def test_a_cell_takes_the_rate_with_the_lowest_mean_validation_error():
 
 def test_every_cell_trains_a_block_of_seeds_before_any_cell_trains_the_next():
     made = prepared(seeds=5, block=2)
-    cells = list(made._cells())
+    cells = list(made.places())
     seeds = [job.seed for job in made._reports(lambda *_: 0.1)]
     assert seeds == [0, 1] * len(cells) + [2, 3] * len(cells) + [4] * len(cells)
     fleets = plan_fleets(made._reports(lambda *_: 0.1), made.group, 160)

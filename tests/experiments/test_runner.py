@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torch_dcl.experiments import runner
-from torch_dcl.experiments.protocol import Job, Outcome, Recipe, Silent, content_hash
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Recipe, content_hash
 from torch_dcl.experiments.ranks import StopRequest
 from torch_dcl.experiments.runner import concurrent_groups, minutes_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import Config, SettingError, setting, with_settings
@@ -75,7 +75,7 @@ class Toy(Recipe[ToyConfig]):
         return []
 
 
-class Told(Silent):
+class Told(Listener):
     """A listener that remembers."""
 
     def __init__(self):
@@ -274,7 +274,7 @@ def test_fleets_of_another_size_leave_the_checkpoints_aside_and_say_so(tmp_path,
     other, told = toy(), Told()
     other.at_once = 1
     assert run(other, tmp_path, resume=True, listener=told).complete
-    unused = [line.split()[0] for line in told.lines if "is of no fleet that is to be trained now" in line]
+    unused = [line.split()[0] for line in told.lines if "belongs to no fleet of this run" in line]
     assert unused == [file.name for file in stopped]
     assert not (tmp_path / "fleets").exists()
 

@@ -1,12 +1,10 @@
 """Means, spreads and intervals, against the standard library and SciPy."""
 
-import statistics
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.stats import by_seed, interval, mean, notation, paired, signed, std, t_quantile
+from torch_dcl.experiments.stats import difference, interval, mean, notation, paired, pool, signed, std, t_quantile
 
 errors = st.floats(0, 100, allow_nan=False)
 lists = st.lists(errors, min_size=2, max_size=12)
@@ -32,9 +30,16 @@ def test_a_quantile_that_does_not_exist_is_refused(p, df):
 
 
 @given(lists)
-def test_mean_and_deviation_agree_with_the_standard_library(values):
-    assert mean(values) == pytest.approx(statistics.fmean(values))
-    assert std(values) == pytest.approx(statistics.stdev(values), abs=1e-9)
+def test_a_pooled_effect_has_the_standard_error_of_its_mean(values):
+    found = pool(values)
+    assert found.mean == pytest.approx(sum(values) / len(values))
+    squares = sum((value - found.mean) ** 2 for value in values) / (len(values) - 1)
+    assert (found.error, found.n) == (pytest.approx((squares / len(values)) ** 0.5, abs=1e-9), len(values))
+
+
+def test_an_effect_of_one_comparison_has_no_error():
+    assert str(pool([-0.5])) == "−0.50"
+    assert str(pool([-0.5, -0.7])) == "−0.60 ± 0.10"
 
 
 @given(lists, st.data())
@@ -61,18 +66,18 @@ def test_a_difference_is_clear_when_its_interval_excludes_zero():
 
 
 def test_only_the_seeds_that_both_have_are_paired():
-    found = by_seed({3: 1.0, 1: 2.0, 7: 50.0}, {1: 2.5, 3: 1.5, 9: 0.0})
+    found = difference({3: 1.0, 1: 2.0, 7: 50.0}, {1: 2.5, 3: 1.5, 9: 0.0})
     assert found is not None
     assert (found.mean, found.n) == (-0.5, 2)
-    assert by_seed({1: 2.0, 2: 3.0}, {2: 1.0, 3: 1.0}) is None
+    assert difference({1: 2.0, 2: 3.0}, {2: 1.0, 3: 1.0}) is None
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: mean([]), "at least one"),
-        (lambda: std([1.0]), "at least 2 values, not 1"),
-        (lambda: interval([1.0]), "at least 2 values, not 1"),
+        (lambda: std([1.0]), "at least two"),
+        (lambda: interval([1.0]), "at least 1"),
         (lambda: paired([1.0, 2.0], [1.0]), "2 errors cannot be paired with 1"),
         (lambda: paired([1.0], [1.0]), "at least 2 seeds, not 1"),
     ],

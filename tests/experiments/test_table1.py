@@ -14,12 +14,11 @@ import pytest
 
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments import load, save
-from torch_dcl.experiments.columns import weights
+from torch_dcl.experiments.columns import Trial, stored_choice, stored_minutes, weights
 from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.paper_numbers import TABLE1
-from torch_dcl.experiments.protocol import Silent
+from torch_dcl.experiments.protocol import Listener
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config, table1_of
-from torch_dcl.experiments.recipes.table1_search import Trial, stored_choice, stored_minutes
 from torch_dcl.experiments.run_reader import read_run
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.runner import run as run_recipe
@@ -37,7 +36,7 @@ CONFIG = Table1Config(
 CHOICE = {column: {2: Trial(0.02), 3: Trial(0.02)} for column in COLUMNS}
 
 
-class Lines(Silent):
+class Lines(Listener):
     """A listener that keeps the lines."""
 
     def __init__(self):
@@ -163,7 +162,7 @@ def test_an_estimate_counts_networks_images_and_fleets():
     assert plain["networks"] == networks
     assert plain["images"] == networks * 60_000 * 24
     assert plain["fleets"] == 2 + 5  # three baselines twice; the oracle's in pairs of two, and threes alone
-    assert plain["minutes"] == pytest.approx(plain["images"] / plain["images_per_s"] / 60)
+    assert plain["minutes"] == pytest.approx(plain["images"] / plain["images_per_s"]["LeNet"] / 60)
     assert words["networks"] == "21, in 7 fleets of up to 4"
 
 

@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.columns import MODELS
+from torch_dcl.experiments.columns import MODELS, Trial, stored_choice
+from torch_dcl.experiments.digits import trial_job
 from torch_dcl.experiments.protocol import Outcome
 from torch_dcl.experiments.recipes.table1_search import (
     SEARCHED_ON,
     TRIALS,
     Search,
     SearchConfig,
-    Trial,
     choose,
     read_trial,
-    stored_choice,
-    trial_job,
 )
 from torch_dcl.experiments.runner import run
 from torch_dcl.experiments.settings import SettingError

@@ -116,7 +116,7 @@ def test_pdf_and_png_have_the_same_bytes_twice(suffix, tmp_path):
 @pytest.mark.parametrize("kind", DRAW)
 def test_no_figure_hides_text_outside_of_its_page(kind):
     figure = DRAW[kind]()
-    with canvas._style():
+    with canvas.style():
         figure.draw_without_rendering()
         box = figure.get_tightbbox()
     width, height = figure.get_size_inches()
@@ -199,7 +199,7 @@ def test_losses_that_reach_zero_are_drawn_on_a_linear_axis():
 def test_names_of_lines_that_end_together_do_not_overlap():
     runs = {"train_loss": [[1.0, 0.1]], "test_loss": [[1.0, 0.5]]}
     figure = figures.curves_figure({"set": "s", "series": dict.fromkeys(("baseline", "A2", "A3D", "A3S"), runs)})
-    with canvas._style():
+    with canvas.style():
         figure.draw_without_rendering()
         boxes = sorted((text.get_window_extent() for text in figure.axes[0].texts), key=lambda box: box.y0)
     assert len(boxes) == 4
@@ -207,7 +207,7 @@ def test_names_of_lines_that_end_together_do_not_overlap():
 
 
 def test_red_is_the_highest_and_green_what_contributes_where_it_is_another():
-    theme = canvas._LIGHT
+    theme = canvas.LIGHT
     root = ET.fromstring(figures.svg(figures.complementary_figure(found()), name="c"))
     ids = {e.get("id") for e in root.iter() if e.get("id")}
     marked = {name.removeprefix("c-") for name in ids if "highest" in name or "contributes" in name}
@@ -235,9 +235,9 @@ def test_a_difference_is_filled_where_its_interval_leaves_out_zero():
     figure = figures.differences_figure(CELLS)
     panel = next(axes for axes in figure.axes if axes.get_title() == "DCL-A3S")
     dots = [line for line in panel.lines if line.get_marker() == "o"]
-    assert {line.get_markerfacecolor() for line in dots} == {canvas._LIGHT.page}
+    assert {line.get_markerfacecolor() for line in dots} == {canvas.LIGHT.page}
     panel = next(axes for axes in figure.axes if axes.get_title() == "DCL-A2")
-    assert {line.get_markerfacecolor() for line in panel.lines if line.get_marker() == "o"} == {canvas._LIGHT.blue}
+    assert {line.get_markerfacecolor() for line in panel.lines if line.get_marker() == "o"} == {canvas.LIGHT.blue}
     papers = [line for line in panel.lines if line.get_marker() == "D"]
     assert [line.get_xdata()[0] for line in papers] == [-0.3] * 3
     assert {line.get_markerfacecolor() for line in papers} == {"none"}
@@ -257,19 +257,25 @@ def without(data, key):
 @pytest.mark.parametrize(
     ("draw", "words"),
     [
-        (lambda: figures.filters_figure(without(FILTERS, "baseline")), "'baseline' is missing"),
-        (lambda: figures.filters_figure({**FILTERS, "points": []}), "'points' is empty"),
+        (lambda: figures.filters_figure(without(FILTERS, "baseline")), "baseline is missing; give its errors"),
+        (lambda: figures.filters_figure({**FILTERS, "points": []}), r"points is \[\]; give at least one point"),
         (lambda: figures.filters_figure({**FILTERS, "points": FILTERS["points"] * 2}), "must be different"),
-        (lambda: figures.filters_figure({**FILTERS, "baseline": {"errors": [101]}}), "error of 101.0 is not between"),
-        (lambda: figures.filters_figure({**FILTERS, "baseline": {"errors": [None]}}), "holds None"),
-        (lambda: figures.curves_figure({"set": "s", "series": {}}), "series is empty"),
+        (
+            lambda: figures.filters_figure({**FILTERS, "baseline": {"errors": [101]}}),
+            r"baseline: errors is \[101\]; give at least one number, each from 0 to 100",
+        ),
+        (lambda: figures.filters_figure({**FILTERS, "baseline": {"errors": [None]}}), r"errors is \[None\]; give"),
+        (
+            lambda: figures.curves_figure({"set": "s", "series": {}}),
+            "series is {}; give the losses of at least one network",
+        ),
         (
             lambda: figures.curves_figure({"set": "s", "series": {"A2": {"train_loss": [[1.0]]}}}),
-            "A2: 'test_loss' is missing",
+            "A2: test_loss is missing",
         ),
         (
             lambda: figures.curves_figure({"set": "s", "series": {"A2": {"train_loss": [[1.0, float("nan")]]}}}),
-            "train_loss holds nan",
+            "give a list of finite numbers for each seed",
         ),
         (
             lambda: figures.curves_figure({"set": "s", "series": {"A2": {"train_loss": [[1.0], [1.0, 2.0]]}}}),
@@ -279,7 +285,7 @@ def without(data, key):
         (lambda: figures.differences_figure([CELLS[0], CELLS[0]]), "II-01 A2: the cell is there twice"),
         (lambda: figures.differences_figure([{**CELLS[0], "low": None}]), "give both, or None for both"),
         (lambda: figures.differences_figure([{**CELLS[0], "low": 0.0}]), "outside of its interval"),
-        (lambda: figures.differences_figure([without(CELLS[0], "high")]), "'high' is missing"),
+        (lambda: figures.differences_figure([without(CELLS[0], "high")]), "II-01 A2: high is missing"),
     ],
 )
 def test_bad_input_is_named_with_its_place(draw, words):

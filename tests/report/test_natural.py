@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,10 @@ from torch_dcl.experiments import save as save_table
 from torch_dcl.experiments.natural_data import NOT_AVAILABLE
 from torch_dcl.experiments.natural_networks import COLUMNS, paper_error, weights
 from torch_dcl.experiments.paper_numbers import TABLE2
-from torch_dcl.experiments.recipes.chart import chart_said, edges_said
-from torch_dcl.experiments.recipes.table2 import said
+from torch_dcl.experiments.recipes.chart import chart_verdict, rates_at_edge
+from torch_dcl.experiments.recipes.table2 import verdict
 from torch_dcl.experiments.rival_layers import UNITS
+from torch_dcl.experiments.stats import signed
 from torch_dcl.experiments.table import Cell, TableError
 from torch_dcl.report import as_html, report
 from torch_dcl.report.document import render
@@ -88,14 +90,16 @@ def test_the_eight_rows_that_the_paper_quotes_are_there(table):
 
 
 def test_what_was_won_and_lost_is_told_alike(table):
-    told = said(table)
+    told = verdict(table)
+    pairs = [(cell, table.cell(cell.set, cell.column[:-4])) for cell in table.cells if cell.column.endswith("+dcl")]
+    gaps = [fmean(cell.errors) - fmean(plain.errors) for cell, plain in pairs]
+    papers = [cell.paper - plain.paper for cell, plain in pairs]
+    mean, error = fmean(gaps), stdev(gaps) / len(gaps) ** 0.5
     assert told[0] == (
-        "With DCL (two branches) the error is lower than the plain network's in 2 of 3 pairs of network and set, "
-        "clearly lower in 1 and clearly higher in 1; in the paper in 3 of 3."
+        f"DCL (two branches) minus plain: {signed(mean)} ± {error:.2f} points over 3 pairs of network and set (mean ± "
+        f"the standard error over the pairs), lower in 2; in the paper {signed(fmean(papers))}, lower in 3."
     )
-    assert told[1].startswith(
-        "With three stochastic branches the error is lower than the plain network's in 1 of 1 pair"
-    )
+    assert re.match(r"Three stochastic branches minus plain: −[\d.]+ points over 1 pair of network and set", told[1])
     assert "svhn: not run: data not available." in told
 
 
@@ -129,7 +133,7 @@ def test_parts_that_were_run_apart_are_the_same_table_together(table):
     whole = join_table2(parts)
     assert whole.cells == table.cells
     assert whole.absent == table.absent
-    assert said(whole) == said(table)
+    assert verdict(whole) == verdict(table)
     assert whole.minutes == {"training": 6.0}
     assert whole.hardware == "one GPU"
     assert set(whole.protocol) == {"precision", "lenet on cifar10", "bignet on cifar10", "wrn on cifar10"}
@@ -187,23 +191,23 @@ def chart():
 
 
 def test_the_chart_says_what_dcl_wins_and_loses(chart):
-    assert chart_said(chart) == (
+    assert chart_verdict(chart) == (
         "The lowest error is that of star: 7.31 % (n = 3). "
         "The plain layer's error minus DCL's is +0.10 [+0.08, +0.11]. "
-        "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches is clearly lower in "
-        "1 and clearly higher in 1."
+        "Of 2 comparisons with a layer of the same budget on the same seeds, DCL with two branches errs less in 1 "
+        "and more in 1 (paired t-tests, Holm, 5 %)."
     )
 
 
-def test_who_did_not_learn_is_said(chart):
-    assert "learn" not in chart_said(chart)
+def test_who_did_not_learn_is_verdict(chart):
+    assert "learn" not in chart_verdict(chart)
     chart["points"] += [point("bilinear", [90.0, 90.0, 89.9]), point("glu", [88.0, 88.0, 88.0])]
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert told.endswith("Did not learn, err as often as guessing does (90 %), and are not counted: bilinear.")
     assert "Of 3 comparisons" in told  # no win over a layer that did not learn
-    assert "clearly lower in 2 and" in told
+    assert "errs less in 2 and" in told
     chart["set"] = "cifar100"
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert "learn" not in told
     assert "Of 4 comparisons" in told
 
@@ -211,7 +215,7 @@ def test_who_did_not_learn_is_said(chart):
 def test_one_seed_is_compared_with_nothing(chart):
     for each in chart["points"]:
         each.update(errors=each["errors"][:1], seeds=[0])
-    assert chart_said(chart) == "The lowest error is that of star: 7.20 % (n = 1)."
+    assert chart_verdict(chart) == "The lowest error is that of star: 7.20 % (n = 1)."
     assert [row[2] for row in rows_of(chart_table(chart), "Points of the chart").values()] == [""] * 4
 
 
@@ -229,24 +233,24 @@ def test_the_chart_s_table_has_every_point_the_lowest_first(chart):
 
 def test_a_layer_is_compared_with_dcl_at_its_own_budget(chart):
     chart["points"] += [point("dcl", [9.0, 9.1, 9.2], share=0.125), point("star", [9.0, 9.1, 9.2], share=0.125)]
-    told = chart_said(chart)
+    told = chart_verdict(chart)
     assert "minus DCL's is +0.10 [+0.08, +0.11]" in told  # the plain layer has no budget: the first
     assert "Of 3 comparisons" in told
-    assert "clearly lower in 1 and clearly higher in 1" in told
+    assert "errs less in 1 and more in 1" in told
 
 
-def test_who_took_the_first_or_the_last_rate_is_said(chart):
+def test_who_took_the_first_or_the_last_rate_is_verdict(chart):
     for each, rate in zip(chart["points"], (0.01, 0.03, 0.03, 0.01), strict=True):
         each.update(lr=rate, trials={"0.003": 9.0, "0.01": 8.0, "0.03": 8.5})
     told = "Chosen at the end of the learning rates that were tried: 0.03 for low-rank, dcl."
-    assert (edges_said(chart) or "").startswith(told)
+    assert (rates_at_edge(chart) or "").startswith(told)
     assert told in chart_table(chart)
     for each in chart["points"]:
         each["lr"] = 0.01
-    assert edges_said(chart) is None
+    assert rates_at_edge(chart) is None
     for each in chart["points"]:
         each["trials"] = {"0.01": 8.0}  # there was no choice
-    assert edges_said(chart) is None
+    assert rates_at_edge(chart) is None
 
 
 def test_two_panels_have_a_mark_for_every_unit_and_the_same_heights(chart):
@@ -319,11 +323,11 @@ def test_the_picture_is_the_same_every_time_and_text_stays_text(chart, tmp_path)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"errors": []}, "'errors' is empty"),
+        ({"errors": []}, r"errors is \[\]; give at least one number"),
         ({"errors": [120.0]}, "from 0 to 100"),
-        ({"errors": [float("nan")]}, "cannot be drawn"),
-        ({"step_ms": 0.0}, "step_ms 0; both must be above 0"),
-        ({"weights": None}, "cannot be drawn"),
+        ({"errors": [float("nan")]}, r"errors is \[nan\]; give"),
+        ({"step_ms": 0.0}, "step_ms is 0.0; give a number above 0"),
+        ({"weights": None}, "weights is None; give a number above 0"),
     ],
 )
 def test_a_chart_that_cannot_be_drawn_is_refused(chart, change, told):

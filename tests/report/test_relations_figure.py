@@ -3,7 +3,7 @@
 import pytest
 
 from torch_dcl.report.canvas import svg
-from torch_dcl.report.relations_figure import relations_figure
+from torch_dcl.report.figures import relations_figure
 
 COLUMNS = ("plain", "narrow", "low-rank", "summed", "A2", "power-0", "power-1")
 
@@ -48,11 +48,14 @@ def test_an_error_of_zero_and_one_size_can_be_drawn():
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ([], "'cells' is empty"),
-        ([{"task": "sum", "images": 6_000, "column": "A2", "errors": [101.0]}], "give percent, from 0 to 100"),
-        ([{"task": "sum", "images": 6_000, "column": "A2", "errors": [None]}], "give finite numbers"),
-        ([{"task": "sum", "column": "A2", "errors": [1.0]}], "'images' is missing"),
-        ([{"task": "product", "images": 6_000, "column": "A2", "errors": [1.0]}], "there is no task 'product'"),
+        ([], r"cells is \[\]; give at least one cell"),
+        ([{"task": "sum", "images": 6_000, "column": "A2", "errors": [101.0]}], "each from 0 to 100"),
+        ([{"task": "sum", "images": 6_000, "column": "A2", "errors": [None]}], r"errors is \[None\]; give"),
+        ([{"task": "sum", "column": "A2", "errors": [1.0]}], "images is missing; give a whole number"),
+        (
+            [{"task": "product", "images": 6_000, "column": "A2", "errors": [1.0]}],
+            "task 'product' is unknown; did you mean",
+        ),
     ],
 )
 def test_what_cannot_be_drawn_is_named(cells, message):

@@ -199,7 +199,7 @@ def run(
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes, to be resumed.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after about this many minutes; resume later.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
     as_json: AsJsonEnd = False,
 ) -> None:

@@ -57,13 +57,8 @@ class Asked(NamedTuple):
 
 
 def recipe(name: str, *, smoke: bool = False) -> Asked:
-    """A recipe with its defaults.
-
-    Args:
-        name: One of `ABOUT`.
-        smoke: Whether to make it tiny.
-    """
-    from torch_dcl.experiments.recipes import find_recipe_type
+    """A recipe with its defaults, or with the values of a smoke run."""
+    from torch_dcl.experiments.protocol import find_recipe_type
 
     kind = find_recipe_type(name).config_type
     return Asked(name, dataclasses.replace(kind(), **(_smoke(kind) if smoke else {})))
@@ -76,17 +71,10 @@ def _smoke(kind: "type[Config]") -> dict[str, Any]:
 
 
 def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]:
-    """Find a recipe by the word after ``dcl run``: its name, a file, or the folder of a run.
-
-    Args:
-        given: The word.
-        smoke: Whether to make it tiny.
-
-    Returns:
-        The recipe, and the file that it was read from.
+    """A recipe by the word after ``dcl run``, its name, a file, or the folder of a run; and the file it was read from.
 
     Raises:
-        UsageError: There is no such thing.
+        UsageError: There is none.
     """
     if given in ABOUT:
         return recipe(given, smoke=smoke), None
@@ -126,12 +114,7 @@ def read_recipe(path: Path, *, smoke: bool = False) -> Asked:
 
 
 def with_settings(asked: Asked, settings: Mapping[str, Any], where: str = "") -> Asked:
-    """A recipe with some settings changed, after checking them.
-
-    Args:
-        asked: The recipe.
-        settings: Values, or the texts that were typed for them.
-        where: What a message begins with.
+    """A recipe with some settings changed, given as values or as typed; ``where`` is what a message begins with.
 
     Raises:
         UsageError: There is no such setting, or it cannot have this value.
@@ -233,18 +216,7 @@ def make_task(
     dry: bool = False,
     trust: bool = False,
 ) -> Task:
-    """Build a task from the arguments.
-
-    Args:
-        given: A recipe's name, a file, or a run folder.
-        settings: Values of the named options, None where they were not given.
-        pairs: The texts of ``--set``.
-        out: The run folder, or None.
-        smoke: Whether to make it tiny.
-        resume: Whether to resume a run.
-        minutes: When to stop, at the end of an epoch.
-        dry: Whether nothing will be written.
-        trust: Whether code that a file names may be run.
+    """Build a task from the arguments of ``dcl run``.
 
     Raises:
         UsageError: An argument is invalid.
@@ -263,7 +235,7 @@ def make_task(
             out = _fresh(out)
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
-    from torch_dcl.experiments.recipes import find_recipe_type
+    from torch_dcl.experiments.protocol import find_recipe_type
 
     device = read_device(getattr(asked.config, "device", "cpu"))
     seconds = math.inf if minutes is None else 60 * minutes
@@ -308,7 +280,7 @@ def _seal(asked: Asked) -> bytes:
     file = cache / "torch_dcl" / "key"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:  # noqa: PTH123
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(32))
     named = {key: (value, str(Path(value.rpartition(":")[0]).resolve())) for key, value in _code_of(asked).items()}
     text = repr(sorted(named.items()))  # with the place of a file, which another folder does not share

@@ -21,13 +21,14 @@ from torch_dcl.progress import first_rank, say_minutes
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from torch_dcl.experiments.run_reader import State
 
 __all__ = [
     "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
     "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
-    "say_state", "several", "split",
+    "say_state", "several", "split", "table_of",
 ]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -40,12 +41,8 @@ def several() -> bool:
 
 
 def for_machines(asked: bool) -> None:
-    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else.
-
-    Args:
-        asked: Whether it was asked for.
-    """
-    global _aside  # noqa: PLW0603 - one process, one command
+    """With ``--json`` messages go to stderr, so that stdout is JSON and nothing else."""
+    global _aside
     _aside = asked
 
 
@@ -89,6 +86,16 @@ def bullets(on: "Console", sentences: Iterable[str]) -> None:
         on.print("• " + "\n  ".join(lines), markup=False, soft_wrap=True)
 
 
+def table_of(*heads: str, fixed: Sequence[str] = ()) -> "Table":
+    """An empty table without lines; fixed columns are not wrapped, and empty heads are not shown."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_header=any(heads))
+    for head in heads:
+        table.add_column(head, no_wrap=head in fixed, overflow="fold")
+    return table
+
+
 def fail(message: str) -> None:
     """Print an error in red."""
     from rich.text import Text
@@ -100,9 +107,6 @@ def command(*examples: str) -> Callable[[Command], Command]:
     """Turn a function into a command: errors in one line, exit codes, ``--debug``, and examples in its help.
 
     1 is an error of the run, 2 wrong usage, 130 an interruption.
-
-    Args:
-        *examples: Lines for the help.
     """
 
     def decorate(function: Command) -> Command:
@@ -145,7 +149,7 @@ def _explained(error: Exception) -> tuple[str, bool]:
 
 
 def explain_setting(error: Any) -> str:
-    """A `SettingError` with the nearest of the names that there are."""
+    """The message of a `SettingError`, with the nearest known name."""
     if not error.known:
         return str(error)
     near = nearest(error.given, error.known)
@@ -181,15 +185,7 @@ class UsageError(ValueError):
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
-    """Replace Python's arguments in a message of the library by options of the command.
-
-    Args:
-        message: For example ``ratio must be above 0, or pass force=True``.
-        options: Those that the command has, such as ``round-to``.
-
-    Returns:
-        The message with ``--ratio must be above 0, or pass --force``.
-    """
+    """Replace Python's arguments in a message of the library by options: ``force=True`` by ``--force``."""
     for option in options:
         name = option.replace("-", "_")
         message = re.sub(rf"\b{name}(=True\b|=(?!\w))", f"--{option}", message)
@@ -201,12 +197,7 @@ def in_options(message: str, options: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Offer the nearest name for an unknown one, or all names where none is near.
-
-    Args:
-        name: What was typed.
-        known: What there is.
-    """
+    """Offer the nearest name for an unknown one, or all names where none is near."""
     known = list(known)
     low = {entry.lower(): entry for entry in known}
     near = difflib.get_close_matches(name.lower(), low, 1, 0.55)

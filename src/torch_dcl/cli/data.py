@@ -18,6 +18,7 @@ from torch_dcl.cli.console import (
     nearest,
     print_json,
     read_device,
+    table_of,
 )
 from torch_dcl.progress import Bar
 
@@ -28,12 +29,6 @@ NAMED = {
     "cifar10": "50,000 + 10,000 images",
     "cifar100": "50,000 + 10,000 images",
     "svhn": "604,388 + 26,032 images",
-}
-_FILES = {
-    "mnist": "its four idx files",
-    "cifar10": "cifar-10-binary.tar.gz",
-    "cifar100": "cifar-100-binary.tar.gz",
-    "svhn": "train_32x32.mat, test_32x32.mat and extra_32x32.mat",
 }
 
 data_app = typer.Typer(
@@ -72,7 +67,12 @@ def fetch(
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data"),
 ) -> None:
     """Download a set from where its authors offer it, unless it is here, and check it."""
-    fetch_set(name, out)
+    from torch_dcl.data import load
+
+    if name not in NAMED:
+        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, NAMED)}")
+    make_folder(out)
+    console().print(str(load(name, root=out, download=True)), markup=False)
 
 
 @data_app.command(**SETTINGS)
@@ -89,10 +89,42 @@ def digits(
     as_json: AsJsonEnd = False,
 ) -> None:
     """Write multi-digit sets as checked files: 60,000 images to train on, 10,000 to test with."""
+    from torch_dcl.data import Dataset, write_prepared
+    from torch_dcl.data.digits import SIZES, generate, segment, source
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.experiments.digits import find_digits
+
     for_machines(as_json)
-    files = write_digits(_sets(sets), mnist, out, device, images)
+    names = _sets(sets)
+    if images is not None and images < 1:
+        raise UsageError(f"--images must be at least 1, not {images}")
+    place, folder = read_device(device), find_digits(mnist)
+    make_folder(out)
+    cut = {split: segment(folder, split) for split in SIZES}
+    screen = console()
+    screen.print(f"Writing with {source(folder)} to {out}", markup=False)
+    written: list[dict[str, str]] = []
+    with Bar(screen, len(names), "sets") as bar:
+        for name in names:
+            bar.now(name)
+            parts = []
+            for split, size in SIZES.items():
+                chosen = range(min(size, images)) if images else None
+                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
+                parts += [images_of[:, None].cpu(), labels.cpu()]
+            count = len(LAYOUTS[name].digits)
+            classes = tuple(f"{number:0{count}d}" for number in range(10**count))
+            train, train_labels, test, test_labels = parts
+            words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
+            data = Dataset(name, train, train_labels, test, test_labels, classes, words)
+            digest = write_prepared(data, out / f"{name}.safetensors")
+            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
+            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
+            bar.advance()
+    first = f"prepared:{out / names[0]}.safetensors"
+    screen.print(f"{len(names)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)
     if as_json:
-        print_json(files)
+        print_json(written)
 
 
 @data_app.command(**SETTINGS)
@@ -110,10 +142,21 @@ def sheet(
     as_json: AsJsonEnd = False,
 ) -> None:
     """Draw the sets: where the digits stand, how they vary, and samples."""
+    from torch_dcl.data.layouts import LAYOUTS
+    from torch_dcl.data.sheet import contact_sheet
+    from torch_dcl.experiments.digits import find_digits
+
     for_machines(as_json)
-    write_sheet(output, _sets(sets), mnist, samples)
+    names = _sets(sets)
+    if output.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {output} does not")
+    check_output(output)
+    if samples < 1:
+        raise UsageError(f"--samples must be at least 1, not {samples}")
+    contact_sheet(output, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in names])
+    console().print(f"{len(names)} sets drawn in {output}", markup=False)
     if as_json:
-        print_json({"sheet": str(output), "sets": _sets(sets)})
+        print_json({"sheet": str(output), "sets": names})
 
 
 @data_app.command("check", **SETTINGS)
@@ -125,132 +168,6 @@ def check_data(
     paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
 ) -> None:
     """Check prepared files, byte for byte."""
-    if not check(paths, as_json=as_json):
-        raise typer.Exit(1)
-
-
-def _sets(given: str) -> list[str]:
-    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``."""
-    from torch_dcl.experiments.digits import read_sets
-
-    return read_sets(given)
-
-
-def what_is_here() -> list[dict[str, Any]]:
-    """Every named set with where it was found, if anywhere, and what to do if not."""
-    from torch_dcl.data.sources import places
-    from torch_dcl.experiments.natural_data import is_here
-
-    rows: list[dict[str, Any]] = [
-        {"name": "mnist-excerpt", "found": "inside the package", "about": "6,000 + 1,000 digits", "remedy": None}
-    ]
-    looked = places()
-    for name, about in NAMED.items():
-        there = next((str(place) for place in looked if is_here(name, place)), None)
-        folder = looked[0] / (name if name in ("mnist", "svhn") else "")
-        remedy = f"dcl data fetch {name}, or put {_FILES[name]} into {folder}"
-        rows.append({"name": name, "found": there, "about": about, "remedy": None if there else remedy})
-    for place in looked:
-        files = [file for file in sorted(place.rglob("*.safetensors")) if file.is_file()] if place.is_dir() else []
-        if files:
-            size = sum(file.stat().st_size for file in files) / 2**20
-            about = f"{len(files)} prepared files, {size:,.0f} MiB"
-            rows.append({"name": "prepared", "found": str(place), "about": about, "remedy": None})
-    return rows
-
-
-def show(*, as_json: bool) -> None:
-    """Print the data that is here, and where it is searched."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from torch_dcl.data.sources import places
-
-    rows = what_is_here()
-    if as_json:
-        print_json({"places": [str(place) for place in places()], "data": rows})
-        return
-    screen = console()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("data", "what", "where"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        there, remedy = row["found"], f"not found; {row['remedy']}"
-        table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
-    screen.print(table)
-    screen.print()
-    looked = ", ".join(str(place) for place in places())
-    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
-    screen.print("Multi-digit sets are written when needed.")
-    screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
-
-
-def write_digits(
-    sets: list[str], mnist: str | None, out: Path, device: str, images: int | None
-) -> list[dict[str, str]]:
-    """Write multi-digit sets as prepared files; give their names, paths and SHA-256."""
-    from torch_dcl.data import Dataset, write_prepared
-    from torch_dcl.data.digits import SIZES, generate, segment, source
-    from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.experiments.digits import find_digits
-
-    if images is not None and images < 1:
-        raise UsageError(f"--images must be at least 1, not {images}")
-    place, folder = read_device(device), find_digits(mnist)
-    make_folder(out)
-    cut = {split: segment(folder, split) for split in SIZES}
-    screen = console()
-    screen.print(f"Writing with {source(folder)} to {out}", markup=False)
-    written: list[dict[str, str]] = []
-    with Bar(screen, len(sets), "sets") as bar:
-        for name in sets:
-            bar.now(name)
-            parts = []
-            for split, size in SIZES.items():
-                chosen = range(min(size, images)) if images else None
-                images_of, labels = generate(name, split, device=place, mnist=cut[split], indices=chosen)
-                parts += [images_of[:, None].cpu(), labels.cpu()]
-            digits = len(LAYOUTS[name].digits)
-            classes = tuple(f"{number:0{digits}d}" for number in range(10**digits))
-            train, train_labels, test, test_labels = parts
-            words = f"{name}, {len(train):,} + {len(test):,}, written with {source(folder)}"
-            data = Dataset(name, train, train_labels, test, test_labels, classes, words)
-            digest = write_prepared(data, out / f"{name}.safetensors")
-            written.append({"set": name, "file": str(out / f"{name}.safetensors"), "sha256": digest})
-            bar.note(f"{out / name}.safetensors  sha256 {digest[:16]}…")
-            bar.advance()
-    first = f"prepared:{out / sets[0]}.safetensors"
-    screen.print(f"{len(sets)} sets written. Read one with torch_dcl.data.load({first!r})", markup=False)
-    return written
-
-
-def fetch_set(name: str, out: Path) -> None:
-    """Download a set unless it is in the folder, and read it, which checks it."""
-    from torch_dcl.data import load
-
-    if name not in NAMED:
-        raise UsageError(f"there is no set {name!r} to fetch; {nearest(name, NAMED)}")
-    make_folder(out)
-    console().print(str(load(name, root=out, download=True)), markup=False)
-
-
-def write_sheet(path: Path, sets: list[str], mnist: str | None, samples: int) -> None:
-    """Draw the contact sheet."""
-    from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.data.sheet import contact_sheet
-    from torch_dcl.experiments.digits import find_digits
-
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {path} does not")
-    check_output(path)
-    if samples < 1:
-        raise UsageError(f"--samples must be at least 1, not {samples}")
-    contact_sheet(path, mnist=find_digits(mnist), samples=samples, layouts=[LAYOUTS[name] for name in sets])
-    console().print(f"{len(sets)} sets drawn in {path}", markup=False)
-
-
-def check(paths: list[Path], *, as_json: bool) -> bool:
-    """Check prepared files byte for byte; whether all are sound."""
     from rich.text import Text
 
     from torch_dcl.data import DataError, read_prepared
@@ -275,4 +192,56 @@ def check(paths: list[Path], *, as_json: bool) -> bool:
             screen.print(Text.assemble(state, f" {file}: {words}"), soft_wrap=True)
     if as_json:
         print_json(rows)
-    return all(row["sound"] for row in rows)
+    if not all(row["sound"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _sets(given: str) -> list[str]:
+    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``."""
+    from torch_dcl.experiments.digits import read_sets
+
+    return read_sets(given)
+
+
+def what_is_here() -> list[dict[str, Any]]:
+    """Every named set with where it was found, if anywhere, and what to do if not."""
+    from torch_dcl.data.sources import is_here, places, remedy
+
+    rows: list[dict[str, Any]] = [
+        {"name": "mnist-excerpt", "found": "inside the package", "about": "6,000 + 1,000 digits", "remedy": None}
+    ]
+    looked = places()
+    for name, about in NAMED.items():
+        there = next((str(place) for place in looked if is_here(name, place)), None)
+        fetch = f"dcl data fetch {name}, or {remedy(name, looked[0], failed=True)}"
+        rows.append({"name": name, "found": there, "about": about, "remedy": None if there else fetch})
+    for place in looked:
+        files = [file for file in sorted(place.rglob("*.safetensors")) if file.is_file()] if place.is_dir() else []
+        if files:
+            size = sum(file.stat().st_size for file in files) / 2**20
+            about = f"{len(files)} prepared files, {size:,.0f} MiB"
+            rows.append({"name": "prepared", "found": str(place), "about": about, "remedy": None})
+    return rows
+
+
+def show(*, as_json: bool) -> None:
+    """Print the data that is here, and where it is searched."""
+    from rich.text import Text
+
+    from torch_dcl.data.sources import places
+
+    rows = what_is_here()
+    if as_json:
+        print_json({"places": [str(place) for place in places()], "data": rows})
+        return
+    screen = console()
+    table = table_of("data", "what", "where")
+    for row in rows:
+        there, remedy = row["found"], f"not found; {row['remedy']}"
+        table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
+    screen.print(table)
+    screen.print()
+    looked = ", ".join(str(place) for place in places())
+    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
+    screen.print("Multi-digit sets are written when needed.")
+    screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")

@@ -1,6 +1,5 @@
 """``dcl doctor``: what is installed and found here, what is missing, and what to do about it."""
 
-import contextlib
 import os
 import platform
 import sys
@@ -10,7 +9,7 @@ from typing import Any
 
 import typer
 
-from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state, table_of
 
 __all__ = ["examine", "print_checks"]
 
@@ -18,11 +17,7 @@ Check = dict[str, Any]
 
 
 def examine(runs: list[Path]) -> list[Check]:
-    """All checks: name, state (ok, note, problem), what was found, and what to do.
-
-    Args:
-        runs: Run folders to look into.
-    """
+    """All checks, also of some run folders: name, state (ok, note, problem), what was found, and what to do."""
     return [*_versions(), *_devices(), *_data(), *(_run(path) for path in runs)]
 
 
@@ -30,10 +25,12 @@ def _check(name: str, state: str, words: str, remedy: str = "") -> Check:
     return {"name": name, "state": state, "found": words, "remedy": remedy}
 
 
-def _version(name: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
+def _package(name: str, state: str, remedy: str) -> Check:
+    """Whether a package is installed, and the state and the remedy if it is not."""
+    try:
+        return _check(name, "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return _check(name, state, "not installed", remedy)
 
 
 def _versions() -> list[Check]:
@@ -46,15 +43,9 @@ def _versions() -> list[Check]:
         _check("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
         _check("torch", "ok", f"{torch.__version__}, threads: {torch.get_num_threads()}, cores: {os.cpu_count()}"),
     ]
-    for name, use in (("torchvision", "dcl plan"), ("matplotlib", "figures"), ("safetensors", "files")):
-        version = _version(name)
-        rows.append(_check(name, "ok" if version else "problem", version or "missing",
-                           "" if version else f"pip install {name} ({use})"))  # fmt: skip
-    for name, use in (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX")):
-        version = _version(name)
-        rows.append(_check(name, "ok" if version else "note", version or "not installed",
-                           "" if version else f"only for {use}: pip install {name}"))  # fmt: skip
-    return rows
+    needed = [_package(n, "problem", f"pip install {n}") for n in ("torchvision", "matplotlib", "safetensors")]
+    extras = (("timm", "dcl plan timm:NAME"), ("onnx", "export to ONNX"))
+    return [*rows, *needed, *(_package(n, "note", f"only for {use}: pip install {n}") for n, use in extras)]
 
 
 def _devices() -> list[Check]:
@@ -72,10 +63,8 @@ def _devices() -> list[Check]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         rows.append(_check(f"GPU {index}", "ok", f"{about.name}, {about.total_memory / 2**30:.0f} GiB"))
-    triton = _version("triton")
-    rows.append(_check("Triton", "ok" if triton else "problem", triton or "missing",
-                       "" if triton else "pip install triton; without it a GPU computes in plain torch"))  # fmt: skip
-    return [*rows, _host()]
+    triton = _package("triton", "problem", "pip install triton; without it a GPU computes in plain torch")
+    return [*rows, {**triton, "name": "Triton"}, _host()]
 
 
 def _host() -> Check:
@@ -128,16 +117,11 @@ def _run(path: Path) -> Check:
 
 
 def print_checks(runs: list[Path], *, as_json: bool) -> None:
-    """Print all checks; the exit code is 1 where one is a problem.
-
-    Args:
-        runs: Run folders to look into; all in ``runs/`` where none is named.
-        as_json: Whether to print for a machine.
+    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem.
 
     Raises:
         UsageError: There is no such run.
     """
-    from rich.table import Table
     from rich.text import Text
 
     from torch_dcl.experiments.run_reader import find_runs
@@ -151,9 +135,7 @@ def print_checks(runs: list[Path], *, as_json: bool) -> None:
     if as_json:
         print_json({"ok": not bad, "checks": checks})
     else:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for column in range(3):
-            table.add_column(no_wrap=column == 0, overflow="fold")
+        table = table_of("", "", "")
         signs = {"ok": Text("ok", "green"), "note": Text("–", "yellow"), "problem": Text("problem", "red")}
         for check in checks:
             words = Text(check["found"])

@@ -32,19 +32,7 @@ def plan_network(
     batch: int,
     **wish: Any,
 ) -> "Plan":
-    """Build a network and plan its conversion.
-
-    Args:
-        name: As for `torch_dcl.experiments.network_source.find_model`.
-        input_size: Of one input, as it was typed.
-        device: As for `read_device`.
-        dtype: As for `prepared`.
-        memory: As for `prepared`.
-        only: Names and globs of the units to select, as they were typed.
-        force: Whether an exact name among them may take a layer that is left alone.
-        without: Names and globs of the units to leave out.
-        batch: Inputs to run with.
-        **wish: Further arguments of `torch_dcl.plan`.
+    """Build a network and plan its conversion: options as they were typed, and further arguments of `torch_dcl.plan`.
 
     Raises:
         UsageError: An argument is invalid.
@@ -77,14 +65,7 @@ def plan_network(
 
 
 def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.Module":
-    """Move a network to the device, type and memory format to measure it in.
-
-    Args:
-        network: As it was built.
-        device: Where to.
-        dtype: The name of its type.
-        memory: How its 2-d convolutions lie there: "channels_last", "contiguous", or "auto" for the first on a GPU,
-            whose kernels take that, and as they are elsewhere.
+    """Move a network to the device, type and memory format to measure it in; "auto" is channels_last on a GPU.
 
     Raises:
         UsageError: There is no such type or format.

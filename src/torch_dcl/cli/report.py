@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dcl.cli.config import ABOUT, as_toml, find_recipe, plain_settings
-from torch_dcl.cli.console import UsageError, console, nearest, print_json, print_text, say_state
+from torch_dcl.cli.console import UsageError, console, nearest, print_json, print_text, say_state, table_of
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.run_reader import Run
@@ -28,7 +28,6 @@ def print_recipe(name: str, runs: Path, *, as_json: bool) -> None:
 
 def list_all(runs: Path, *, as_json: bool) -> None:
     """Print the recipes, and the runs with their state."""
-    from rich.table import Table
     from rich.text import Text
 
     from torch_dcl.experiments.run_reader import find_runs
@@ -38,19 +37,15 @@ def list_all(runs: Path, *, as_json: bool) -> None:
         print_json({"recipes": ABOUT, "runs": [dataclasses.asdict(state) for state in states]})
         return
     screen = console()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("recipe", style="bold", no_wrap=True)
-    table.add_column("what it runs")
+    table = table_of("recipe", "what it runs", fixed=("recipe",))
     for name, about in ABOUT.items():
-        table.add_row(name, about)
+        table.add_row(Text(name, style="bold"), about)
     screen.print(table)
     screen.print()
     if not states:
         screen.print(Text.assemble(f"No runs in {runs}/ yet. ", ("Try: dcl run table1 --smoke", "dim")))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("run", "recipe", "state", "begun"):
-        table.add_column(column, no_wrap=column in ("recipe", "begun"), overflow="fold")
+    table = table_of("run", "recipe", "state", "begun", fixed=("recipe", "begun"))
     for state in states:
         begun = (state.started or "")[:16].replace("T", " ")
         words = Text(say_state(state), style=COLOURS[state.state])
@@ -59,11 +54,7 @@ def list_all(runs: Path, *, as_json: bool) -> None:
 
 
 def write_report(runs: Sequence[str], output: Path) -> Path:
-    """Write the page of some runs, and return its path.
-
-    Args:
-        runs: Run folders, names of runs in ``runs/``, or files ``table1.json`` and ``table2.json``.
-        output: The page; or a file that ends in ``.json``, for runs of parts of Table 2 as one table.
+    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table.
 
     Raises:
         UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not

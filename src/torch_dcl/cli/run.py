@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
+from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several, table_of
+from torch_dcl.experiments import protocol
 from torch_dcl.progress import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch_dcl.experiments.protocol import Progress
     from torch_dcl.experiments.runner import Failure, Summary
 
 __all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
@@ -28,12 +28,7 @@ RESUME_ME = 75
 
 
 def run_task(task: Task, *, as_json: bool = False) -> None:
-    """Run, print the result, and say where it is.
-
-    Args:
-        task: What to run.
-        as_json: Whether to end with the run's state for a machine.
-    """
+    """Run, print the result, and say where it is; with ``as_json`` end with the run's state."""
     from rich.text import Text
 
     from torch_dcl.experiments.ranks import StopRequest
@@ -128,36 +123,22 @@ def _say_stopped(task: Task, why: str) -> None:
 
 
 def dry_run(task: Task, *, as_json: bool = False) -> None:
-    """Print an estimate of the run.
-
-    Args:
-        task: The run.
-        as_json: Whether to print JSON.
-    """
+    """Print an estimate of the run."""
     words, plain = task.recipe.estimate(say_minutes)
     if as_json:
         print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
         return
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="dim")
-    table.add_column(overflow="fold")
+    table = table_of("", "")
     for topic, text in {**words, "folder": str(task.out)}.items():
-        table.add_row(topic, Text(text))
+        table.add_row(Text(topic, style="dim"), Text(text))
     console().print(table)
     console().print("Nothing was run or written.", style="dim")
 
 
 def run_demo(out: Path | None, settings: dict[str, Any], *, as_json: bool = False) -> None:
-    """Train three networks, print a verdict, and write a page.
-
-    Args:
-        out: The run folder; None for one that is not there yet.
-        settings: Of the recipe, None where they were not given.
-        as_json: Whether to end with the result for a machine.
-    """
+    """Train three networks, print a verdict, and write a page; without a folder, to one that is not there yet."""
     from rich.text import Text
 
     from torch_dcl.cli.console import make_folder
@@ -194,12 +175,10 @@ def _use_free_cores() -> int:
     return threads
 
 
-class Listener:
+class Listener(protocol.Listener):
     """Moves a bar over networks with the progress of a run.
 
-    Args:
-        bar: The bar; a fleet of 75 networks after a third of its epochs counts as 25 of them.
-        first: What is done before the first fleet.
+    A fleet of 75 networks after a third of its epochs counts as 25 of them.
     """
 
     def __init__(self, bar: Bar, first: str = "building networks") -> None:
@@ -208,13 +187,13 @@ class Listener:
         self._size = 0
 
     def begin(self, before: int, total: int) -> None:
-        """So many networks were done before, and so many there are in all."""
+        """Start the bar at the networks that are done."""
         self.bar.begin_at(before, total)
         self._before, self._size = float(before), 0
         self.bar.now(self.first)
 
-    def on_epoch(self, at: "Progress") -> None:
-        """A fleet has trained so many epochs."""
+    def on_epoch(self, at: protocol.Progress) -> None:
+        """Move the bar by the epochs of a fleet."""
         if at.epoch == 0:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""

@@ -2,10 +2,9 @@
 
 from torch_dcl.data import digits, layouts
 from torch_dcl.data.batches import Batches
-from torch_dcl.data.dataset import DataError, Dataset
+from torch_dcl.data.dataset import DataError, Dataset, read_prepared, write_prepared
 from torch_dcl.data.imagenet import ImageNetBatches
 from torch_dcl.data.mnist import mnist_excerpt
-from torch_dcl.data.prepared import read_prepared, write_prepared
 from torch_dcl.data.sources import load
 
 __all__ = [

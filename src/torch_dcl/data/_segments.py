@@ -103,14 +103,7 @@ def segment(mnist: MnistLike, split: str) -> Segments:
 
 
 def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, split: str) -> tuple[Tensor, Tensor]:
-    """Read and check the digits of a split, without cropping them.
-
-    Args:
-        mnist: As for `generate`, without `Segments`.
-        split: `"train"` or `"test"`.
-
-    Returns:
-        Images, uint8 `[n, 28, 28]`, and labels, int64 `[n]`.
+    """Read and check the digits of a split, uint8 `[n, 28, 28]`, and their labels, int64 `[n]`, without cropping them.
 
     Raises:
         OSError, TypeError, ValueError: As for `segment`.

@@ -91,14 +91,7 @@ ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 
 
 def read_cifar_set(name: str, place: Path) -> Dataset | None:
-    """Read a CIFAR set: the official binary files, the official archive, or arrays.
-
-    Args:
-        name: `"cifar10"` or `"cifar100"`.
-        place: Where to look, or the folder above the set's own.
-
-    Returns:
-        The dataset, or None when no file of it is there.
+    """Read a CIFAR set: the official binary files, the official archive, or arrays; None where no file of it is there.
 
     Raises:
         FileNotFoundError: Some of the files are there and others are missing.

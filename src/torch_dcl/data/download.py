@@ -23,10 +23,7 @@ _WITHOUT_DATA = (
 def fetch(addresses: list[str], target: Path, md5: str) -> None:
     """Download one file with torchvision's downloader, which shows a progress bar. An existing file is kept.
 
-    Args:
-        addresses: Its addresses, tried in order.
-        target: The path of the file. Folders are created as needed.
-        md5: Its published MD5.
+    The addresses are tried in order, and folders are created as needed.
 
     Raises:
         OSError: The download failed from all addresses. Nothing is left behind.
@@ -55,14 +52,7 @@ def fetch(addresses: list[str], target: Path, md5: str) -> None:
 
 
 def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]:
-    """Read the expected files of a gzipped tar archive into memory. Nothing is written.
-
-    Args:
-        archive: The file.
-        expected: Name in the archive to its size in bytes.
-
-    Returns:
-        The content of every expected file by its name.
+    """Read the expected files of a gzipped tar archive, by name and size, into memory. Nothing is written.
 
     Raises:
         DataError: The archive is damaged or of another format, one of the files is missing, is there twice, is not a
@@ -101,12 +91,7 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
 
 
 def write_members(archive: Path, expected: Mapping[str, int], folder: Path) -> None:
-    """Unpack the expected files of an archive, each whole or not at all.
-
-    Args:
-        archive: The file.
-        expected: As for `read_members`.
-        folder: Where to put them, by their names in the archive.
+    """Unpack the expected files of an archive to a folder, each whole or not at all.
 
     Raises:
         DataError: As `read_members`.

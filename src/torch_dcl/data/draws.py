@@ -40,28 +40,12 @@ def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
 
 
 def below(drawn: Tensor, bound: int) -> Tensor:
-    """Map drawn numbers to a range.
-
-    Args:
-        drawn: From `draw`.
-        bound: From 1 to 2³¹.
-
-    Returns:
-        int64 from 0 to bound − 1, uniform to about bound / 2³².
-    """
+    """Map drawn numbers to int64 from 0 to bound − 1, uniform to about bound / 2³²; the bound is at most 2³¹."""
     return _right(drawn, 32) * bound >> 32
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
     """Check an argument that must be a whole number. Numpy integers are accepted, True and False are not.
-
-    Args:
-        name: Its name, for the error.
-        value: The argument.
-        least: The smallest allowed value.
-
-    Returns:
-        The number.
 
     Raises:
         TypeError: It is not a whole number.

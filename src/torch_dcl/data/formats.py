@@ -29,14 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read_idx(path: Path, dimensions: int) -> Bytes:
-    """Read an idx file of unsigned bytes, gzipped when its name ends in `.gz`.
-
-    Args:
-        path: The file.
-        dimensions: How many the array must have: 3 for images, 1 for labels.
-
-    Returns:
-        The array, a copy in memory.
+    """Read an idx file of unsigned bytes, gzipped when its name ends in `.gz`: 3 dimensions for images, 1 for labels.
 
     Raises:
         DataError: The file is truncated, too long, wrongly packed or of another format.
@@ -90,14 +83,7 @@ def _read_idx(path: Path, file: io.BufferedIOBase, dimensions: int, size: int | 
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Read a whole file that is not too large.
-
-    Args:
-        path: The file.
-        most: How many bytes it may have.
-
-    Returns:
-        Its content.
+    """Read a whole file of at most `most` bytes.
 
     Raises:
         DataError: The file is larger.
@@ -113,11 +99,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tuple[Bytes, Bytes]:
     """Read the records of a binary CIFAR file: one or two bytes of labels, then 3 × 32 × 32 pixels.
 
-    Args:
-        name: What to call the file in an error.
-        content: All of its bytes.
-        label_bytes: 1 for CIFAR-10; 2 for CIFAR-100, whose second byte is the fine label.
-        classes: How many there are.
+    CIFAR-100 has two label bytes, of which the second is the fine label. The name is for errors.
 
     Returns:
         Images `[N, 3, 32, 32]` and labels `[N]`.
@@ -145,12 +127,6 @@ def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tup
 
 def read_npy(path: Path) -> npt.NDArray[np.generic]:
     """Open a numpy file as a memory map. Writing to the array changes it in memory and never on the disk.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The array.
 
     Raises:
         DataError: The file is truncated, packed, pickled, or of another format.

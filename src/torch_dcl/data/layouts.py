@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def classes(self) -> int:
-        """The number of classes: all numbers with so many digits."""
+        """The number of classes: one for every number of these digits."""
         return int(10 ** len(self.digits))
 
     def effective(self, name: str) -> float:

@@ -32,7 +32,7 @@ _PIECE = 1 << 20
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[int], bytes]
-"""Returns exactly so many bytes, or raises EOFError."""
+"""Returns exactly this many bytes, or raises EOFError."""
 
 
 class _Array(NamedTuple):
@@ -45,9 +45,6 @@ class _Array(NamedTuple):
 
 def read_mat(path: Path) -> tuple[Bytes, Bytes]:
     """Read a file of SVHN's cropped digits: X of 32 × 32 × 3 × N bytes, y of N labels from 1 to 10, where 10 is zero.
-
-    Args:
-        path: The file.
 
     Returns:
         Images `[N, 3, 32, 32]` and labels `[N]` from 0 to 9.
@@ -144,7 +141,7 @@ def _check_count(path: Path, name: str, count: int) -> None:
 
 
 def _small(read: Read, order: str, most: int) -> bytes:
-    """The data of a sub-element of at most so many bytes, and past its padding."""
+    """The data of a sub-element of at most this many bytes, and past its padding."""
     _, length, content = _tag(read, order)
     if content is not None:
         return content

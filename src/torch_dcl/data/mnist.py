@@ -33,14 +33,7 @@ _SHA256 = "114f639aa2ad9fa856bbe7513c8983a31d2634d83b57a6becbe538c5979d60e6"
 
 
 def find_mnist(place: Path) -> Path | None:
-    """Find the idx files of MNIST in `MNIST/raw`, in `mnist`, or in the place itself.
-
-    Args:
-        place: The folder to look in.
-
-    Returns:
-        The folder that has at least one of the files; None where none has.
-    """
+    """The folder with an idx file of MNIST: `MNIST/raw`, `mnist`, or the place itself; None where none has one."""
     files = [file for pair in FILES.values() for file in pair]
     folders = (place / folder for folder in _FOLDERS)
     return next((folder for folder in folders if any(_packed_or_not(folder, file) for file in files)), None)
@@ -48,10 +41,6 @@ def find_mnist(place: Path) -> Path | None:
 
 def read_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
     """Read one split of MNIST from a folder with its idx files.
-
-    Args:
-        folder: From `find_mnist`, or any folder.
-        split: `"train"` or `"test"`.
 
     Returns:
         Images, uint8 `[N, H, W]`, and labels, int64 `[N]`.

@@ -5,26 +5,30 @@
 
 import dataclasses
 import difflib
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from torch_dcl.data.cifar import ADDRESS, CIFAR, read_cifar_set
-from torch_dcl.data.content import KNOWN, examine
-from torch_dcl.data.dataset import Dataset
+from torch_dcl.data.dataset import DataError, Dataset, read_prepared
 from torch_dcl.data.download import fetch, write_members
 from torch_dcl.data.draws import whole_number
 from torch_dcl.data.folder import read_arrays, read_folder
 from torch_dcl.data.mnist import FILES as MNIST_FILES
 from torch_dcl.data.mnist import RAW, find_mnist, mnist_excerpt, read_mnist
-from torch_dcl.data.prepared import read_prepared
 from torch_dcl.data.svhn import FILES as SVHN_FILES
 from torch_dcl.data.svhn import read_svhn
+from torch_dcl.files import sha256_bytes
 
-__all__ = ["load", "places"]
+__all__ = ["KNOWN", "content_hashes", "examine", "is_here", "load", "places", "remedy"]
 
 NAMES = ("mnist", "mnist-excerpt", "cifar10", "cifar100", "svhn")
 PREFIXES = ("folder", "arrays", "prepared")
+_CHUNK = 4096  # images at a time, so that memory-mapped data is not read at once
 _DIGITS = tuple(str(digit) for digit in range(10))
 
 
@@ -103,7 +107,7 @@ def load(
     where = ", ".join(str(place) for place in looked)
     if name == "mnist" and root is None:
         return _excerpt(f"; the whole set was not found in {where}")
-    raise FileNotFoundError(f"{name} was not found in {where}; {_remedy(name, looked[0])}")
+    raise FileNotFoundError(f"{name} was not found in {where}; {remedy(name, looked[0])}")
 
 
 def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -119,6 +123,17 @@ def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
         return [Path(root).expanduser()]
     set_by_user = os.environ.get("TORCH_DCL_DATA")
     return [*([Path(set_by_user).expanduser()] if set_by_user else []), Path("data"), _cache()]
+
+
+def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
+    """Whether files of a named set are in the usual places, or in `root` alone, by their names."""
+    if name == "mnist":
+        return any(find_mnist(place) is not None for place in places(root))
+    if name == "svhn":
+        files = [f"{folder}{SVHN_FILES['train']}" for folder in ("", "svhn/", "SVHN/")]
+    else:
+        files = [CIFAR[name].archive, CIFAR[name].folder, name]
+    return any((place / file).exists() for place in places(root) for file in files)
 
 
 def _cache() -> Path:
@@ -185,10 +200,10 @@ def _fetch(name: str, target: Path, extra: bool) -> None:
             fetch([ADDRESS + form.archive], target / form.archive, form.md5)
             write_members(target / form.archive, form.members, target)
     except OSError as error:
-        raise OSError(f"{name} could not be fetched: {error}; {_remedy(name, target, failed=True)}") from error
+        raise OSError(f"{name} could not be fetched: {error}; {remedy(name, target, failed=True)}") from error
 
 
-def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
+def remedy(name: str, place: Path, *, failed: bool = False) -> str:
     """Which files to put where; and unless that failed, how they are fetched."""
     if name == "mnist":
         files, folder = [f"{file}.gz" for pair in MNIST_FILES.values() for file in pair], place / RAW
@@ -202,3 +217,114 @@ def _remedy(name: str, place: Path, *, failed: bool = False) -> str:
     if failed:
         return f"put {', '.join(files)} into {folder}"
     return f"put {', '.join(files)} into {folder}, or fetch them with `dcl data fetch {name}` ({rest})"
+
+
+# Known content: the SHA-256 of MNIST, CIFAR-10 and CIFAR-100, which identifies a complete copy. A copy with the right
+# number of images and another hash is damaged.
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """Counts and hashes of a set, train and test.
+
+    Args:
+        title: Its usual name.
+        counts: Number of images.
+        content: Hashes that do not depend on the order.
+        order: Hashes in the order of the original files, where these were available.
+    """
+
+    title: str
+    counts: tuple[int, int]
+    content: tuple[str, str]
+    order: tuple[str, str] | None
+
+
+KNOWN = {
+    "mnist": Known(
+        "MNIST",
+        (60_000, 10_000),
+        (
+            "4e35f5e69bd16b1a92409f186af4625c081c64b4c17acfa161b296088786cf51",
+            "15f179fc8064b3885ce612239b7bc451486775946a7c64c70562b061ff716383",
+        ),
+        (
+            "1be66601a65f455ac9bf1812772f9643f822adba0af3ff63651448e8535e8399",
+            "020a316a55e4a5c571afffc18a9dac5c069bdb40c5fd2b9449e4727409505e4f",
+        ),
+    ),
+    "cifar10": Known(
+        "CIFAR-10",
+        (50_000, 10_000),
+        (
+            "464110d38d180886da2fbfd74b60e8311bf0055b69563716abbbf3627d3fac80",
+            "f01877e81dae1f55f260d1d23c98e51b5128033a34a0a92b88a125f256bb7851",
+        ),
+        (
+            "a5d7223f53ff3ca861f5e2e1d881399e48d9a34a38003fa9ebf64b6ba1fe80aa",
+            "02524cf3d186570506fe0bc97ca2c19d8873bd47c7d6dfc4add5ef6bf5c761e2",
+        ),
+    ),
+    "cifar100": Known(
+        "CIFAR-100",
+        (50_000, 10_000),
+        (
+            "778c4f3ac479801d3de95fb630041ebccaf4f71f8188eac3452f574a56a837d0",
+            "1072eb731d00e5beb7d6feab3b4d44dbed02b77a78f39f47b3c37613ff3b5c58",
+        ),
+        None,
+    ),
+}
+
+
+def examine(dataset: Dataset) -> str:
+    """Compare the content of a named set with the known one.
+
+    Args:
+        dataset: The set; its name says which known set it is compared with.
+
+    Returns:
+        `"known content"`, with a note where the order is not the original one, or `"unknown content: …"` with the
+        reason.
+
+    Raises:
+        DataError: It has as many images as the known set, so it claims to be that set, and its hash differs.
+    """
+    known = KNOWN.get(dataset.name)
+    if known is None:
+        return "unknown content: no hash is on record"
+    counts = (len(dataset.train_labels), len(dataset.test_labels))
+    if counts != known.counts:
+        return (
+            f"unknown content: {counts[0]:,} + {counts[1]:,} images, and {known.title} has "
+            f"{known.counts[0]:,} + {known.counts[1]:,}"
+        )
+    in_order = True
+    for position, split in enumerate(("train", "test")):
+        found, order = content_hashes(*dataset.splits[split])
+        if found != known.content[position]:
+            raise DataError(
+                f"{dataset.source}: the {split} split is damaged or not {known.title}: the SHA-256 of its content is "
+                f"{found}, expected {known.content[position]}; fetch the files again, or load another set of this "
+                "form as arrays:PATH"
+            )
+        in_order &= known.order is None or order == known.order[position]
+    return "known content" if in_order else "known content in another order"
+
+
+def content_hashes(images: Tensor, labels: Tensor) -> tuple[str, str]:
+    """Hash images with their labels: a SHA-256 that does not depend on their order, and one that does.
+
+    Both are over the SHA-256 of each label (two bytes, the lower first) and image, for the first of them sorted.
+
+    Args:
+        images: uint8 `[N, C, H, W]`.
+        labels: int64 `[N]`, each from 0 to 65,535.
+    """
+    found: list[bytes] = []
+    for start in range(0, len(images), _CHUNK):
+        some, these = images[start : start + _CHUNK], labels[start : start + _CHUNK, None]
+        rows = torch.cat([(these % 256).byte(), (these // 256).byte(), some.reshape(len(some), -1)], 1).cpu()
+        content, width = rows.numpy().tobytes(), rows.shape[1]
+        found += [hashlib.sha256(content[at : at + width]).digest() for at in range(0, len(content), width)]
+    return sha256_bytes(*sorted(found)), sha256_bytes(*found)

@@ -1,13 +1,13 @@
 """What the paper reports, and the runs and tables that answer it."""
 
-from torch_dcl.experiments.claims import Finding, judge
+from torch_dcl.experiments.claims import Finding, findings, judge
 from torch_dcl.experiments.paper_numbers import TABLE1, TABLE2, Reported
+from torch_dcl.experiments.recipes.table1 import as_rich, as_text, verdict
 from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
 from torch_dcl.experiments.run_reader import Run, find_runs, read_run
 from torch_dcl.experiments.runner import run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.experiments.table import Cell, Table, TableError, load, save
-from torch_dcl.experiments.text import as_rich, as_text, findings, verdict
 
 __all__ = [
     "TABLE1", "TABLE2", "Cell", "Finding", "NaturalTable", "Reported", "Run", "SettingError", "Table", "TableError",

@@ -1,16 +1,17 @@
 """The claims of the paper's section 4.1, each as a function that judges a table.
 
 A claim is judged on the sets that a table has, and its evidence says how many it lacks. The verdict goes by mean
-errors, as the paper's own reading does. Where errors are known seed by seed, the evidence also counts the differences
-that are clear: those whose 95 % paired interval excludes 0. One in twenty such intervals excludes 0 by chance.
+errors, as the paper's own reading does. The evidence has the mean difference over the sets ± its standard error over
+them; where single cells are compared seed by seed, the difference with its 95 % interval.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, THREE_DIGITS, TWO_DIGITS
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, TABLE1, THREE_DIGITS, TWO_DIGITS
 from torch_dcl.experiments.stats import (
     Comparison,
     Errors,
@@ -24,11 +25,14 @@ from torch_dcl.experiments.stats import (
     signed,
 )
 
+if TYPE_CHECKING:
+    from torch_dcl.experiments.table import Table
+
 __all__ = [
-    "Finding", "Verdict", "best_is_near_oracle", "difficulty_rises", "fewer_weights", "first_layer_improves",
-    "further_findings", "judge", "large_banks_help_little", "loss_gap_shrinks", "more_filters_help",
-    "oracle_beats_baseline", "oracle_is_lowest", "second_layer_is_unstable", "stochastic_beats_deterministic",
-    "three_branches_beat_two", "three_branches_matter_less_on_two_digits",
+    "Finding", "Verdict", "best_is_near_oracle", "difficulty_rises", "fewer_weights", "findings",
+    "first_layer_improves", "further_findings", "judge", "large_banks_help_little", "loss_gap_shrinks",
+    "more_filters_help", "oracle_beats_baseline", "oracle_is_lowest", "second_layer_is_unstable",
+    "stochastic_beats_deterministic", "three_branches_beat_two", "three_branches_matter_less_on_two_digits",
 ]  # fmt: skip
 
 Verdict: TypeAlias = Literal["holds", "does not hold", "not decidable"]
@@ -71,6 +75,40 @@ def judge(table: ErrorTable) -> tuple[Finding, ...]:
     )
 
 
+Pair = tuple[Finding | None, Finding]
+
+
+def findings(table: "Table", further: Sequence[Finding] = ()) -> list[Pair]:
+    """Every claim with what the paper's own table says of it, and what this one says.
+
+    Args:
+        table: The table.
+        further: Findings about this table's networks from other data, such as `claims.large_banks_help_little`.
+
+    Returns:
+        Pairs; the first is None where the paper prints no numbers to judge by.
+    """
+    pairs: list[Pair] = list(zip(judge(TABLE1), judge(table.errors()), strict=True))
+    alone = [fewer_weights(table.weights()), loss_gap_shrinks(table.losses("MNIST-III-10")), *further]
+    return pairs + [(None, finding) for finding in alone]
+
+
+def summary(table: "Table", further: Sequence[Finding] = ()) -> str:
+    """How many claims hold, here and in the paper's own table; ``further`` as in `findings`."""
+    pairs = findings(table, further)
+    here = Counter(ours.verdict for _, ours in pairs)
+    paper = Counter(theirs.verdict for theirs, _ in pairs if theirs)
+    return (
+        f"Section 4.1 of the paper, split into {len(pairs)} claims: {_are(here['holds'], 'holds', 'hold')} here, "
+        f"{_are(here['does not hold'], 'does', 'do')} not, and {here['not decidable']} cannot be decided. "
+        f"By the paper's own table, {paper['holds']} of {paper.total()} hold."
+    )
+
+
+def _are(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
 def difficulty_rises(table: ErrorTable) -> Finding:
     """A set with a larger number is more difficult."""
     rises, steps = 0, 0
@@ -103,8 +141,7 @@ def oracle_is_lowest(table: ErrorTable) -> Finding:
     lower = [f"{c.column} on {name}" for c in comparisons for name in c.better]
     equal = [f"{c.column} on {name}" for c in comparisons for name in c.equal]
     cells = sum(c.compared for c in comparisons)
-    clear = f" ({sum(len(c.clear_better) for c in comparisons)} clearly)" if any(c.paired for c in comparisons) else ""
-    evidence = f"Of {cells} errors beside an oracle's, {len(lower)} are lower{clear}{_naming(lower)}"
+    evidence = f"Of {cells} errors beside an oracle's, {len(lower)} are lower{_naming(lower)}"
     evidence += f" and {len(equal)} equal{_naming(equal)}."
     return Finding(
         "The oracle's error is the lowest everywhere.",
@@ -126,13 +163,7 @@ def first_layer_improves(table: ErrorTable) -> Finding:
 
 
 def best_is_near_oracle(table: ErrorTable, name: str = "MNIST-III-05", share: float = 0.25) -> Finding:
-    """On MNIST-III-05 the best DCL model is comparable to the oracle.
-
-    Args:
-        table: Set to column to errors.
-        name: The set to judge by.
-        share: How much of the gap between baseline and oracle may remain.
-    """
+    """On MNIST-III-05 the best DCL model is comparable to the oracle: at most a share of the baseline's gap remains."""
     row = {column: centre(errors) for column, errors in table.get(name, {}).items()}
     models = [column for column in DCL_COLUMNS if column in row]
     claim = f"On {name} the best DCL model is comparable to the oracle."
@@ -162,9 +193,6 @@ def second_layer_is_unstable(table: ErrorTable) -> Finding:
     cells = sum(c.compared for c in comparisons)
     evidence = f"Of {cells} errors of B2, B3S and B3D, {better} are lower than the baseline's by more than the larger "
     evidence += f"deviation and {worse} higher by more"
-    if any(c.paired for c in comparisons):
-        evidence += f"; {sum(len(c.clear_better) for c in comparisons)} are clearly lower"
-        evidence += f" and {sum(len(c.clear_worse) for c in comparisons)} clearly higher"
     return Finding(
         "DCL on the second fully-connected layer is unstable: better on some sets, worse than the baseline on others.",
         "4.1.3",
@@ -175,12 +203,7 @@ def second_layer_is_unstable(table: ErrorTable) -> Finding:
 
 
 def three_branches_beat_two(table: ErrorTable, column: str) -> Finding:
-    """Three branches are better than two on all three-digit sets.
-
-    Args:
-        table: Set to column to errors.
-        column: The model with three branches: A3S, A3D, B3S or B3D.
-    """
+    """A model with three branches (A3S, A3D, B3S or B3D) is better than that with two on all three-digit sets."""
     return _everywhere(
         f"On all three-digit sets three branches are better than two: {column} against {column[0]}2.",
         "4.1.3",
@@ -190,12 +213,7 @@ def three_branches_beat_two(table: ErrorTable, column: str) -> Finding:
 
 
 def three_branches_matter_less_on_two_digits(table: ErrorTable, column: str) -> Finding:
-    """The advantage of three branches over two is much smaller on two digits.
-
-    Args:
-        table: Set to column to errors.
-        column: The model with three branches: A3S, A3D, B3S or B3D.
-    """
+    """The advantage of a model with three branches over that with two is much smaller on two digits."""
     two = f"{column[0]}2"
     gains = []
     for group in (TWO_DIGITS, THREE_DIGITS):
@@ -214,12 +232,7 @@ def three_branches_matter_less_on_two_digits(table: ErrorTable, column: str) -> 
 
 
 def stochastic_beats_deterministic(table: ErrorTable, layer: str) -> Finding:
-    """The stochastic strategy is often better than the deterministic one.
-
-    Args:
-        table: Set to column to errors.
-        layer: A for the first fully-connected layer, B for the second.
-    """
+    """The stochastic strategy is often better than the deterministic one, in layer A (the first) or B."""
     comparison = compare(table, f"{layer}3S", f"{layer}3D")
     return Finding(
         f"The stochastic strategy is often better than the deterministic one: {layer}3S against {layer}3D.",
@@ -231,11 +244,7 @@ def stochastic_beats_deterministic(table: ErrorTable, layer: str) -> Finding:
 
 
 def fewer_weights(weights: Mapping[str, Mapping[str, int]]) -> Finding:
-    """The DCL models have fewer weights than the baseline.
-
-    Args:
-        weights: Set to column to number of weights.
-    """
+    """The DCL models have fewer weights than the baseline; ``weights`` are by set and column."""
     parts, more = [], 0
     for column in DCL_COLUMNS:
         rows = [row for row in weights.values() if column in row and "baseline" in row]
@@ -253,12 +262,7 @@ def fewer_weights(weights: Mapping[str, Mapping[str, int]]) -> Finding:
 
 
 def loss_gap_shrinks(losses: Mapping[str, Losses], name: str = "MNIST-III-10") -> Finding:
-    """DCL alleviates over-fitting: the gap between training and test loss is smaller.
-
-    Args:
-        losses: Column to losses, over the same seeds. The paper shows the baseline, A2, A3D and A3S.
-        name: The set that the losses belong to.
-    """
+    """DCL alleviates over-fitting: the gap between training and test loss is smaller; losses by column, on a set."""
     models = [column for column in FIRST if column in losses]
     claim = f"On {name} DCL largely alleviates over-fitting."
     criterion = "the mean gap between test and training loss is smaller than the baseline's in A2, A3S and A3D"
@@ -270,18 +274,14 @@ def loss_gap_shrinks(losses: Mapping[str, Losses], name: str = "MNIST-III-10") -
     for column in models:
         gaps = losses[column].gaps
         smaller.append(mean(gaps) < mean(reference))
-        parts.append(f"{column} {_minus(mean(gaps))}{_clearly(gaps, reference)}")
+        parts.append(f"{column} {_minus(mean(gaps))}{_apart(gaps, reference)}")
     evidence = f"Test loss minus training loss: baseline {_minus(mean(reference))}, {', '.join(parts)}."
     decidable = len(models) == len(FIRST) or not all(smaller)
     return Finding(claim, "4.1.3", criterion, _decide(all(smaller), decidable=decidable), evidence)
 
 
 def more_filters_help(points: Sequence[tuple[int, Sequence[float]]]) -> Finding:
-    """The accuracy goes up with the number of filters in a branch.
-
-    Args:
-        points: Filters in a branch, and the errors, one per seed.
-    """
+    """The accuracy goes up with the number of filters in a branch; ``points`` are filters and errors by seed."""
     ordered = sorted(points, key=lambda point: point[0])
     errors = [mean(runs) for _, runs in ordered]
     falls = sum(b < a for a, b in itertools.pairwise(errors))
@@ -289,7 +289,7 @@ def more_filters_help(points: Sequence[tuple[int, Sequence[float]]]) -> Finding:
     if len(errors) > 1:
         (few, first), (many, last) = ordered[0], ordered[-1]
         evidence = f"The error goes from {errors[0]:.2f} with {few} filters to {errors[-1]:.2f} with {many}"
-        evidence += f"{_clearly(last, first)}, and falls at {falls} of {len(errors) - 1} steps."
+        evidence += f"{_apart(last, first)}, and falls at {falls} of {len(errors) - 1} steps."
     return Finding(
         "The accuracy goes up with the number of filters in a branch.",
         "4.1.3",
@@ -300,11 +300,9 @@ def more_filters_help(points: Sequence[tuple[int, Sequence[float]]]) -> Finding:
 
 
 def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middle: int | None = None) -> Finding:
-    """A large filter bank does not help much.
+    """A large filter bank does not help much; ``points`` are filters and errors by seed.
 
-    Args:
-        points: Filters in a branch, and the errors, one per seed.
-        middle: The number of filters from which on a bank counts as large; None takes the middle one of the list.
+    A bank is large from ``middle`` filters on; None takes the middle number of the list.
 
     Raises:
         ValueError: a ``middle`` that is not among the points.
@@ -321,18 +319,13 @@ def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middl
         return Finding(claim, "4.1.3", criterion, "not decidable", evidence)
     low, mid, high = ordered[0], ordered[centre_at], ordered[-1]
     before, after = mean(low[1]) - mean(mid[1]), mean(mid[1]) - mean(high[1])
-    evidence = f"From {low[0]} to {mid[0]} filters the error changes by {signed(-before)}{_clearly(mid[1], low[1])}, "
-    evidence += f"from {mid[0]} to {high[0]} by {signed(-after)}{_clearly(high[1], mid[1])}."
+    evidence = f"From {low[0]} to {mid[0]} filters the error changes by {signed(-before)}{_apart(mid[1], low[1])}, "
+    evidence += f"from {mid[0]} to {high[0]} by {signed(-after)}{_apart(high[1], mid[1])}."
     return Finding(claim, "4.1.3", criterion, _decide(after <= max(before / 2, 0.0)), evidence)
 
 
 def further_findings(parts: Mapping[str, Any], *, with_curves: bool = True) -> list[Finding]:
-    """What the data of figures says of the claims that a table cannot answer.
-
-    Args:
-        parts: The data by part: ``filters``, ``curves``.
-        with_curves: Whether to judge the curves, which a table may have answered by its losses.
-    """
+    """What the data of figures says of the claims that a table cannot answer, or may have answered by its losses."""
     findings = []
     if (filters := parts.get("filters")) is not None:
         points = [(point["filters"], point["errors"]) for point in filters["points"]]
@@ -373,9 +366,7 @@ def _naming(places: Sequence[str], most: int = 3) -> str:
     return f" ({', '.join(places[:most])}{', …' if len(places) > most else ''})"
 
 
-def _clearly(values: Errors, reference: Errors) -> str:
-    """Whether two lists over the same seeds differ clearly; nothing where they cannot be paired."""
+def _apart(values: Errors, reference: Errors) -> str:
+    """The difference of two lists over the same seeds with its 95 % interval; nothing where they cannot be paired."""
     pair = difference(values, reference) if len(values) == len(reference) else None
-    if pair is None:
-        return ""
-    return (" (clearly lower)", " (no clear difference)", " (clearly higher)")[pair.clear + 1]
+    return "" if pair is None else f" (difference {pair})"

@@ -1,10 +1,15 @@
-"""The columns of Table 1 as networks: the paper's, and the controls that a reader asks for.
+"""The columns of Table 1: the paper's networks, the controls that a reader asks for, and their learning rates.
 
-A DCL network is always the baseline after `convert_`. The controls have DCL-A2's weights, to within half a filter.
+A DCL network is always the baseline after `convert_`. The controls have DCL-A2's weights, to within half a filter. The
+learning rates were chosen by `torch_dcl.experiments.recipes.table1_search`.
 """
 
 import functools
+import json
 import math
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +19,10 @@ from torch_dcl.models import _common, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
-__all__ = ["CONTROLS", "EXTRAS", "MODELS", "build", "weights"]
+__all__ = [
+    "CONTROLS", "EXTRAS", "MODELS", "Choice", "Trial", "build", "choice_as_plain", "read_choice", "stored_choice",
+    "stored_minutes", "weights",
+]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
 """At A2's weights: the layer narrowed, of low rank (T = 1), and with its branches averaged instead of multiplied."""
@@ -65,7 +73,7 @@ def weights(column: str, classes: int, *, filters: int | None = None) -> int:
 
 
 def _narrow_filters(classes: int) -> int:
-    """So few filters in the first fully-connected layer that the network has the weights of DCL-A2."""
+    """Filters of the first fully-connected layer with which the network has the weights of DCL-A2."""
     fixed = weights("baseline", classes) - _FC1 * (_FC1_IN + classes)
     return round((weights("A2", classes) - fixed) / (_FC1_IN + classes))
 
@@ -88,3 +96,52 @@ def _plans(column: str, classes: int, filters: int | None) -> tuple[Plan, ...]:
         share = _SHARE if filters is None else filters / layer.out_features
         return (variant_plan(model, column, fraction=share),)
     raise ValueError(f"there is no column {column!r}; the columns are {', '.join((*MODELS, *EXTRAS))}")
+
+
+# Learning rates
+
+
+class Trial(NamedTuple):
+    """What is tuned: the learning rate, and a bound on the gradient's norm."""
+
+    lr: float
+    clip: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.lr:g}" + ("" if math.isinf(self.clip) else f" clip {self.clip:g}")
+
+    def as_plain(self) -> dict[str, float | None]:
+        """The trial as JSON has it."""
+        return {"lr": self.lr, "clip": None if math.isinf(self.clip) else self.clip}
+
+
+Choice = dict[str, dict[int, Trial]]
+"""By column and number of digits."""
+
+
+def read_choice(plain: Mapping[str, Any]) -> Choice:
+    """Read what `choice_as_plain` gave."""
+    return {
+        column: {int(count): Trial(t["lr"], t["clip"] or math.inf) for count, t in by_count.items()}
+        for column, by_count in plain.items()
+    }
+
+
+def choice_as_plain(choice: Choice, columns: Iterable[str]) -> dict[str, Any]:
+    """The choice for some columns, as JSON has it."""
+    return {column: {str(n): trial.as_plain() for n, trial in choice[column].items()} for column in columns}
+
+
+def stored_choice() -> Choice:
+    """What the search chose when it was last run for this release."""
+    return read_choice(_stored()["choice"])
+
+
+def stored_minutes() -> dict[str, float]:
+    """Minutes of the ``calibration`` of the sets and of that ``search``, on the machines that their results name."""
+    return dict(_stored()["minutes"])
+
+
+def _stored() -> dict[str, Any]:
+    text = resources.files("torch_dcl.experiments").joinpath("chosen.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))

@@ -118,7 +118,7 @@ def class_responses(
         layer_name: The name of one, for example ``"fc1"``.
         images: As the network takes them, ``[N, ...]``.
         labels: Whole numbers ``[N]``.
-        digits: How many digits a label has as a number. 1 takes labels as mere classes.
+        digits: How many digits a label has as a number. 1 takes labels as plain classes.
         classes: How many classes, or their names. None takes ``10**digits``, or with ``digits`` 1 as many as the
             labels need.
         batch: Images a forward pass. It changes memory and speed, not the result.
@@ -173,16 +173,8 @@ def pick_filter(responses: ClassResponses) -> int:
     3. whose highest fused response is the largest multiple of its average over the classes,
     4. that comes first.
 
-    A filter with a branch that never fires is left out.
-
-    Args:
-        responses: What :func:`class_responses` gives.
-
-    Returns:
-        The filter, counted from 0.
-
     Raises:
-        ValueError: every filter has a branch that never fires.
+        ValueError: every filter has a branch that never fires; such filters are left out.
     """
     z, v = responses.z, responses.v
     highest = _argmax(z, 0)
@@ -207,7 +199,7 @@ def pick_filter(responses: ClassResponses) -> int:
 
 
 def pick_rule(digits: int) -> str:
-    """The rule of :func:`pick_filter` in the words of a caption, for classes of so many digits."""
+    """The rule of :func:`pick_filter` for a caption, for classes of this many digits."""
     known = "every digit of the class that it responds to is" if digits > 1 else "the class that it responds to is"
     return (
         f"of all filters, those where {known} the highest of some branch, if there are any; of these, those where the "
@@ -234,22 +226,11 @@ def complementary(
         responses = complementary(model, "fc1", None, images[:, None] / 255, labels)
         complementary_figure(responses)
 
-    Args:
-        model: A network with DCL layers.
-        layer_name: The name of one: ``"fc1"`` of LeNet for the paper's A2, ``"fc2"`` for its B2.
-        filter: Which filter, counted from 0 (the paper shows the first). None lets :func:`pick_filter` choose.
-        images: As the network takes them, ``[N, ...]``.
-        labels: Whole numbers ``[N]``.
-        digits: How many digits a label has as a number. 1 takes labels as mere classes, and the branches are then
-            averaged by class only.
-        classes: How many classes, or their names; see :func:`class_responses`.
-        batch: Images a forward pass.
+    The filter is counted from 0; None lets :func:`pick_filter` choose. The other arguments and errors are those of
+    :func:`class_responses`.
 
     Raises:
         IndexError: the layer has no such filter.
-        KeyError: the network has no DCL layer of that name.
-        TypeError: images or labels of a wrong type.
-        ValueError: images, labels and classes that do not fit together; see :func:`class_responses`.
     """
     responses = class_responses(model, layer_name, images, labels, digits=digits, classes=classes, batch=batch)
     filters = responses.z.shape[1]
@@ -278,19 +259,14 @@ _TENSORS = ("fused", "branches", "by_digit")
 
 
 def as_plain(response: Complementary, title: str) -> dict[str, Any]:
-    """What a filter and its branches respond to, as JSON has it.
-
-    Args:
-        response: From `complementary`.
-        title: The title of its figure.
-    """
+    """What a filter and its branches respond to, as JSON has it, with the title of its figure."""
     plain = {f.name: getattr(response, f.name) for f in fields(response)}
     plain |= {name: plain[name].tolist() for name in _TENSORS}
     return {"title": title, **finite(plain)}
 
 
 def from_plain(stored: Mapping[str, Any]) -> Complementary:
-    """The way back from `as_plain`.
+    """Read what `as_plain` gave.
 
     Raises:
         ValueError: Something is missing.
@@ -343,7 +319,7 @@ def _check_data(images: Tensor, labels: Tensor, digits: int, classes: int | Sequ
     if not len(images):
         raise ValueError("there are no images; pass at least one")
     if not 1 <= digits <= 4:
-        raise ValueError(f"digits must be from 1 to 4, not {digits}; 1 takes labels as mere classes")
+        raise ValueError(f"digits must be from 1 to 4, not {digits}; 1 takes labels as plain classes")
     low, high = int(labels.min()), int(labels.max())
     if classes is None:
         classes = 10**digits if digits > 1 else high + 1

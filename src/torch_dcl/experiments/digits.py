@@ -1,8 +1,7 @@
 """Recipes on multi-digit numbers: where MNIST is, the sets that are written with it, and how LeNets train on them.
 
-To choose something (learning rates, and how difficult a set is) the digits of MNIST's training set are split: the first
-five sixths are written with to train on, the last sixth to judge with, with another seed. The test set's digits play no
-part in it.
+To choose learning rates, and how difficult a set is, the digits of MNIST's training set are split: the first five
+sixths make the training images, the last sixth the validation images, with another seed. The test digits are not used.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch_dcl.data.digits import SIZES, generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.data.mnist import FILES, find_mnist
 from torch_dcl.data.sources import places
-from torch_dcl.experiments.columns import build
+from torch_dcl.experiments.columns import MODELS, Trial, build
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.protocol import (
     Estimate,
@@ -29,18 +28,19 @@ from torch_dcl.experiments.protocol import (
     Outcome,
     Recipe,
     Trained,
+    TrainingConfig,
+    Workload,
     content_hash,
     finite,
-    images_per_second,
+    measure_speed,
 )
 from torch_dcl.experiments.runner import plan_fleets
-from torch_dcl.experiments.settings import Config, Setting, SettingError, choose_names, setting
+from torch_dcl.experiments.settings import Setting, SettingError, choose_names, setting
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
     "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
-    "find_digits", "make_sets", "read_mnist", "read_sets",
+    "find_digits", "make_sets", "read_mnist", "read_sets", "trial_job",
 ]  # fmt: skip
 
 BATCH = 100
@@ -62,7 +62,7 @@ class Digits(NamedTuple):
 
     @property
     def sha256(self) -> str:
-        """The hash of all digits and labels, by which a run knows them whatever their folder is called."""
+        """The hash of all digits and labels: a run identifies its data by content."""
         return content_hash([*self.train, *self.test])
 
 
@@ -72,10 +72,7 @@ def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
 
 
 def find_digits(given: str | None) -> Path | None:
-    """The folder with MNIST's idx files; None for the embedded digits.
-
-    Args:
-        given: A folder; "auto" or None for the usual places; "excerpt" for the embedded digits.
+    """The folder with MNIST's idx files, given or ("auto", None) in the usual places; None for the embedded digits.
 
     Raises:
         SettingError: A folder was named, and MNIST is not there.
@@ -111,14 +108,14 @@ def make_sets(
     device: torch.device | str = "cpu",
     images: tuple[int, int] | None = None,
 ) -> Sets:
-    """Write sets to train on and to judge with.
+    """Generate training and evaluation sets.
 
     Args:
         digits: From `read_mnist`.
         layouts: Names, or layouts of any name. ``MNIST-II-01@0.5`` is the layout at another strength.
         purpose: "choose" writes both from training digits alone; "report" writes the sets of the table.
         device: Where.
-        images: How many to train on and to judge with, the first ones of the set; None for all.
+        images: How many to train and to evaluate on, the first ones of the set; None for all.
     """
     count, seed = len(digits.train[0]) * 5 // 6, 0
     parts = [digits.train, digits.test]
@@ -147,15 +144,24 @@ def digits_of(name: str) -> int:
 
 
 def classes_of(job: Job) -> int:
-    """How many classes the networks of a job tell apart: of the oracle, each network reads one digit."""
+    """The number of classes of a job's networks; each network of the oracle reads one digit."""
     return int(10 if job.network == "oracle" else 10 ** digits_of(job.data))
+
+
+def trial_job(
+    column: str, name: str, seed: int, trial: Trial, phase: str = "report", *, filters: int | None = None
+) -> Job:
+    """A training with the learning rate and the bound of a trial."""
+    options = [] if math.isinf(trial.clip) else [("clip", trial.clip)]
+    options += [] if filters is None else [("filters", float(filters))]
+    return Job(column, name, seed, trial.lr, phase, tuple(options))
 
 
 # Recipes
 
 
 @dataclasses.dataclass(frozen=True)
-class DigitConfig(Config):
+class DigitConfig(TrainingConfig):
     """The settings that recipes on multi-digit numbers share."""
 
     data: str = setting(
@@ -170,13 +176,8 @@ class DigitConfig(Config):
     )
     factor: float = setting(SCHEDULE.factor, "see drops")
     batch: int = setting(BATCH, "images of a step", smoke=50, least=1, most=100_000)
-    precision: str = setting(
-        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', what="precision",
-        choices=("auto", "bfloat16", "float32", "float64"),
-    )  # fmt: skip
     train_images: int = setting(0, "the first images of a set to train on; 0 for all 60,000", smoke=100, least=0)
     test_images: int = setting(0, "the first images of a set to test with; 0 for all 10,000", smoke=50, least=0)
-    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
     most: int = setting(160, "networks of a fleet at most", least=1, most=100_000, machine=True)
 
     def __post_init__(self) -> None:
@@ -197,13 +198,11 @@ class DigitConfig(Config):
         images = self.train_images or IMAGES[0], self.test_images or IMAGES[1]
         return None if images == IMAGES else images
 
-    @property
-    def wanted_precision(self) -> Precision | None:
-        """The precision; None for the device's own."""
-        return None if self.precision == "auto" else cast("Precision", self.precision)
-
 
 SETS_RULES: dict[str, Any] = {"choices": SETS, "what": "set", "prefix": "MNIST-"}
+MODEL_RULES: dict[str, Any] = {
+    "choices": MODELS, "what": "model", "prefix": "DCL-", "smoke": ("baseline", "A2", "low-rank"),
+}  # fmt: skip
 TWO = ("MNIST-II-01", "MNIST-III-01")
 C = TypeVar("C", bound=DigitConfig)
 
@@ -238,7 +237,7 @@ class DigitRecipe(Recipe[C]):
         return {"digits": self.digits.source, "sha256": self.digits.sha256, **super().asked()}
 
     def planned(self) -> list[Job]:
-        """The jobs; where later ones depend on outcomes, as many in their place, for an estimate."""
+        """The jobs, for an estimate, with placeholders for those that depend on outcomes."""
         return self.jobs({})
 
     def total(self) -> int:
@@ -253,33 +252,46 @@ class DigitRecipe(Recipe[C]):
         """The networks of all planned jobs."""
         return sum(map(self.networks, self.planned()))
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """Networks, images, memory, and time by a short trial."""
-        config, jobs = self.config, self.planned()
-        networks, per_network = self.total_networks(), (config.images or IMAGES)[0]
-        images = networks * per_network * config.epochs
-        fleets = plan_fleets(jobs, self.group, self.at_once, self.networks)
+    def workloads(self) -> list[Workload]:
+        """All networks as one workload: the columns take about the same time."""
+        images, networks = (self.config.images or IMAGES)[0], self.total_networks()
+        return [Workload("LeNet", "", networks, images, self.config.epochs)]
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """Sets, entries, fleets and digits."""
+        jobs, digits = self.planned(), source(find_digits(self.config.data))
+        fleets, sets = self._fleets(jobs), len({job.data.partition("@")[0] for job in jobs})
         largest = max(sum(map(self.networks, fleet)) for fleet in fleets)
-        sets = len({job.data.partition("@")[0] for job in jobs})
-        gib = largest * PER_NETWORK + sets * per_network * 28 * 28 / 2**30
-        speed, measured = _speed(self.device)
-        digits, epochs = source(find_digits(config.data)), f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}"
-        elsewhere = f"; about {say_time(images / H200)} on an H200" if self.device == "cpu" else ""
         words = {
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
-            "networks": f"{networks:,}, in {len(fleets)} fleets of up to {largest}",
-            "images": f"{images:,} to train on: {per_network:,} a network, {epochs}",
+            "networks": f"{loads[0].networks:,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            "device": self.device,
-            "memory": f"about {gib:.1f} GiB",
-            "speed": f"{speed:,.0f} images/s ({measured})",
-            "time": f"about {say_time(images / speed)}, without writing the sets and judging{elsewhere}",
+            **({"elsewhere": f"about {loads[0].seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
         }
-        plain = {
-            "entries": len(jobs), "networks": networks, "fleets": len(fleets), "images": images, "digits": digits,
-            "memory_gib": gib, "images_per_s": speed, "speed": measured, "minutes": images / speed / 60,
-        }  # fmt: skip
-        return Estimate(words, plain)
+        return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
+
+    def _fleets(self, jobs: Sequence[Job]) -> list[list[Job]]:
+        return plan_fleets(jobs, self.group, self.at_once, self.networks)
+
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Measured on noise; on an H200 the speed of Table 1."""
+        on_gpu = self.device.startswith("cuda")
+        if on_gpu and "H200" in torch.cuda.get_device_name(self.device):
+            return H200, "as measured on an H200, results/table1.json"
+        networks, images = (64, 2000) if on_gpu else (6, 200)
+        drawn = torch.Generator().manual_seed(0)
+        noise = torch.randint(256, (images, 28, 28), dtype=torch.uint8, generator=drawn)
+        labels = torch.randint(100, (images,), generator=drawn)
+        members = [Member("trial", "noise", seed, 0.01, Schedule(2)) for seed in range(networks)]
+        lenets = [build("A2", 100, member.seed) for member in members]
+        return measure_speed(Fleet(lenets, members, {"noise": (noise, labels)}, device=self.device), images)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """The networks of the largest fleet, and the images of all sets."""
+        jobs = self.planned()
+        largest = max(sum(map(self.networks, fleet)) for fleet in self._fleets(jobs))
+        sets = len({job.data.partition("@")[0] for job in jobs})
+        return largest * PER_NETWORK + sets * loads[0].images * 28 * 28 / 2**30
 
     def group(self, job: Job) -> Hashable:
         """Jobs of one architecture."""
@@ -307,7 +319,7 @@ class DigitRecipe(Recipe[C]):
         )  # fmt: skip
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """The images to judge with; the networks of an oracle see one digit of their labels each."""
+        """The evaluation images; each network of an oracle sees one digit of the labels."""
         return self._labelled(jobs, "judge")
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -363,23 +375,3 @@ def _digit(labels: Tensor, digits: int, place: int) -> Tensor:
     """One digit of each label, counted from the most significant."""
     power: int = 10 ** (digits - 1 - place)
     return labels // power % 10
-
-
-def _speed(device: str) -> tuple[float, str]:
-    """Images a second over all networks of a fleet, and where the number is from."""
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-        if "H200" in name:
-            return H200, "as measured on an H200, results/table1.json"
-        return images_per_second(_fleet_on_noise(device, 64, 2000), 2000), f"measured just now on {name}"
-    threads = torch.get_num_threads()
-    words = f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
-    return images_per_second(_fleet_on_noise(device, 6, 200), 200), words
-
-
-def _fleet_on_noise(device: str, networks: int, images: int) -> Fleet:
-    drawn = torch.Generator().manual_seed(0)
-    noise = torch.randint(256, (images, 28, 28), dtype=torch.uint8, generator=drawn)
-    labels = torch.randint(100, (images,), generator=drawn)
-    members = [Member("trial", "noise", seed, 0.01, Schedule(2)) for seed in range(networks)]
-    return Fleet([build("A2", 100, m.seed) for m in members], members, {"noise": (noise, labels)}, device=device)

@@ -2,17 +2,16 @@
 
 import abc
 import dataclasses
-import os
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_dcl.data import Dataset, load
-from torch_dcl.data.mnist import find_mnist
-from torch_dcl.data.sources import places
+from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
     TrainingRecipe,
@@ -22,14 +21,13 @@ from torch_dcl.experiments.natural_networks import (
     network_of,
     recipe_of,
 )
-from torch_dcl.experiments.protocol import Estimate, Recipe, images_per_second
-from torch_dcl.experiments.settings import Config, SettingError, setting, settings_of
+from torch_dcl.experiments.protocol import Estimate, Recipe, TrainingConfig, Workload, measure_speed
+from torch_dcl.experiments.settings import SettingError, setting, settings_of
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.fleet import Precision
 
 __all__ = [
-    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "Workload", "departures",
-    "generate_images", "is_here", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
+    "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "departures",
+    "generate_images", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
 ]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
@@ -39,18 +37,12 @@ AUTO = "auto"
 """In place of a folder: the usual places."""
 SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
 """Images to train on and to test with."""
-_FILES = {
-    "cifar10": ("cifar-10-binary.tar.gz", "cifar-10-batches-bin", "cifar10"),
-    "cifar100": ("cifar-100-binary.tar.gz", "cifar-100-binary", "cifar100"),
-    "svhn": ("train_32x32.mat", "svhn/train_32x32.mat", "SVHN/train_32x32.mat"),
-}
 Images = tuple[int | None, int | None]
 """How many images to train on and to test with, the first ones of a set; None for all."""
-_PRECISIONS = ("auto", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
-class NaturalConfig(Config):
+class NaturalConfig(TrainingConfig):
     """The settings that the recipes on natural images share."""
 
     data: Any = setting(DATA, "which sets", choices=DATA, what="set")
@@ -65,11 +57,6 @@ class NaturalConfig(Config):
     train_images: int = setting(0, "the first images of a set to train on; 0 for all", smoke=20, least=0)
     test_images: int = setting(0, "the first images of a set to test with; 0 for all", smoke=10, least=0)
     batch: int = setting(0, "images of a step; 0 for the recipe's", smoke=10, least=0, most=100_000)
-    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
-    precision: str = setting(
-        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', choices=_PRECISIONS,
-        what="precision",
-    )  # fmt: skip
     most: int = setting(
         12, "networks that train at a time: seeds of a column, on a GPU several columns", least=1, most=100_000,
         machine=True,
@@ -110,24 +97,11 @@ class NaturalConfig(Config):
         train, test = self.train_images or None, self.test_images or None
         return None if train is None and test is None else (train, test)
 
-    @property
-    def wanted_precision(self) -> Precision | None:
-        """The precision; None for the device's own."""
-        return None if self.precision == "auto" else cast("Precision", self.precision)
-
 
 def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = False) -> tuple[list[str], str | None]:
     """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
 
     A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
-
-    Args:
-        given: What was typed.
-        known: The sets that there are.
-        one: Whether there can be only one.
-
-    Returns:
-        The sets, none where only a folder was named; and the folder.
 
     Raises:
         SettingError: A word is neither, or there are two folders, or too many sets.
@@ -160,13 +134,6 @@ def tensors_of(data: Dataset) -> list[Tensor]:
     return [tensor for split in data.splits.values() for tensor in split]
 
 
-def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
-    """Whether files of a named set are in the usual places, or in a folder alone, judged by their names."""
-    if name == "mnist":
-        return any(find_mnist(place) is not None for place in places(root))
-    return any((place / file).exists() for place in places(root) for file in _FILES[name])
-
-
 def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
     """The sets that are not there, with what to put where.
 
@@ -187,12 +154,7 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
 def read_sets(
     names: Sequence[str], config: NaturalConfig, report: Callable[[str], None] = print
 ) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Read the sets that are there, and say which are not.
-
-    Args:
-        names: Some of `DATA`.
-        config: Where they are, and how many images to take.
-        report: Called with a line for each set: what it is, or what to put where.
+    """Read the sets that are there, and report which are not.
 
     Returns:
         Sets by name, and by name why one is absent.
@@ -226,7 +188,7 @@ def read_sets(
 
 
 def _remedy(error: FileNotFoundError) -> str:
-    """What `load` says of a set that is not there, without what only a caller in Python can do."""
+    """The message of `load` for a missing set, without the hint that applies in Python only."""
     return str(error).replace(" (pass extra=False to do without the extra images)", "")
 
 
@@ -241,14 +203,9 @@ def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
 
 
 def generate_images(name: str, train: int, test: int) -> Dataset:
-    """Synthetic images: a pattern of colours for each class, under noise. They are the same every time.
+    """Synthetic images with the classes of a set: a pattern of colours for each, under noise, the same every time.
 
-    Every class that occurs has ten images to train on where there are so many.
-
-    Args:
-        name: One of `DATA`, whose number of classes it has.
-        train: Images to train on.
-        test: Images to test with.
+    Every class that occurs has ten training images, if there are enough.
     """
     classes = 100 if name == "cifar100" else 10
     drawn = torch.Generator().manual_seed(DATA.index(name))
@@ -266,13 +223,7 @@ def generate_images(name: str, train: int, test: int) -> Dataset:
 
 
 def departures(sources: Iterable[str], images: Sequence[int | None] | None, batches: Iterable[int]) -> list[str]:
-    """What a run does otherwise than the protocol, in sentences; none where it follows it.
-
-    Args:
-        sources: What its images are.
-        images: As it was asked for.
-        batches: Images of a step, where that is not the recipe's number.
-    """
+    """How a run departs from the protocol, by its images and batches, in sentences."""
     sentences = []
     if any(source.startswith(("synthetic", "made-up")) for source in sources):
         sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")
@@ -300,24 +251,14 @@ def make_fleet(
         Member(f"{column} {data.name} {seed}", data.name, seed, recipe.lr, recipe.schedule, recipe.weight_decay)
         for seed in seeds
     ]
-    precision: Precision | None = config.wanted_precision
     return Fleet(
         networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
         momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
-        precision=precision, device=device, inputs=inputs_of(network_of(column), data, average=config.average),
-        stacked=stacked, compile=config.compile and not stacked, streams=1 if stacked else config.streams,
+        precision=config.wanted_precision, device=device,
+        inputs=inputs_of(network_of(column), data, average=config.average), stacked=stacked,
+        compile=config.compile and not stacked, streams=1 if stacked else config.streams,
         deterministic=config.deterministic,
     )  # fmt: skip
-
-
-class Workload(NamedTuple):
-    """Networks that are trained alike, for an estimate."""
-
-    network: str
-    data: str
-    networks: int
-    images: int
-    epochs: int
 
 
 C = TypeVar("C", bound=NaturalConfig)
@@ -327,52 +268,61 @@ class NaturalRecipe(Recipe[C]):
     """A recipe on natural images."""
 
     @abc.abstractmethod
-    def workloads(self, name: str, images: int) -> list[Workload]:
-        """What is trained on a set of so many images, for an estimate."""
+    def workloads_on(self, name: str, images: int) -> list[Workload]:
+        """What is trained on a set with this many images."""
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """Networks, images, memory, and time by a short trial; also which sets are there."""
-        config, device = self.config, self.device
+    @functools.cached_property
+    def _absent(self) -> dict[str, str]:
+        """The sets that are not there, with what to put where."""
+        config = self.config
+        return missing_sets([config.data] if isinstance(config.data, str) else config.data, config)
+
+    def workloads(self) -> list[Workload]:
+        """What is trained on the sets that are there; on all of them where none is."""
+        config, most = self.config, (self.config.images or (None, None))[0]
         sets = [config.data] if isinstance(config.data, str) else list(config.data)
-        absent = missing_sets(sets, config)
+        there = [name for name in sets if name not in self._absent] or sets
+        return [each for name in there for each in self.workloads_on(name, min(SIZES[name][0], most or 10**9))]
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """Sets, seeds, and which of the sets are there."""
+        config, absent = self.config, self._absent
+        sets = list(dict.fromkeys(each.data for each in loads))
         there = [name for name in sets if name not in absent]
-        most = (config.images or (None, None))[0]
-        loads = [each for name in there or sets for each in self.workloads(name, min(SIZES[name][0], most or 10**9))]
-        networks, seen = sum(w.networks for w in loads), sum(w.networks * w.images * w.epochs for w in loads)
-        fleet, at_once = min(config.seeds, config.most), {}
-        for name in dict.fromkeys(w.network for w in loads):
-            of_a_set = max(sum(w.networks for w in loads if (w.network, w.data) == (name, d)) for d in there or sets)
-            at_once[name] = min(config.most // fleet * fleet, of_a_set) if device.startswith("cuda") else fleet
-        speeds = {name: _speed(name, count, config, device) for name, count in at_once.items()}
-        seconds = sum(w.networks * w.images * w.epochs / speeds[w.network] for w in loads)
-        gib = max(_memory(w.network, w.data, at_once[w.network], config, device) for w in loads)
         short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
         then = ", its cells will say so" if there else ""
         words = {
-            "recipe": f"{self.name} on {', '.join(there or sets)}, {config.seeds} seeds{short}",
-            "networks": f"{networks:,}: {', '.join(speeds)}",
-            "images": f"{seen:,} to train on, all epochs of all networks together",
+            "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; DCL counts as fast as plain",
             **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
             **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
-            "device": device,
-            "memory": f"about {gib:.1f} GiB",
-            "speed": ", ".join(f"{name} {v:,.0f} images/s" for name, v in speeds.items()) + ", measured just now",
-            "time": f"about {say_time(seconds)}, without reading and judging; DCL taken to be as fast as plain",
         }
-        plain = {
-            "networks": networks, "images": seen, "available": there, "absent": absent, "memory_gib": gib,
-            "images_per_s": speeds, "minutes": seconds / 60,
-        }  # fmt: skip
-        return Estimate(words, plain)
+        return Estimate(words, {"available": there, "absent": absent})
 
+    def _networks_at_once(self, network: str, loads: Sequence[Workload]) -> int:
+        """How many networks of a name train at a time: on a CPU a fleet, on a GPU as many fleets as there is room."""
+        config = self.config
+        fleet = min(config.seeds, config.most)
+        if not self.device.startswith("cuda"):
+            return fleet
+        of = [each for each in loads if each.network == network]
+        of_a_set = max(sum(each.networks for each in of if each.data == name) for name in {each.data for each in of})
+        return min(config.most // fleet * fleet, of_a_set)
 
-def _speed(network: str, at_once: int, config: NaturalConfig, device: str) -> float:
-    """Images a second over so many networks, on generated images."""
-    recipe, on_gpu = recipe_of(network, "cifar10"), device.startswith("cuda")
-    batch, steps = (config.batch or recipe.batch, 50) if on_gpu else (10, 2)
-    recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))
-    data, seeds = generate_images("cifar10", batch * steps, 10), range(at_once if on_gpu else 1)
-    return images_per_second(make_fleet(network, seeds, data, recipe, config, device), batch * steps)
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Measured on generated images."""
+        config, recipe, on_gpu = self.config, recipe_of(network, "cifar10"), self.device.startswith("cuda")
+        batch, steps = (config.batch or recipe.batch, 50) if on_gpu else (10, 2)
+        recipe = dataclasses.replace(recipe, batch=batch, schedule=Schedule(2))
+        data = generate_images("cifar10", batch * steps, 10)
+        seeds = range(self._networks_at_once(network, loads) if on_gpu else 1)
+        return measure_speed(make_fleet(network, seeds, data, recipe, config, self.device), batch * steps)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """Of the workload that needs most."""
+        return max(
+            _memory(each.network, each.data, self._networks_at_once(each.network, loads), self.config, self.device)
+            for each in loads
+        )
 
 
 def _memory(network: str, data: str, networks: int, config: NaturalConfig, device: str) -> float:

@@ -74,7 +74,7 @@ class TrainingRecipe:
 
 
 def network_of(column: str) -> str:
-    """The network that a column is about.
+    """The network of a column.
 
     Raises:
         ValueError: There is no such column.
@@ -85,12 +85,7 @@ def network_of(column: str) -> str:
 
 
 def recipe_of(network: str, data: str) -> TrainingRecipe:
-    """The recipe of a network on a set, at its full length.
-
-    Args:
-        network: One of `NETWORKS`.
-        data: One of `DATA`.
-    """
+    """The recipe of a network on a set, at its full length."""
     if network == "lenet":  # 120, 20 and 10 epochs at 1e-3, 1e-4 and 1e-5
         return TrainingRecipe(100, 1e-3, Schedule(150, drops=(120 / 150, 140 / 150)), 4e-3, caffe=True)
     if network == "bignet":  # 6e6, 3e6 and 1e6 samples at 1e-2, 1e-3 and 1e-4
@@ -108,17 +103,12 @@ def caffe_factors(name: str) -> tuple[float, float]:
 
 
 def inputs_of(network: str, data: Dataset, *, average: bool = False) -> Inputs:
-    """How a network of the table sees the images of a set.
+    """The input pipeline of a network on a set; ``average`` evaluates an image and its mirror image.
 
     CIFAR: the LeNet variant sees raw values without the mean image, the others normalised channels. All are mirrored at
     random; BigNet sees crops of 24 × 24, Wide ResNet crops of the image with 4 pixels reflected at its borders. SVHN:
     local contrast normalisation as the paper says, no mirroring; only BigNet's crops are drawn, since it takes no
     other size.
-
-    Args:
-        network: One of `NETWORKS`.
-        data: The set.
-        average: In evaluation, average over an image and its mirror image.
     """
     crop = 24 if network == "bignet" else None
     if data.name == "svhn":
@@ -129,20 +119,14 @@ def inputs_of(network: str, data: Dataset, *, average: bool = False) -> Inputs:
 
 
 def _svhn_on_raw_scale(images: Tensor) -> Tensor:
-    """SVHN's preprocessing with about the spread of raw values, which the LeNet variant's start and rates are for."""
+    """SVHN's preprocessing scaled to about the spread of raw values, as the LeNet variant expects."""
     return 64 * preprocess(images)
 
 
 def build(column: str, classes: int, seed: int, *, dropout: float = 0.0) -> nn.Module:
-    """A network of a column, started from a seed.
+    """A network of a column, started from a seed; torch's own generator is left as it was.
 
-    All but the replaced layer starts alike in the columns of one network.
-
-    Args:
-        column: One of `COLUMNS`.
-        classes: Outputs.
-        seed: What the start is drawn from; torch's own generator is left as it was.
-        dropout: Inside the blocks of a Wide ResNet.
+    All but the replaced layer starts alike in the columns of one network. Dropout is in the blocks of a Wide ResNet.
     """
     network = network_of(column)
     with torch.random.fork_rng(devices=[]):

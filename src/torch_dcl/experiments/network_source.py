@@ -23,7 +23,7 @@ _OWN = "or is it your own? Then write module:function or file.py:function"
 
 
 def find_model(name: str) -> tuple["nn.Module", Size | None]:
-    """Build the network that is meant, with random weights.
+    """Build a network by name, with random weights.
 
     Args:
         name: ``torchvision:NAME``, ``timm:NAME``, ``module:function``, ``file.py:function``, or a bare name, which is
@@ -113,7 +113,7 @@ def _check_signature(what: str, function: Callable[..., Any]) -> None:
 
 
 def _run_theirs(what: str, run: Callable[[], Any]) -> Any:
-    """Run a user's code; an error in it says whose it is and where."""
+    """Run user code; an error in it names its file and line."""
     try:
         return run()
     except (Exception, SystemExit) as error:
@@ -126,7 +126,7 @@ def _run_theirs(what: str, run: Callable[[], Any]) -> Any:
 
 
 def _not_theirs() -> tuple[str, ...]:
-    """How the paths of files begin that a user did not write: Python's, of installed packages, and ours."""
+    """Path prefixes of code that is not the user's: Python's, installed packages', and ours."""
     paths = sysconfig.get_paths()
     return "<", str(Path(__file__).parents[1]), *(paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 

@@ -7,15 +7,19 @@ computes a result from all outcomes.
 import abc
 import dataclasses
 import hashlib
+import importlib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from torch_dcl.experiments.settings import Config, settings_of
+from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
+from torch_dcl.fleet.checkpoint import finite
+from torch_dcl.fleet.fleet import Precision
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,8 +27,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Silent", "Trained", "UnitRecipe",
-    "content_hash", "finite", "images_per_second",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "TrainingConfig",
+    "Workload", "content_hash", "find_recipe_type", "finite", "measure_speed",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
@@ -36,7 +40,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One entry of a result: the training of a network, or of several that answer together."""
+    """One entry of a result: the training of a network, or of several that form an oracle."""
 
     network: str
     data: str
@@ -64,7 +68,7 @@ class Outcome:
 
     job: Job
     error: float
-    """In percent of the images it was judged with."""
+    """In percent of the evaluation images."""
     test_loss: float
     train_loss: float
     """Of the last epoch, augmentation and dropout included."""
@@ -78,8 +82,8 @@ class Outcome:
     """Further results, as plain data."""
 
     @property
-    def counted(self) -> float:
-        """The error, and 100 % where training diverged."""
+    def judged_error(self) -> float:
+        """The error to choose and compare by: 100 % for a network that diverged."""
         return 100.0 if self.stopped is not None else self.error
 
     @classmethod
@@ -95,13 +99,13 @@ class Trained(NamedTuple):
     fleet: Fleet
     evaluation: Evaluation
     losses: Sequence[Sequence[float]]
-    """Test losses by epoch and network, where the recipe judges every epoch."""
+    """Test losses by epoch and network, where the recipe evaluates every epoch."""
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far some fleets are. Before the first epoch, ``epoch`` is 0."""
+    """The progress of some fleets. Before the first epoch, ``epoch`` is 0."""
 
     fleet: int
     fleets: int
@@ -113,6 +117,38 @@ class Progress:
     """Of the last epoch in training, mean over the networks that have not diverged."""
 
 
+class Listener:
+    """Receives the progress of a run. This one ignores it."""
+
+    def begin(self, before: int, total: int) -> None:
+        """Called once, with the number of networks that were done before and of all networks."""
+
+    def on_epoch(self, at: Progress) -> None:
+        """Called before a fleet begins and after each of its epochs."""
+
+    def report(self, line: str) -> None:
+        """Called with a line of progress."""
+
+
+# Estimates
+
+
+class Workload(NamedTuple):
+    """Networks that are trained alike, for an estimate."""
+
+    network: str
+    data: str
+    networks: int
+    images: int
+    """To train one network on for one epoch."""
+    epochs: int
+
+    @property
+    def seen(self) -> int:
+        """Images of all epochs of all networks."""
+        return self.networks * self.images * self.epochs
+
+
 class Estimate(NamedTuple):
     """What a run would take: in words, by topic, and as plain data."""
 
@@ -120,50 +156,39 @@ class Estimate(NamedTuple):
     plain: Mapping[str, Any]
 
 
-def images_per_second(fleet: Fleet, images: int) -> float:
-    """The throughput of a fleet over all its networks, in the second epoch, the first being slower."""
+def measure_speed(fleet: Fleet, images: int) -> tuple[float, str]:
+    """Images a second over all networks of a fleet, in its second epoch, the first being slower; and where."""
     fleet.train(1)
     start = time.perf_counter()
     fleet.train(1)
-    return len(fleet) * images / (time.perf_counter() - start)
-
-
-class Listener(Protocol):
-    """Whom a run tells of its progress."""
-
-    def begin(self, before: int, total: int) -> None:
-        """So many networks were done before, and so many there are in all."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Called before a fleet begins and after each of its epochs."""
-
-    def report(self, line: str) -> None:
-        """A line of progress."""
-
-
-class Silent:
-    """A listener that does nothing."""
-
-    def begin(self, before: int, total: int) -> None:
-        """Nothing."""
-
-    def on_epoch(self, at: Progress) -> None:
-        """Nothing."""
-
-    def report(self, line: str) -> None:
-        """Nothing."""
+    speed = len(fleet) * images / (time.perf_counter() - start)
+    if fleet.device.type == "cuda":
+        return speed, f"measured just now on {torch.cuda.get_device_name(fleet.device)}"
+    threads = torch.get_num_threads()
+    return speed, f"measured just now on this CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 # Recipes
 
 
-class Recipe(abc.ABC, Generic[C]):
-    """A recipe with its config, on a device.
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig(Config):
+    """The settings that all recipes that train share."""
 
-    Args:
-        config: Its settings.
-        device: Where to compute.
-    """
+    precision: str = setting(
+        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', what="precision",
+        choices=("auto", "bfloat16", "float32", "float64"),
+    )  # fmt: skip
+    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+
+    @property
+    def wanted_precision(self) -> Precision | None:
+        """The precision; None for the device's own."""
+        return None if self.precision == "auto" else cast("Precision", self.precision)
+
+
+class Recipe(abc.ABC, Generic[C]):
+    """A recipe with its config, on a device."""
 
     name: ClassVar[str]
     unit: ClassVar[str] = "entries"
@@ -175,16 +200,51 @@ class Recipe(abc.ABC, Generic[C]):
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """What a run would take, without running it; its data need not be there.
+    # What a run would take
 
-        Args:
-            say_time: Seconds in words.
-        """
-        del say_time
+    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+        """What a run would take: networks, images, memory, and time by a short trial. The data need not be there."""
+        loads = self.workloads()
+        words, plain = self.about(loads)
+        if not loads:
+            return Estimate({**words, "device": self.device}, plain)
+        networks, images = sum(load.networks for load in loads), sum(load.seen for load in loads)
+        trials = {name: self.speed(name, loads) for name in dict.fromkeys(load.network for load in loads)}
+        speeds = {name: speed for name, (speed, _) in trials.items()}
+        seconds, gib = sum(load.seen / speeds[load.network] for load in loads), self.memory(loads)
+        shown = ", ".join(f"{name} {speed:,.0f} images/s" for name, speed in speeds.items())
+        words = {
+            "recipe": words["recipe"],
+            "networks": f"{networks:,}: {', '.join(speeds)}",
+            "images": f"{images:,} to train on, all epochs of all networks together",
+            **words,
+            "device": self.device,
+            "memory": f"about {gib:.1f} GiB",
+            "speed": f"{shown}, {next(where for _, where in trials.values())}",
+            "time": f"about {say_time(seconds)}, without preparing data and evaluating",
+        }
+        counts = {"networks": networks, "images": images, "memory_gib": gib, "images_per_s": speeds}
+        return Estimate(words, {**counts, "minutes": seconds / 60, **plain})
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """What an estimate says of the recipe and its data."""
         settings = {key: value for key, value in Recipe.asked(self).items() if value}
         words = {key: ", ".join(map(str, v)) if isinstance(v, tuple) else str(v) for key, v in settings.items()}
-        return Estimate({"recipe": self.name, **words, "device": self.device}, settings)
+        return Estimate({"recipe": self.name, **words}, settings)
+
+    def workloads(self) -> list[Workload]:
+        """What is trained, for an estimate; empty where nothing is."""
+        return []
+
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Images a second over the networks of this name that train at a time, and where it was measured."""
+        raise NotImplementedError
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """GiB that training takes, about."""
+        raise NotImplementedError
+
+    # What a run does
 
     @abc.abstractmethod
     def prepare(self, report: Callable[[str], None]) -> None:
@@ -207,18 +267,18 @@ class Recipe(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """All jobs that can be named with these outcomes. It is asked again when all of them are done."""
+        """All jobs that are known with these outcomes. It is called again when all of them are done."""
 
-    @abc.abstractmethod
     def total(self) -> int:
-        """How many jobs there will be in all."""
+        """How many jobs there will be in all; by default none depends on an outcome."""
+        return len(self.jobs({}))
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         """The networks of some jobs of one `group`, ready to be trained, in the order of the jobs."""
         raise NotImplementedError
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """What a trained fleet is judged with."""
+        """The images to evaluate a trained fleet on."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -227,22 +287,20 @@ class Recipe(abc.ABC, Generic[C]):
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """What computes the table (by the recipe's name) and the data of figures of a run that may not have ended."""
-        del folder, outcomes
+        """Functions that compute the table (under the recipe's name) and the data of figures of a run so far."""
         return {}
 
     @abc.abstractmethod
     def shown(self, result: Any, width: int) -> "list[RenderableType]":
-        """What a terminal of so many characters shows of the result; texts are printed as sentences."""
+        """What a terminal of this width shows of the result; strings are printed as bullet points."""
 
     @property
     def at_once(self) -> int:
-        """How many networks train at a time at most."""
+        """How many networks train at a time, at most."""
         return int(getattr(self.config, "most", 1))
 
     def networks(self, job: Job) -> int:
         """How many networks a job trains."""
-        del job
         return 1
 
     def total_networks(self) -> int:
@@ -250,13 +308,11 @@ class Recipe(abc.ABC, Generic[C]):
         return self.total()
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """Whether these jobs are judged after every epoch, for curves."""
-        del jobs
+        """Whether these jobs are evaluated after every epoch, for curves."""
         return False
 
     def compute(self, jobs: Sequence[Job]) -> list[Outcome] | None:
         """The outcomes of jobs that train nothing; None where `fleet` is to be trained."""
-        del jobs
         return None
 
     def group(self, job: Job) -> Hashable:
@@ -268,7 +324,7 @@ class Recipe(abc.ABC, Generic[C]):
         return self.group(job)
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """What people call some fleets that train together."""
+        """The display name of some fleets that train together."""
         return f"{', '.join(dict.fromkeys(jobs[0].network for jobs in fleets))} on {fleets[0][0].data}"
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -285,63 +341,11 @@ class Recipe(abc.ABC, Generic[C]):
         ]  # fmt: skip
 
 
-class UnitRecipe(Recipe[C]):
-    """Layers of equal weights in one network: trials of learning rates with one seed, then all seeds at the best rate.
-
-    Its config has ``units``, ``rates`` and ``seeds``. A trial is a job of the phase "choose".
-    """
-
-    unit = "trainings"
-    search_seed: ClassVar[int] = 100
-
-    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """The trials; and when they are done, the seeds of each unit at the rate that it takes."""
-        units: Sequence[str] = self.config.units  # type: ignore[attr-defined]
-        trials = [job for unit in units for job in self.trials(unit)]
-        if any(job not in outcomes for job in trials):
-            return trials
-        return trials + [job for unit in units for job in self.reports(unit, outcomes)]
-
-    def trials(self, unit: str) -> list[Job]:
-        """A job for each learning rate."""
-        rates: Sequence[float] = self.config.rates  # type: ignore[attr-defined]
-        return [Job(unit, self.name, self.search_seed, lr, "choose") for lr in rates]
-
-    def reports(self, unit: str, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """A job for each seed, at the rate with the lowest error of the trials."""
-        lr = min(self.trials(unit), key=lambda job: outcomes[job].counted).lr
-        return [Job(unit, self.name, seed, lr) for seed in range(self.config.seeds)]  # type: ignore[attr-defined]
-
-    def total(self) -> int:
-        """Trials and seeds of all units."""
-        config: Any = self.config
-        return int(len(config.units) * (len(config.rates) + config.seeds))
-
-    def concurrent(self, job: Job) -> Hashable:
-        """Fleets of one phase."""
-        return job.phase
-
-    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """Trials or seeds, and of which units."""
-        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        return f"{aim} {', '.join(jobs[0].network for jobs in fleets)}"
-
-    def rows(self, outcomes: Mapping[Job, Outcome], sorts: Sequence[str] = ("all",)) -> list[dict[str, Any]]:
-        """Chosen rate, trials and errors of each unit; of several sorts of questions, by what ``extra`` calls them."""
-        config: Any = self.config
-        found = []
-        for unit in config.units:
-            jobs, tried = self.reports(unit, outcomes), {f"{j.lr:g}": outcomes[j].counted for j in self.trials(unit)}
-            at_edge = len(tried) > 1 and jobs[0].lr in (min(config.rates), max(config.rates))
-            errors = {
-                sort: [
-                    float(done.extra.get(sort, done.error)) if done.stopped is None else 100.0
-                    for done in (outcomes[job] for job in jobs)
-                ]
-                for sort in sorts
-            }
-            found.append({"unit": unit, "chosen": jobs[0].lr, "at_edge": at_edge, "trials": tried, "errors": errors})
-        return found
+def find_recipe_type(name: str) -> type[Recipe[Any]]:
+    """The class of a recipe, by the recipe's name."""
+    module = importlib.import_module(f"torch_dcl.experiments.recipes.{name.replace('-', '_')}")
+    kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
 def content_hash(tensors: Iterable[Tensor]) -> str:
@@ -351,12 +355,3 @@ def content_hash(tensors: Iterable[Tensor]) -> str:
         digest.update(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-def finite(value: Any) -> Any:
-    """Plain data with None for what is no finite number, since JSON has no word for it."""
-    if isinstance(value, Mapping):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Rank(NamedTuple):
-    """Which process this is, and of how many; without ``torchrun`` the first of one.
+    """The number of this process, and how many there are; 0 of 1 without ``torchrun``.
 
     ::
 
@@ -41,15 +41,15 @@ class Rank(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What the names of its files end in, where there are several."""
+        """The suffix of its files, with several processes."""
         return f"-{self.number}" if self.world > 1 else ""
 
     def share(self, things: Sequence[T]) -> Sequence[T]:
-        """Its own of what all do together."""
+        """The share of this rank."""
         return things[self.number :: self.world]
 
     def device(self, asked: str) -> str:
-        """Where it computes: its own GPU in the place of ``cuda``, which becomes the one that torch takes by itself."""
+        """The device of this rank: for ``cuda`` its own GPU, which becomes torch's current device."""
         if asked != "cuda":
             return asked
         own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -70,11 +70,6 @@ class Rank(NamedTuple):
     def open(self, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool) -> Iterator[RunFolder]:
         """Open one run folder from all processes: the first one creates or resumes it, and the others follow.
 
-        Args:
-            path: Where.
-            recipe: What is asked for.
-            resume: Whether to resume the run that is there.
-
         Raises:
             RunError: As `RunFolder.open`; or the folder has a symbolic link in it.
         """
@@ -88,7 +83,7 @@ class Rank(NamedTuple):
 
 
 def _refuse_links(folder: Path) -> None:
-    """Refuse a folder with symbolic links, which may come from somebody else and lead anywhere."""
+    """Refuse a folder with symbolic links: a folder from another user may point anywhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             raise RunError(f"{path} is a symbolic link, which a run does not write through; remove it")
@@ -97,11 +92,9 @@ def _refuse_links(folder: Path) -> None:
 class StopRequest:
     """A request to stop, made by SIGINT or SIGTERM: ``with StopRequest() as stop: run(..., should_stop=stop)``.
 
-    The first signal asks; a second SIGINT interrupts at once. Signals that are ignored stay ignored, as SIGINT is for
-    what a shell runs in the background. Elsewhere than in the main thread nothing is changed.
-
-    Args:
-        on_signal: Called once, with a sentence for people.
+    The first signal asks, and calls ``on_signal`` with a sentence for people; a second SIGINT interrupts at once.
+    Signals that are ignored stay ignored, as SIGINT is for what a shell runs in the background. Elsewhere than in the
+    main thread nothing is changed.
     """
 
     def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.stats import Difference, holm, interval, mean, p_value, paired, signed
+from torch_dcl.experiments.stats import Difference, holm, interval, mean, paired, signed
 
 __all__ = [
     "CONTROLS", "DCL", "LEVEL", "Compared", "answer", "cell_of", "compare_cells", "details",
@@ -18,6 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 DCL, CONTROLS = "A2", ("narrow", "low-rank", "summed")
+NEEDED = (DCL, *CONTROLS)
 LEVEL = 0.05
 Cell = Mapping[str, Any]
 """A cell as JSON has it: task, images, column, errors (one a seed), weights, chosen and more."""
@@ -55,19 +56,19 @@ def compare_cells(result: Mapping[str, Any]) -> list[Compared]:
     """All comparisons with DCL-A2; none where a cell has fewer than two seeds."""
     compared: list[Compared] = []
     for task in _tasks(result):
-        gaps, values = [], []
+        gaps: list[tuple[int, str, Difference]] = []
         for cell in result["cells"]:
             reference = cell_of(result, task, cell["images"], DCL)
             if cell["task"] != task or cell["column"] == DCL or reference is None or len(cell["errors"]) < 2:
                 continue
             gaps.append((cell["images"], cell["column"], paired(cell["errors"], reference["errors"])))
-            values.append(p_value([a - b for a, b in zip(cell["errors"], reference["errors"], strict=True)]))
-        compared += [Compared(task, *gap, p) for gap, p in zip(gaps, holm(values), strict=True)]
+        corrected = holm([gap.p for _, _, gap in gaps])
+        compared += [Compared(task, *gap, p) for gap, p in zip(gaps, corrected, strict=True)]
     return compared
 
 
 def judge_cell(compared: Sequence[Compared], task: str, images: int) -> int:
-    """How DCL-A2 does beside its controls, with so many images.
+    """How DCL-A2 compares with its controls, with this many images.
 
     Returns:
         1 where every control errs clearly more, −1 where at least one errs clearly less, 0 otherwise.
@@ -79,18 +80,21 @@ def judge_cell(compared: Sequence[Compared], task: str, images: int) -> int:
 def answer(result: Mapping[str, Any]) -> str:
     """The answer in one sentence."""
     compared = compare_cells(result)
-    if not compared:
+    if all(len(cell["errors"]) < 2 for cell in result["cells"]):
         return "One seed cannot say whether DCL-A2 errs less than its controls; run at least two."
     relations = [task for task in _tasks(result) if task != "number"]
     about = f"a relation of the digits ({', '.join(TASKS[task].title for task in relations)})"
     parts = []
     for words, tasks in ((about, relations), ("the number itself", [t for t in _tasks(result) if t == "number"])):
-        judged = [judge_cell(compared, task, images) for task in tasks for images in _sizes(result)]
+        cells = [(task, images) for task in tasks for images in _sizes(result)]
+        judged = [judge_cell(compared, *cell) for cell in cells if all(cell_of(result, *cell, name) for name in NEEDED)]
         if judged:
             parts.append(
                 f"where the label is {words}, DCL-A2 errs clearly less than every control of equal weights in "
                 f"{judged.count(1)} of {len(judged)} settings and clearly more than one of them in {judged.count(-1)}"
             )
+    if not parts:
+        return "No task has DCL-A2 and all of its controls with the same number of images yet."
     n = min(each.gap.n for each in compared)
     sentence = f"{'; '.join(parts)} (n = {n} seeds, paired t-tests, Holm, {100 * LEVEL:g} %)."
     return sentence[0].upper() + sentence[1:]

@@ -5,8 +5,8 @@ The budget is that of DCL with two branches. The others have as many weights, to
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,40 +17,28 @@ from torch_dcl.models import BigNet, _common, bignet, count_weights
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.rivals import BilinearLinear, GatedLinear, StarLinear
 
-__all__ = ["UNITS", "Counted", "build_unit", "counted_networks", "unit_weights"]
+__all__ = ["UNITS", "build_unit", "unit_weights"]
 
 UNITS = {
     "plain": "the layer as it is, with more weights than the others",
     "narrow": "the layer with fewer filters",
     "low-rank": "one branch: relu(W·θ·x)",
-    "summed": "two branches averaged in place of multiplied",
+    "summed": "two branches averaged instead of multiplied",
     "dcl": "two branches, the root of their product",
     "dcl3s": "three narrower branches with the stochastic strategy",
     "star": "two branches, their product without the root",
     "glu": "a branch times the sigmoid of the other",
     "bilinear": "every pair of two branches' filters, each with a weight for every output",
 }
-"""What stands in place of the layer."""
+"""What replaces the layer."""
 
 _IN, _OUT = 2304, 1024
-
-
-class Counted(NamedTuple):
-    """A network of a unit, and how many weights it has without biases."""
-
-    unit: str
-    network: nn.Module
-    weights: int
 
 
 def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> BigNet:
     """A BigNet of a unit, started from a seed; all but the replaced layer starts alike.
 
-    Args:
-        unit: One of `UNITS`.
-        classes: Outputs.
-        seed: What the start is drawn from; torch's own generator is left as it was.
-        share: Filters of one of DCL's two branches as a fraction of the layer's: the budget of all units but the plain.
+    ``share`` is the budget of all units but the plain: filters of one of DCL's two branches over the layer's.
 
     Raises:
         ValueError: There is no such unit, or the share is not above 0 and at most 1/2.
@@ -77,17 +65,6 @@ def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> B
     return model
 
 
-def counted_networks(
-    classes: int = 10, seed: int = 0, *, units: Sequence[str] = tuple(UNITS), share: float = 1 / 4
-) -> list[Counted]:
-    """Every unit's network with its weights."""
-    return [
-        Counted(unit, network, count_weights(network))
-        for unit in units
-        for network in [build_unit(unit, classes, seed, share=share)]
-    ]
-
-
 @functools.cache
 def unit_weights(unit: str, classes: int, share: float = 1 / 4) -> int:
     """How many weights a unit's network has, without biases."""
@@ -105,7 +82,7 @@ def _budget(share: float) -> int:
 
 
 def _narrow(share: float) -> int:
-    """Filters of a plain layer, so few that it and the one behind it have the weights of DCL's and the one behind."""
+    """Filters of a plain layer with which it and the next layer have the weights of DCL's and its next."""
     return round((_budget(share) + _OUT * _OUT) / (_IN + _OUT))
 
 

@@ -13,10 +13,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch_dcl.experiments.protocol import Job, Outcome
-from torch_dcl.experiments.recipes import find_recipe_type
+from torch_dcl.experiments.protocol import Job, Outcome, find_recipe_type
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, load
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
@@ -26,7 +25,7 @@ __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
 FILES = ("filters", "curves", "knowledge", "tried", "chart", "demo", "relations")
 """The data of figures that a run may hold, each as a file NAME.json."""
 DAMAGE = (RunError, ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
-"""What reading a folder may raise that somebody damaged, or that is of another program."""
+"""What reading a damaged folder, or one of another program, may raise."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Run:
     path: Path
     state: State
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """What was asked for; empty for a file ``table1.json`` or ``table2.json`` by itself."""
+    """The settings of the run; empty for a single file ``table1.json`` or ``table2.json``."""
     environment: tuple[Mapping[str, Any], ...] = ()
     """Versions, hardware and command, for every time that it was started."""
     outcomes: tuple[Outcome, ...] = ()
@@ -96,27 +95,19 @@ def _last_seen(folder: RunFolder) -> str | None:
     return None if last is None else f"{last['name']}, epoch {last['epoch']} of {last['epochs']}"
 
 
-class Count(NamedTuple):
-    """How far a run is."""
-
-    recipe: str
-    done: int
-    total: int
-    unit: str
+Count = tuple[str, int, int, str]
+"""How far a run is: its recipe, what is done, of how many, and their unit."""
 
 
 def _count(folder: RunFolder) -> Count:
     asked = folder.recipe
     if "total" not in asked:
         return _count_old(folder)
-    return Count(str(asked["recipe"]), len(outcomes_of(folder)), int(asked["total"]), str(asked["unit"]))
+    return str(asked["recipe"]), len(outcomes_of(folder)), int(asked["total"]), str(asked["unit"])
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run folder, also while it runs; or a file ``table1.json`` or ``table2.json`` by itself.
-
-    Args:
-        path: The folder, or the file.
+    """Read a run folder, also while it runs; or a single file ``table1.json`` or ``table2.json``.
 
     Raises:
         RunError: It is neither, or damaged; the message says where.
@@ -183,22 +174,22 @@ def _count_old(folder: RunFolder) -> Count:
     if asked.get("table") in (1, 2):
         entries = len(asked["columns"]) * len(asked["sets"]) if asked["table"] == 1 else len(asked["recipes"])
         done = _old_outcomes(folder)
-        return Count(f"table{asked['table']}", len(done), entries * asked["seeds"], "entries")
+        return f"table{asked['table']}", len(done), entries * asked["seeds"], "entries"
     if asked.get("chart") is not None:
         trials = _old_outcomes(folder)
         total = len(asked["points"]) * (len(asked["rates"]) + asked["seeds"])
-        return Count("chart", len(trials), total, "trainings")
+        return "chart", len(trials), total, "trainings"
     name = asked["recipe"]
     if name == "table1-search":
         total = len(asked["models"]) * len(asked["sets"]) * len(asked["trials"])
-        return Count(name, len(folder.read("trials")), total, "entries")
+        return name, len(folder.read("trials")), total, "entries"
     if name == "calibration":
-        return Count(name, len(folder.read("rounds")), 1 + asked["rounds"], "rounds")
+        return name, len(folder.read("rounds")), 1 + asked["rounds"], "rounds"
     if name not in ("figures", "knowledge"):
         raise ValueError(f"its recipe {name!r} is unknown; it was run with another version, or by another program")
     wanted = asked["parts"] if name == "figures" else ["knowledge"]
     parts = {record["part"] for record in folder.read("parts")}
-    return Count(name, sum(part in parts for part in wanted), len(wanted), "parts")
+    return name, sum(part in parts for part in wanted), len(wanted), "parts"
 
 
 def _old_outcome(record: Mapping[str, Any]) -> Outcome:

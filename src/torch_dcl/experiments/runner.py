@@ -24,14 +24,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Silent, Trained, finite
+from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.files import SealedError, write_bytes
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Failure", "Silent", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
+__all__ = ["Failure", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
 EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
 KEPT = 2  # checkpoints of a fleet
@@ -74,19 +74,19 @@ def run(
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
         resume: Whether to resume the run that the folder holds.
-        seconds: Stop at the next end of an epoch when so much time has gone. Every call trains one epoch at least.
+        seconds: Stop at the first end of an epoch after this time. Every call trains at least one epoch.
         every: Seconds between two checkpoints.
-        should_stop: Asked before every step; where it says so the fleets are saved and the run ends.
-        listener: Told of the progress.
+        should_stop: Called before every step; when it returns True the fleets are saved and the run ends.
+        listener: Receives the progress.
         files: Further files for a new folder, by name, such as the settings as TOML.
 
     Raises:
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
     """
     start, rank = time.perf_counter(), Rank.here()
-    listener = listener or Silent()
+    listener = listener or Listener()
     recipe.device = rank.device(recipe.device)
-    recipe.prepare(listener.report if not rank.number else Silent().report)
+    recipe.prepare(listener.report if not rank.number else Listener().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
     with rank.open(path, asked, resume=resume) as folder:
         for name, content in (files or {}).items() if not rank.number else ():
@@ -106,7 +106,7 @@ def run(
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
-    """Everything that a run folder knows of its jobs.
+    """All outcomes in a run folder, by job.
 
     Raises:
         RunError: A line is damaged.
@@ -123,13 +123,9 @@ def minutes_of(folder: RunFolder) -> float:
 def plan_fleets(
     jobs: Sequence[Job], group: Callable[[Job], Hashable], most: int, networks: Callable[[Job], int] = lambda _: 1
 ) -> list[list[Job]]:
-    """Divide jobs among fleets: those of one group together, in the order of the jobs.
+    """Divide jobs among fleets: those of one group together, in the order of the jobs, each once.
 
-    Args:
-        jobs: All of them; one that is there twice counts once.
-        group: Jobs for which it is the same may train as one fleet.
-        most: How many networks a fleet has at most; a job that has more by itself is alone.
-        networks: How many networks a job has.
+    A fleet has at most ``most`` networks, unless a single job has more.
     """
     groups: dict[Hashable, list[list[Job]]] = {}
     room: dict[Hashable, int] = {}
@@ -151,14 +147,9 @@ def concurrent_groups(
     device: str,
     networks: Callable[[Job], int] = lambda _: 1,
 ) -> list[list[Sequence[Job]]]:
-    """Which fleets train at the same time: on a GPU neighbours that are alike, elsewhere each by itself.
+    """Which fleets train at the same time: on a GPU neighbours that are alike, on a CPU one after the other.
 
-    Args:
-        fleets: The jobs of each.
-        alike: Fleets may be together if it gives the same for their jobs.
-        most: How many networks at most; a fleet that has more by itself is alone.
-        device: Where.
-        networks: How many networks a job has.
+    They have at most ``most`` networks together, unless a single fleet has more.
     """
     groups: list[list[Sequence[Job]]] = []
     for fleet in fleets:
@@ -183,10 +174,10 @@ class _Checkpoints:
         return [file for _, file in sorted(files, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
 
     def load(self, key: str, fleet: Fleet) -> tuple[float, list[list[float]]]:
-        """Bring a fleet to its last checkpoint that is whole.
+        """Load the last valid checkpoint of a fleet.
 
         Returns:
-            The seconds that it took until there, and the test losses of its epochs, where they were judged.
+            The seconds of training until there, and the test losses of its epochs, where they were evaluated.
         """
         for file in self.of(key):
             try:
@@ -194,7 +185,7 @@ class _Checkpoints:
                 losses = [[math.nan if loss is None else loss for loss in epoch] for epoch in extra.get("losses", [])]
                 return float(extra.get("seconds", 0.0)), losses
             except SealedError as error:
-                self._report(f"{error}; the checkpoint before it is used, or the fleet begins anew")
+                self._report(f"{error}; the checkpoint before it is used, or the fleet starts from the beginning")
                 file.unlink()
             except ValueError as error:
                 raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
@@ -243,7 +234,7 @@ class _Sweep:
         self.listener.report(line)
 
     def note_minutes(self) -> None:
-        """Write down the time since the last note: a kill loses what comes after the last checkpoint alone."""
+        """Record the time since the last record; a kill loses only the time since the last checkpoint."""
         now = time.perf_counter()
         self.folder.append(f"minutes{self.rank.part}", {"training": (now - self.noted) / 60})
         self.noted = now
@@ -279,12 +270,12 @@ class _Sweep:
             self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
 
     def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
-        """Name the checkpoints that no fleet resumes from, because jobs were divided differently then."""
+        """Report checkpoints that no fleet resumes from, since jobs are divided differently now."""
         fleets = plan_fleets(jobs, self.recipe.group, self.recipe.at_once, self.recipe.networks)
         keys = {_key([job for job in fleet if job not in known]) for fleet in fleets}
         for file in sorted(self.kept.place.glob("*.safetensors")) if not self.rank.number else ():
             if file.name[:12] not in keys:
-                self.report(f"{file.name} is of no fleet that is to be trained now, as with another setting of most")
+                self.report(f"{file.name} belongs to no fleet of this run; was the setting most changed?")
 
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
@@ -334,7 +325,7 @@ class _Sweep:
         spent, losses = [seconds for seconds, _ in loaded], [by_epoch for _, by_epoch in loaded]
         if any(fleet.epoch or fleet.step for fleet in fleets):
             self.report(f"{shown}: resumed after epoch {_slowest(fleets).epoch} of {at.epochs}")
-            self._tell(at, fleets, write=False)
+            self._report_epoch(at, fleets, write=False)
         start = saved = time.perf_counter()
 
         def seconds_of(i: int) -> float:
@@ -353,7 +344,7 @@ class _Sweep:
             if self.should_stop():
                 save()
                 return False
-            self._tell(at, fleets)
+            self._report_epoch(at, fleets)
             now = time.perf_counter()
             if now > self.until or now - saved > self.every:
                 save()
@@ -375,7 +366,7 @@ class _Sweep:
         self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
         self.kept.forget(key)
 
-    def _tell(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
+    def _report_epoch(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
         slowest = _slowest(fleets)
         last = [(fleet.history.train_loss or [[]])[-1] for fleet in fleets]
         losses = [loss for of_fleet in last for loss in of_fleet if math.isfinite(loss)]
@@ -395,6 +386,6 @@ def _slowest(fleets: Sequence[Fleet]) -> Fleet:
 
 
 def _key(jobs: Sequence[Job]) -> str:
-    """What a fleet's checkpoints are called by: the same jobs are the same fleet."""
+    """The name of a fleet's checkpoints: the hash of its jobs."""
     plain = json.dumps([dataclasses.asdict(job) for job in jobs], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:12]

@@ -1,21 +1,24 @@
-"""The settings of a recipe: a frozen dataclass whose fields carry help, the value of a smoke run, and bounds."""
+"""What people write, checked: the settings of a recipe, and the content of JSON files.
+
+Settings are a frozen dataclass whose fields carry help, the value of a smoke run, and bounds.
+"""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-__all__ = ["Config", "Setting", "SettingError", "choose_names", "names_code", "setting", "settings_of", "with_settings"]
+__all__ = [
+    "Config", "Reader", "Setting", "SettingError", "are_percents", "choose_names", "is_count", "is_list_of",
+    "is_number", "is_text", "names_code", "setting", "settings_of", "with_settings",
+]  # fmt: skip
 
 
 class SettingError(ValueError):
     """A setting that a recipe does not have, or a value that it cannot take.
 
-    Args:
-        message: What is wrong.
-        given: A name that is unknown, if that is the mistake.
-        known: The names that there are.
-        otherwise: What to do where none of them is near.
+    Where a name is unknown it has the ``given`` one, the ``known`` ones, and what to do ``otherwise``, if none is near.
     """
 
     def __init__(self, message: str, given: str = "", known: Sequence[str] = (), otherwise: str = "") -> None:
@@ -24,7 +27,7 @@ class SettingError(ValueError):
 
 
 class Setting(NamedTuple):
-    """What a field of a config carries beside its default."""
+    """Metadata of a config field."""
 
     help: str
     smoke: Any = None
@@ -60,8 +63,7 @@ class Config:
 
     @classmethod
     def typed(cls, key: str, value: Any) -> dict[str, Any] | None:
-        """What a setting means that stands for several fields; None where it is one field."""
-        del key, value
+        """The fields that a setting stands for, where these are several; otherwise None."""
         return None
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ C = TypeVar("C", bound=Config)
 
 
 def with_settings(config: C, settings: Mapping[str, Any]) -> C:
-    """A config with some settings changed; texts are read as what the setting is.
+    """A config with some settings changed; strings are parsed to the type of the setting.
 
     Raises:
         SettingError: There is no such setting, or it cannot have this value.
@@ -98,7 +100,7 @@ _KINDS = {bool: '"yes" or "no"', int: "a whole number", float: "a number", tuple
 
 
 def _read(field: "dataclasses.Field[Any]", value: Any) -> Any:
-    """A value of the kind that a field has, inside of its bounds."""
+    """Parse a value to the type of its field, and check its bounds."""
     name, rules = field.name, field.metadata["setting"]
     default: Any = field.default
     kind = type(default)
@@ -166,6 +168,79 @@ def choose_names(rules: Setting, given: Sequence[Any]) -> tuple[str, ...]:
 
 
 def names_code(network: str) -> bool:
-    """Whether a network's name makes its building run somebody's own code, as ``net.py:make`` does."""
+    """Whether building the network of this name runs user code, as ``net.py:make`` does."""
     home, colon, _ = network.rpartition(":")
     return bool(colon) and home not in ("torchvision", "timm")
+
+
+# JSON
+
+
+class Reader:
+    """Takes named values out of a JSON object, and says where one is wrong; messages begin with its place."""
+
+    def __init__(self, place: str, data: object, error: type[ValueError] = ValueError) -> None:
+        self.place, self.error = place, error
+        if not isinstance(data, dict):
+            self.refuse(f"an object with names is needed, not {_short(data)}")
+        self.data: dict[str, Any] = data
+
+    def get(self, key: str, right: Callable[[Any], bool], what: str, *default: object) -> Any:
+        """A value that is right, or the default; anything else is refused."""
+        if key not in self.data:
+            if default:
+                return default[0]
+            self.refuse(f"{key} is missing; give {what}")
+        value = self.data[key]
+        if not right(value):
+            self.refuse(f"{key} is {_short(value)}; give {what}")
+        return value
+
+    def name(self, key: str, known: Sequence[str]) -> str:
+        """A name out of those that are known."""
+        value: str = self.get(key, is_text, "a name")
+        if value not in known:
+            near = difflib.get_close_matches(value, known, 1, 0)
+            self.refuse(f"{key} {value!r} is unknown; did you mean {near[0]!r}? Known: {', '.join(known)}")
+        return value
+
+    def named(
+        self, key: str, right: Callable[[Any], bool], what: str, kind: Callable[[Any], Any] = float
+    ) -> dict[str, Any]:
+        """An object whose values are right, each as a kind; empty where it is missing."""
+        given = self.get(key, lambda v: isinstance(v, dict) and all(map(right, v.values())), what, {})
+        return {name: kind(value) for name, value in given.items()}
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise an error that names the place."""
+        raise self.error(f"{self.place}: {why}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_number(value: object) -> bool:
+    """Whether JSON has a finite number here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_text(value: object) -> bool:
+    """Whether it is a text."""
+    return isinstance(value, str)
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_list_of(right: Callable[[object], bool]) -> Callable[[object], bool]:
+    """A predicate: a list whose elements are all right."""
+    return lambda value: isinstance(value, list) and all(map(right, value))
+
+
+def are_percents(value: object) -> bool:
+    """Whether it is a list of at least one number from 0 to 100."""
+    return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= 100 for v in value)

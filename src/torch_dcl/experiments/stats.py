@@ -3,22 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean as mean
+from statistics import stdev as std
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
-    "Comparison", "Difference", "ErrorTable", "Errors", "Interval", "Losses", "Unlike", "by_seed", "centre", "compare",
-    "compare_units", "difference", "holm", "interval", "is_complete", "margin", "mean", "mean_std_n", "notation",
-    "p_value", "paired", "signed", "spread", "std", "t_quantile",
+    "Comparison", "Difference", "Effect", "ErrorTable", "Errors", "Losses", "centre", "compare", "compare_units",
+    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_value", "paired", "pool",
+    "signed", "std", "t_quantile",
 ]  # fmt: skip
-
-
-class Interval(NamedTuple):
-    """A 95 % interval of a mean."""
-
-    low: float
-    high: float
 
 
 class Difference(NamedTuple):
@@ -28,6 +23,8 @@ class Difference(NamedTuple):
     low: float
     high: float
     n: int
+    p: float
+    """Of the paired t-test, not corrected for other comparisons."""
 
     @property
     def clear(self) -> int:
@@ -44,38 +41,27 @@ class Difference(NamedTuple):
         return f"{signed(self.mean)} [{signed(self.low)}, {signed(self.high)}]"
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean.
+class Effect(NamedTuple):
+    """A mean over several comparisons, with its standard error over them; None with one."""
 
-    Raises:
-        ValueError: no values.
-    """
-    if not values:
-        raise ValueError("the mean of no values does not exist; give at least one")
-    return math.fsum(values) / len(values)
+    mean: float
+    error: float | None
+    n: int
 
-
-def std(values: Sequence[float]) -> float:
-    """The sample standard deviation, with n - 1 in the denominator.
-
-    Raises:
-        ValueError: fewer than two values.
-    """
-    if len(values) < 2:
-        raise ValueError(f"a standard deviation needs at least 2 values, not {len(values)}")
-    centre = mean(values)
-    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1))
+    def __str__(self) -> str:
+        return signed(self.mean) + ("" if self.error is None else f" ± {self.error:.2f}")
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """The 95 % interval of the mean after Student.
+def pool(differences: Sequence[float]) -> Effect:
+    """The mean of some differences, such as those of a column on several sets."""
+    n = len(differences)
+    return Effect(mean(differences), std(differences) / math.sqrt(n) if n > 1 else None, n)
 
-    Raises:
-        ValueError: fewer than two values.
-    """
-    error_of_mean = std(values) / math.sqrt(len(values))
-    half = t_quantile(0.975, len(values) - 1) * error_of_mean
-    return Interval(mean(values) - half, mean(values) + half)
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean of at least two values, after Student."""
+    half = t_quantile(0.975, len(values) - 1) * (std(values) / math.sqrt(len(values)))
+    return mean(values) - half, mean(values) + half
 
 
 def paired(errors: Sequence[float], reference: Sequence[float]) -> Difference:
@@ -91,16 +77,7 @@ def paired(errors: Sequence[float], reference: Sequence[float]) -> Difference:
     if len(errors) < 2:
         raise ValueError(f"a paired interval needs at least 2 seeds, not {len(errors)}")
     differences = [a - b for a, b in zip(errors, reference, strict=True)]
-    low, high = interval(differences)
-    return Difference(mean(differences), low, high, len(differences))
-
-
-def by_seed(errors: Mapping[int, float], reference: Mapping[int, float]) -> Difference | None:
-    """The paired difference over the seeds that both have; None where that is fewer than two."""
-    common = [seed for seed in errors if seed in reference]
-    if len(common) < 2:
-        return None
-    return paired([errors[seed] for seed in common], [reference[seed] for seed in common])
+    return Difference(mean(differences), *interval(differences), len(differences), p_value(differences))
 
 
 def notation(mean: float, std: float | None = None) -> str:
@@ -135,10 +112,6 @@ def signed(value: float, decimals: int = 2) -> str:
 def t_quantile(p: float, df: int) -> float:
     """The value that Student's t with ``df`` degrees of freedom stays below with probability ``p``.
 
-    Args:
-        p: Between 0 and 1, both excluded.
-        df: A whole number, at least 1.
-
     Raises:
         ValueError: arguments out of range.
     """
@@ -160,11 +133,7 @@ def t_quantile(p: float, df: int) -> float:
 
 
 def p_value(differences: Sequence[float]) -> float:
-    """The two-sided p of the t-test that the mean of paired differences is 0; 1 where all of them are 0.
-
-    Raises:
-        ValueError: fewer than two differences.
-    """
+    """The two-sided p of the t-test that the mean of at least two paired differences is 0; 1 where all are 0."""
     deviation, n = std(differences), len(differences)
     if deviation == 0:
         return 1.0 if mean(differences) == 0 else 0.0
@@ -214,57 +183,70 @@ def centre(errors: Errors) -> float:
     return errors.mean if isinstance(errors, Reported) else mean(list((runs or {}).values()))
 
 
-def spread(errors: Errors) -> float | None:
-    """The standard deviation; None where there is only one run."""
-    runs = seeds(errors)
+def spread(errors: Errors) -> float:
+    """The standard deviation; 0 where it is not known."""
     if isinstance(errors, Reported):
         return errors.std
-    return std(list(runs.values())) if runs and len(runs) > 1 else None
+    runs = seeds(errors) or {}
+    return std(runs.values()) if len(runs) > 1 else 0.0
 
 
 def difference(errors: Errors, reference: Errors) -> Difference | None:
     """``errors - reference`` over the seeds that both have; None where these are fewer than two, or unknown."""
-    ours, theirs = seeds(errors), seeds(reference)
-    return None if ours is None or theirs is None else by_seed(ours, theirs)
-
-
-def margin(errors: Errors, reference: Errors) -> float:
-    """The larger of the two standard deviations; 0 where neither is known."""
-    return max(spread(errors) or 0.0, spread(reference) or 0.0)
+    ours, theirs = seeds(errors) or {}, seeds(reference) or {}
+    common = [seed for seed in ours if seed in theirs]
+    return paired([ours[seed] for seed in common], [theirs[seed] for seed in common]) if len(common) > 1 else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """On which sets one column has lower errors than another.
+    """A column of a table against another, set by set.
 
     Attributes:
         column: The column that is judged.
         reference: The column it is judged against.
-        better: Sets where the mean of ``column`` is lower.
-        equal: Sets where the means are equal.
-        worse: Sets where the mean of ``column`` is higher.
-        beyond: Sets of ``better`` where it is lower by more than the larger of the two standard deviations.
-        paired: Sets with at least two seeds in common.
-        clear_better: Sets where the 95 % paired interval of the difference lies below 0.
-        clear_worse: Sets where it lies above 0.
+        gaps: Mean error of ``column`` minus that of ``reference``, by set.
+        beyond: Sets where it is lower by more than the larger of the two standard deviations.
+        paired: The paired difference by set, where both have at least two seeds in common.
         absent: Sets of the paper that lack one of the columns.
     """
 
     column: str
     reference: str
-    better: tuple[str, ...]
-    equal: tuple[str, ...]
-    worse: tuple[str, ...]
+    gaps: Mapping[str, float]
     beyond: tuple[str, ...]
-    paired: tuple[str, ...]
-    clear_better: tuple[str, ...]
-    clear_worse: tuple[str, ...]
+    paired: Mapping[str, Difference]
     absent: tuple[str, ...]
 
     @property
     def compared(self) -> int:
         """The number of sets that have both columns."""
-        return len(self.better) + len(self.equal) + len(self.worse)
+        return len(self.gaps)
+
+    @property
+    def better(self) -> tuple[str, ...]:
+        """Sets where the mean of ``column`` is lower."""
+        return tuple(name for name, gap in self.gaps.items() if gap < 0)
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """Sets where the means are equal."""
+        return tuple(name for name, gap in self.gaps.items() if gap == 0)
+
+    @property
+    def worse(self) -> tuple[str, ...]:
+        """Sets where the mean of ``column`` is higher."""
+        return tuple(name for name, gap in self.gaps.items() if gap > 0)
+
+    def clear(self, sign: int) -> int:
+        """On how many sets the paired interval lies below 0 (−1) or above it (1), each set by itself."""
+        return sum(each.clear == sign for each in self.paired.values())
+
+    def effect(self, sets: Sequence[str] = SETS) -> Effect | None:
+        """The difference over some sets, paired by seed where seeds are known; None where none has both columns."""
+        gaps = {**self.gaps, **{name: each.mean for name, each in self.paired.items()}}
+        chosen = [gap for name, gap in gaps.items() if name in sets]
+        return pool(chosen) if chosen else None
 
     @property
     def named(self) -> str:
@@ -278,10 +260,7 @@ class Comparison:
         parts = [f"{column} is better than {reference} on {len(self.better)} of {self.compared} sets"]
         if self.equal:
             parts.append(f"equal on {len(self.equal)}")
-        if self.paired:
-            parts.append(f"clearly better on {len(self.clear_better)} and clearly worse on {len(self.clear_worse)}")
-        elif self.better:
-            parts.append(f"by more than the larger deviation on {len(self.beyond)}")
+        parts.append(f"{self.effect()} points on average")
         if self.absent:
             parts.append(f"{len(self.absent)} not run")
         return ", ".join(parts)
@@ -292,33 +271,13 @@ def _named(column: str) -> str:
 
 
 def compare(table: ErrorTable, column: str, reference: str, sets: Sequence[str] = SETS) -> Comparison:
-    """Compare two columns of a table.
-
-    Args:
-        table: Set to column to errors.
-        column: The column to judge.
-        reference: The column to judge it against.
-        sets: The sets to compare on; one that lacks a column is counted as absent.
-    """
-    groups: dict[str, list[str]] = {
-        key: [] for key in ("better", "equal", "worse", "beyond", "paired", "clear_better", "clear_worse", "absent")
-    }
-    for name in sets:
-        row = table.get(name, {})
-        if column not in row or reference not in row:
-            groups["absent"].append(name)
-            continue
-        ours, theirs = row[column], row[reference]
-        gap = centre(ours) - centre(theirs)
-        groups["better" if gap < 0 else "worse" if gap > 0 else "equal"].append(name)
-        if gap < -margin(ours, theirs):
-            groups["beyond"].append(name)
-        pair = difference(ours, theirs)
-        if pair is not None:
-            groups["paired"].append(name)
-            if pair.clear:
-                groups["clear_better" if pair.clear < 0 else "clear_worse"].append(name)
-    return Comparison(column, reference, **{key: tuple(names) for key, names in groups.items()})
+    """Compare two columns of a table on some sets; one that lacks a column is counted as absent."""
+    both = {name: table[name] for name in sets if {column, reference} <= table.get(name, {}).keys()}
+    pairs = {name: (row[column], row[reference]) for name, row in both.items()}
+    gaps = {name: centre(ours) - centre(theirs) for name, (ours, theirs) in pairs.items()}
+    beyond = tuple(name for name, pair in pairs.items() if gaps[name] < -max(map(spread, pair)))
+    paired_by_set = {name: found for name, pair in pairs.items() if (found := difference(*pair)) is not None}
+    return Comparison(column, reference, gaps, beyond, paired_by_set, tuple(n for n in sets if n not in both))
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,29 @@
-"""Tables as they were run here: the files `results/table1.json` and `results/table2.json`, read and checked.
+"""Tables as they were run here: made of outcomes, written, read and checked, and printed in a terminal.
 
-`text.py` prints them in a terminal and as Markdown, `torch_dcl.report` as pages for the browser.
+`torch_dcl.report` shows them as pages for the browser.
 """
 
-import difflib
 import json
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
-from torch_dcl.experiments.recipes import find_recipe_type
-from torch_dcl.experiments.stats import Difference, Losses, difference, mean, notation, std
+from torch_dcl.experiments.protocol import Outcome, find_recipe_type
+from torch_dcl.experiments.settings import Reader, are_percents, is_count, is_list_of, is_number, is_text
+from torch_dcl.experiments.stats import Difference, Losses, difference, is_complete, mean, mean_std_n, notation, std
 from torch_dcl.files import write_text
 
+if TYPE_CHECKING:
+    import rich.table
+
+    from torch_dcl.fleet.run_folder import RunFolder
+
 __all__ = [
-    "CONTROLS", "MARK", "Cell", "Reader", "Table", "TableError", "as_trial", "is_trial", "load", "mark",
-    "parse", "save",
+    "CONTROLS", "MARK", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial", "load",
+    "long_table", "mark", "parse", "run_facts", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
@@ -27,7 +31,7 @@ MARK = " (a trial, not the protocol)"
 
 
 class TableError(ValueError):
-    """A table that cannot be read. The message says where, what is there, and what should be."""
+    """A table that cannot be read. The message names the place, the value and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,20 @@ class Cell:
     stopped: tuple[int, ...] = ()
     fitted: bool = False
     minutes: float | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls, group: Sequence[Outcome], weights: int, paper: tuple[float | None, float | None], *, fitted: bool = False
+    ) -> "Cell":
+        """The cell of some outcomes that differ by their seeds alone; losses are left out where a run diverged."""
+        job = group[0].job
+        losses = [tuple(getattr(outcome, key) for outcome in group) for key in ("train_loss", "test_loss")]
+        train, test = (values if is_complete(values) else None for values in losses)
+        return cls(
+            job.data, job.network, tuple(o.error for o in group), tuple(o.job.seed for o in group), weights, *paper,
+            train, test, tuple(o.job.seed for o in group if o.stopped is not None), fitted,
+            sum(o.seconds for o in group) / 60 or None,
+        )  # fmt: skip
 
     @property
     def runs(self) -> dict[int, float]:
@@ -121,7 +139,6 @@ class Table:
     @classmethod
     def baseline_of(cls, column: str) -> str:
         """The column that another is compared with."""
-        del column
         return "baseline"
 
     @classmethod
@@ -133,7 +150,6 @@ class Table:
     @classmethod
     def read_more(cls, read: "Reader") -> dict[str, Any]:
         """The fields that a kind of table has beside the common ones."""
-        del read
         return {}
 
     def cell(self, name: str, column: str) -> Cell | None:
@@ -210,27 +226,23 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def parse(data: object, source: str = "table") -> Table:
-    """Check what JSON holds, and make a table of it.
-
-    Args:
-        data: The content of the file.
-        source: The name of the file, for messages.
+    """Check what JSON holds, and make a table of it; messages name the source.
 
     Raises:
         TableError: as `load`.
     """
-    top = Reader(source, data)
+    top = Reader(source, data, TableError)
     kind = _kind(top.data)
-    cells = top.get("cells", _is_list, "a list of cells")
+    cells = top.get("cells", lambda v: isinstance(v, list), "a list of cells")
     table = kind(
-        title=top.get("title", _is_text, "text"),
-        cells=tuple(_cell(Reader(f"{source}: cells[{i}]", cell), kind) for i, cell in enumerate(cells)),
-        protocol={key: str(value) for key, value in top.get("protocol", _is_dict, "names and texts", {}).items()},
-        hardware=top.get("hardware", _is_text, "text", ""),
-        versions={key: str(value) for key, value in top.get("versions", _is_dict, "names and versions", {}).items()},
-        minutes=top.get("minutes", lambda v: _is_dict(v) and all(map(is_number, v.values())), "phases and numbers", {}),
-        command=top.get("command", _is_text, "text", ""),
-        deviations=tuple(top.get("deviations", lambda v: _is_list(v) and all(map(_is_text, v)), "a list of texts", [])),
+        title=top.get("title", is_text, "text"),
+        cells=tuple(_cell(Reader(f"{source}: cells[{i}]", cell, TableError), kind) for i, cell in enumerate(cells)),
+        protocol=top.named("protocol", lambda _: True, "names and texts", str),
+        hardware=top.get("hardware", is_text, "text", ""),
+        versions=top.named("versions", lambda _: True, "names and versions", str),
+        minutes=top.named("minutes", is_number, "phases and numbers"),
+        command=top.get("command", is_text, "text", ""),
+        deviations=tuple(top.get("deviations", is_list_of(is_text), "a list of texts", [])),
         **kind.read_more(top),
     )
     seen: set[tuple[str, str]] = set()
@@ -242,128 +254,128 @@ def parse(data: object, source: str = "table") -> Table:
 
 
 def _kind(data: Mapping[str, Any]) -> type[Table]:
-    """The kind of table that JSON holds: of Table 2, which says what is absent, or of Table 1."""
+    """The type of table in JSON: Table 2 where it has ``absent``, otherwise Table 1."""
     name = "table2" if "absent" in data else "table1"
     return cast("type[Table]", find_recipe_type(name).table_type)
 
 
+def run_facts(folder: "RunFolder") -> dict[str, Any]:
+    """Hardware, versions and command of a run: what every table says of itself."""
+    starts = folder.read("environment")
+    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
+    versions, command = (starts[-1]["versions"], starts[0]["command"]) if starts else ({}, "")
+    return {"hardware": "; ".join(machines), "versions": versions, "command": command}
+
+
 def as_trial(table: T, departures: list[str]) -> T:
-    """The table marked as a trial, with what it departs in first among its deviations; itself where it does not."""
+    """Mark a table as a trial if it departs from the protocol, with the departures first among its deviations."""
     if not departures:
         return table
     return replace(table, title=table.title + MARK, deviations=(*departures, *table.deviations))
 
 
 def is_trial(table: Table) -> bool:
-    """Whether the table says of itself that it is a trial."""
+    """Whether the table is marked as a trial."""
     return table.title.endswith(MARK)
 
 
 def mark(table: Table, cell: Cell) -> str:
-    """The signs behind a number: clearly below or above the baseline, fitted, diverged."""
+    """The signs behind a number: an interval below or above the baseline, fitted, diverged."""
     gap = table.to_baseline(cell)
     clear = "" if gap is None else gap.sign
     return clear + ("*" if cell.fitted else "") + ("†" if cell.stopped else "")
 
 
-class Reader:
-    """Takes named values out of a JSON object and says where one is wrong."""
-
-    def __init__(self, place: str, data: object) -> None:
-        self.place = place
-        if not isinstance(data, dict):
-            self.refuse(f"an object with names is needed, not {_short(data)}")
-        self.data: dict[str, Any] = data
-
-    def get(self, key: str, right: Callable[[Any], bool], what: str, *default: object) -> Any:
-        """A value that is right, or the default; anything else is refused."""
-        if key not in self.data:
-            if default:
-                return default[0]
-            self.refuse(f"{key} is missing; give {what}")
-        value = self.data[key]
-        if not right(value):
-            self.refuse(f"{key} is {_short(value)}; give {what}")
-        return value
-
-    def name(self, key: str, known: Sequence[str]) -> str:
-        """A name out of those that are known."""
-        value: str = self.get(key, _is_text, "a name")
-        if value not in known:
-            near = difflib.get_close_matches(value, known, 1, 0)
-            self.refuse(f"{key} {value!r} is unknown; did you mean {near[0]!r}? Known: {', '.join(known)}")
-        return value
-
-    def refuse(self, why: str) -> NoReturn:
-        """Raise an error that names the place."""
-        raise TableError(f"{self.place}: {why}")
-
-
 def _cell(read: Reader, kind: type[Table]) -> Cell:
     name, column = read.name("set", kind.known_sets), read.name("column", kind.known_columns)
     read.place += f" ({name}, {column})"
-    seeds = read.get("seeds", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of whole numbers")
+    seeds = read.get("seeds", is_list_of(is_count), "a list of whole numbers")
+    per_seed = f"one number per seed ({len(seeds)}), or leave it out"
+
+    def are_per_seed(values: Any) -> bool:
+        return values is None or (is_list_of(is_number)(values) and len(values) == len(seeds))
+
+    rules: dict[str, Any] = {
+        "errors": (are_percents, "at least one number, each from 0 to 100"),
+        "weights": (lambda v: is_count(v) and v > 0, "a whole number above 0"),
+        "paper": (lambda v: v is None or is_number(v), "a number or null", None),
+        "paper_std": (lambda v: v is None or is_number(v), "a number or null", None),
+        "train_loss": (are_per_seed, per_seed, None),
+        "test_loss": (are_per_seed, per_seed, None),
+        "stopped": (is_list_of(is_count), "a list of seeds", []),
+        "fitted": (lambda v: isinstance(v, bool), "true or false", False),
+        "minutes": (lambda v: v is None or (is_number(v) and v >= 0), "a number from 0 or null", None),
+    }
+    given = {key: read.get(key, *rule) for key, rule in rules.items()}
     if len(set(seeds)) != len(seeds):
         read.refuse(f"seeds {seeds} names one twice; give each run its own")
-    errors = read.get("errors", _are_percents, "at least one number, each from 0 to 100")
-
-    def per_seed(values: object) -> bool:
-        if not isinstance(values, list):
-            return values is None
-        return all(map(is_number, values)) and len(values) == len(seeds)
-
-    if len(errors) != len(seeds):
-        read.refuse(f"{len(errors)} errors and {len(seeds)} seeds; give one error per seed")
-    losses = [
-        read.get(key, per_seed, f"one number per seed ({len(seeds)}), or leave it out", None)
-        for key in ("train_loss", "test_loss")
-    ]
-    paper = read.get("paper", lambda v: v is None or is_number(v), "a number or null", None)
-    paper_std = read.get("paper_std", lambda v: v is None or is_number(v), "a number or null", None)
-    reported = kind.paper_of(column, name)
-    if paper is not None and (paper, paper_std) != reported:
+    if len(given["errors"]) != len(seeds):
+        read.refuse(f"{len(given['errors'])} errors and {len(seeds)} seeds; give one error per seed")
+    paper, reported = (given["paper"], given["paper_std"]), kind.paper_of(column, name)
+    if paper[0] is not None and paper != reported:
         has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
-        read.refuse(f"paper is {paper} with {paper_std}, but the paper has {has}; correct it")
-    return Cell(
-        set=name,
-        column=column,
-        errors=tuple(map(float, errors)),
-        seeds=tuple(seeds),
-        weights=read.get("weights", lambda v: _is_count(v) and v > 0, "a whole number above 0"),
-        paper=paper,
-        paper_std=paper_std,
-        train_loss=None if losses[0] is None else tuple(map(float, losses[0])),
-        test_loss=None if losses[1] is None else tuple(map(float, losses[1])),
-        stopped=tuple(read.get("stopped", lambda v: _is_list(v) and all(map(_is_count, v)), "a list of seeds", [])),
-        fitted=read.get("fitted", lambda v: isinstance(v, bool), "true or false", False),
-        minutes=read.get("minutes", lambda v: v is None or (is_number(v) and v >= 0), "a number from 0 or null", None),
-    )
+        read.refuse(f"paper is {paper[0]} with {paper[1]}, but the paper has {has}; correct it")
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return Cell(set=name, column=column, seeds=tuple(seeds), **given)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+# In a terminal
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+class Line(NamedTuple):
+    """A line of a grid."""
+
+    cells: Sequence[str]
+    style: str = ""
+    is_last: bool = False
+    """Whether a rule follows in a terminal."""
+    note: str = ""
+    """What explains the first cell on a page."""
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
+class Grid(NamedTuple):
+    """Texts in lines and columns, for a terminal and for a page."""
+
+    heads: Sequence[str]
+    """Of the columns; those that begin with ``<`` are aligned to the left."""
+    lines: Sequence[Line]
+    optional: Sequence[str] = ()
+    """Heads of the columns that a narrow terminal goes without, the least needed first; no number is cut."""
+
+    def as_rich(self, width: int) -> "rich.table.Table":
+        """The grid for a terminal of this width."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        plain = [head.removeprefix("<") for head in self.heads]
+        sizes = [max(len(head), *(len(line.cells[i]) for line in self.lines)) for i, head in enumerate(plain)]
+        kept = list(range(len(plain)))
+        for head in self.optional:
+            if sum(sizes[i] + 3 for i in kept) - 1 > width:
+                kept.remove(plain.index(head))
+        is_tight = sum(sizes[i] + 3 for i in kept) - 1 > width
+        table = RichTable(box=None, padding=(0, 1, 0, 0)) if is_tight else RichTable(box=SIMPLE_HEAD, pad_edge=False)
+        for i in kept:
+            side = "left" if self.heads[i].startswith("<") else "right"
+            table.add_column(plain[i], justify=side, overflow="fold", no_wrap=not is_tight)  # type: ignore[arg-type]
+        for line in self.lines:
+            table.add_row(*(Text(line.cells[i]) for i in kept), style=line.style, end_section=line.is_last)
+        return table
 
 
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _are_percents(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= 100 for v in value)
+def long_table(table: Table, width: int) -> "rich.table.Table":
+    """A line for every cell: the paper's number, ours, and the difference to the baseline."""
+    gap_head = f"to {table.against}, 95 %"
+    lines = []
+    for name in table.sets:
+        cells = [cell for column in table.columns if (cell := table.cell(name, column)) is not None]
+        for i, cell in enumerate(cells):
+            gap = table.to_baseline(cell)
+            texts = ("" if i else name.removeprefix("MNIST-"), cell.column, cell.theirs, mean_std_n(cell.errors),
+                     mark(table, cell), "" if gap is None else str(gap), f"{cell.weights:,}")  # fmt: skip
+            lines.append(Line(texts, "bold" if cell.column in table.best(name) else "", i == len(cells) - 1))
+    absent: dict[str, str] = getattr(table, "absent", {})
+    lines += [Line((name, "", "", reason, "", "", ""), "dim") for name, reason in absent.items()]
+    heads = ("<set", "<model", "paper %", "ours % ± std (n)", "<", gap_head, "weights")
+    return Grid(heads, lines, ("weights", gap_head, "paper %")).as_rich(width)

@@ -23,7 +23,7 @@ _INSIDE_AN_EPOCH = ("step", "loss", "was_alive")
 
 def write(path: str | os.PathLike[str], state: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """Write tensors and a description, and return the SHA-256 that the file carries."""
-    return write_sealed(path, _KEY, dict(state), _to_json(dict(about)))
+    return write_sealed(path, _KEY, dict(state), finite(dict(about)))
 
 
 def read(
@@ -32,14 +32,7 @@ def read(
 ) -> dict[str, Any]:  # fmt: skip
     """Copy what `write` wrote into tensors of the same names, and return the description.
 
-    Nothing is copied unless everything in the file is as it must be.
-
-    Args:
-        path: The file.
-        state: The tensors to write into.
-        members: What the description must have under that name.
-        epochs: Epochs of the fleet's schedules.
-        steps: Steps of an epoch.
+    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -47,7 +40,7 @@ def read(
         ValueError: It belongs to another fleet; the message names the first difference.
     """
     tensors, about = read_sealed(path, _KEY)
-    _check_members(path, about.get("members"), _to_json(list(members)))
+    _check_members(path, about.get("members"), finite(list(members)))
     kinds, wanted = ({name: (t.shape, t.dtype) for name, t in given.items()} for given in (tensors, state))
     if kinds != wanted:
         first = min(name for name, _ in kinds.items() ^ wanted.items())
@@ -137,10 +130,10 @@ def _from_json(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def _to_json(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """Plain data with None for numbers that are not finite, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _to_json(inner) for key, inner in value.items()}
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -80,12 +80,7 @@ def _identity(images: Tensor) -> tuple[object, ...]:
 
 
 def check_data(data: Mapping[str, Labelled], wanted: Iterable[tuple[str, str]]) -> int:
-    """Refuse data that one fleet cannot train on, and return the number of images.
-
-    Args:
-        data: Images and labels by name.
-        wanted: Pairs of a network's name and the name of its data.
-    """
+    """Refuse data that one fleet cannot train on, by names of networks and data; return the number of images."""
     sizes = set()
     for member, name in wanted:
         if name not in data:

@@ -69,10 +69,6 @@ class History:
 def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> None:
     """Refuse networks that a fleet cannot train together.
 
-    Args:
-        networks: One for each member.
-        members: Their members.
-
     Raises:
         TypeError: One of them is not a torch module.
         ValueError: One of them has no parameters, or a parameter is frozen in some networks only.

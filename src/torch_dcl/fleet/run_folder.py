@@ -9,7 +9,7 @@
       log.txt            messages of the run, with their times
       lock               held while the run is active, with the id of its process
 
-A folder may come from somebody else: nothing is written through a symbolic link in it. Folders of format 1, without
+A folder may come from another user: nothing is written through a symbolic link in it. Folders of format 1, without
 checksums, can be read but not resumed.
 """
 
@@ -34,7 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "lock_folder", "lock_holder"]
+__all__ = ["RunError", "RunFolder", "environment", "lock_holder"]
 
 FORMAT = 3
 _CHECK = "check"
@@ -98,9 +98,6 @@ class RunFolder:
     def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
         """Open a folder for reading, without its lock; another process may write to it meanwhile.
 
-        Args:
-            path: The folder.
-
         Raises:
             RunError: It is not a run folder, or its recipe is damaged.
         """
@@ -112,7 +109,7 @@ class RunFolder:
         except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
         if not isinstance(recipe, dict):
-            raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} in place of names and values")
+            raise RunError(f"{file} is damaged: it holds {type(recipe).__name__} instead of names and values")
         form = recipe.pop("format", 1)
         if type(form) is not int or not 1 <= form <= FORMAT:
             raise RunError(
@@ -160,6 +157,10 @@ class RunFolder:
                         ) from error
         return records
 
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a result to ``NAME.json``, all or nothing."""
+        write_text(self.path / f"{name}.json", json.dumps(content, indent=1) + "\n")
+
     def log(self, text: str, part: str = "") -> None:
         """Append a line to ``log.txt``, with the time in front."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -194,7 +195,7 @@ def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
             raise ValueError("its checksum is wrong")
     record = json.loads(line)
     if not isinstance(record, dict):
-        raise ValueError("it holds no names and values")  # noqa: TRY004 - damage, whatever it holds
+        raise ValueError("it holds no names and values")
     return record
 
 
@@ -210,7 +211,7 @@ def _open_safely(path: Path, mode: str) -> Any:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove leftovers of interrupted writes. The lock is held, so nobody is writing now."""
+    """Remove leftovers of interrupted writes. The lock is held, so no other process is writing."""
     for aside in folder.glob("**/.writing-*"):
         if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside, ignore_errors=True)
@@ -277,25 +278,8 @@ def _commit() -> str | None:
     return answer[0].strip() + (", changed" if answer[1].strip() else "")
 
 
-@contextlib.contextmanager
-def lock_folder(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Create a folder and hold its lock, without starting a run.
-
-    Raises:
-        RunError: Another process holds the lock.
-    """
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / "lock"):
-        yield
-
-
 def lock_holder(path: str | os.PathLike[str]) -> int | None:
-    """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says.
-
-    Args:
-        path: The run folder.
-    """
+    """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says."""
     for lock in sorted(Path(path).glob("lock*")):
         try:
             with lock.open("r", encoding="utf-8", errors="replace") as file:

@@ -3,7 +3,7 @@
 import warnings
 
 from torch_dcl import experiments
-from torch_dcl.experiments import *  # noqa: F403
+from torch_dcl.experiments import *
 from torch_dcl.report import as_html as as_html
 from torch_dcl.report import as_markdown as as_markdown
 from torch_dcl.report import report as report

@@ -2,41 +2,34 @@
 
 import html
 import io
-import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcl.experiments.settings import Reader, are_percents
 from torch_dcl.files import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["save", "svg"]
+__all__ = ["LIGHT", "Theme", "save", "style", "svg"]
 
-_INCH = 25.4  # mm
-
-
-_COLUMN, _PAGE = 85 / _INCH, 175 / _INCH  # widths in inches: one column, and two
-
-
-_BODY, _SMALL = 7.5, 6.5  # font sizes in points
-
-
+INCH = 25.4  # mm
+COLUMN, PAGE = 85 / INCH, 175 / INCH  # widths in inches: one column, and two
+BODY, SMALL = 7.5, 6.5  # font sizes in points
 _FONTS = ["DejaVu Sans", "Verdana", "Geneva", "sans-serif"]  # of one width, so that labels keep their room
-
-
-_DASHES = (0, (4, 2.2))
+DASHES = (0, (4, 2.2))
 
 
 @dataclass(frozen=True)
-class _Theme:
+class Theme:
+    """Colours by what they are for, and by name."""
+
     page: str  # what the figure will stand on; only to mix tints with
     text: str
     muted: str
@@ -51,20 +44,20 @@ class _Theme:
     sky: str
 
 
-_LIGHT = _Theme(
+LIGHT = Theme(
     "#ffffff", "#1f2328", "#59636e", "#8c959f", "#e4e8ec", "#afb8c1",
     "#0072b2", "#d98200", "#00795a", "#cc3311", "#aa4499", "#3a9bd1",
 )  # fmt: skip
 
 
-_DARK = _Theme(
+DARK = Theme(
     "#0d1117", "#f0f6fc", "#9198a1", "#656c76", "#262c34", "#5b646f",
     "#56b4e9", "#f0a24a", "#2dbd94", "#ff6f52", "#e08ad0", "#9fd4f2",
 )  # fmt: skip
 
 
 def svg(figure: "Figure", *, name: str | None = None) -> str:
-    """Give a figure as SVG for a place inside an HTML page: without XML header, with ids that no other figure has.
+    """A figure as SVG to embed in an HTML page: without XML header, with unique ids.
 
     Text stays text, so it can be searched, selected and read aloud. A screen reader reads the caption.
 
@@ -104,7 +97,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
         write_text(path, _svg_file(figure))
     elif suffix in (".pdf", ".png"):
         empty = ("CreationDate", "Creator", "Producer") if suffix == ".pdf" else ("Software",)
-        with _style(), replacing(path) as fresh:
+        with style(), replacing(path) as fresh:
             figure.savefig(fresh, format=suffix[1:], dpi=300, metadata=dict.fromkeys(empty))
     else:
         raise ValueError(f"cannot write a figure as {os.fspath(path)!r}; choose a name that ends in .svg, .pdf or .png")
@@ -112,7 +105,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
 
 def _svg_file(figure: "Figure") -> str:
     caption = str(figure.get_label())
-    with _style(), io.StringIO() as file:
+    with style(), io.StringIO() as file:
         metadata = {"Date": None, "Creator": None, "Description": caption, "Title": caption.partition(". ")[0]}
         figure.savefig(file, format="svg", metadata=metadata)
         text = file.getvalue()
@@ -120,7 +113,7 @@ def _svg_file(figure: "Figure") -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
-def _style() -> AbstractContextManager[None]:
+def style() -> AbstractContextManager[None]:
     """Settings for drawing and for saving, which must be the same: tick labels are only made when a figure is drawn."""
     import matplotlib as mpl
 
@@ -128,7 +121,7 @@ def _style() -> AbstractContextManager[None]:
         {
             "font.family": "sans-serif",
             "font.sans-serif": _FONTS,
-            "font.size": _BODY,
+            "font.size": BODY,
             "mathtext.fontset": "dejavusans",
             "svg.fonttype": "none",
             "svg.hashsalt": "torch-dcl",
@@ -139,34 +132,35 @@ def _style() -> AbstractContextManager[None]:
     )
 
 
-def _theme(dark: bool) -> _Theme:
-    return _DARK if dark else _LIGHT
+def theme_of(dark: bool) -> Theme:
+    """The colours for a light or a dark page."""
+    return DARK if dark else LIGHT
 
 
-def _layout(wspace: float = 0, hspace: float = 0) -> Any:
+def layout(wspace: float = 0, hspace: float = 0) -> Any:
     """Axes as large as their labels allow, with thin margins in inches."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     return ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03, wspace=wspace, hspace=hspace)
 
 
-def _id(*words: object) -> str:
+def id_of(*words: object) -> str:
     """Words as an id."""
     return re.sub(r"[^\w-]+", "-", "-".join(str(word) for word in words))
 
 
-def _figure(name: str, width: float, height: float, theme: _Theme) -> tuple["Figure", "Axes"]:
+def one_panel(name: str, width: float, height: float, theme: Theme) -> tuple["Figure", "Axes"]:
     """An empty figure with one dressed pair of axes."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), facecolor="none", layout=_layout())
+    figure = Figure(figsize=(width, height), facecolor="none", layout=layout())
     figure.set_gid(name)
     axes = figure.add_subplot()
-    _dress(axes, theme)
+    dress(axes, theme)
     return figure, axes
 
 
-def _dress(axes: "Axes", theme: _Theme, *, grid: bool = True) -> None:
+def dress(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
     """Two thin spines, short ticks, light lines across."""
     axes.set_facecolor("none")
     for side in ("top", "right"):
@@ -174,48 +168,58 @@ def _dress(axes: "Axes", theme: _Theme, *, grid: bool = True) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set(color=theme.edge, linewidth=0.7)
     axes.tick_params(
-        which="both", color=theme.edge, labelcolor=theme.muted, labelsize=_SMALL, width=0.7, length=2.5, pad=2.5,
+        which="both", color=theme.edge, labelcolor=theme.muted, labelsize=SMALL, width=0.7, length=2.5, pad=2.5,
         labelfontfamily="sans-serif",
     )  # fmt: skip
     axes.tick_params(which="minor", length=1.5)
-    axes.xaxis.label.set(color=theme.text, size=_BODY)
-    axes.yaxis.label.set(color=theme.text, size=_BODY)
+    axes.xaxis.label.set(color=theme.text, size=BODY)
+    axes.yaxis.label.set(color=theme.text, size=BODY)
     axes.set_axisbelow(True)
     if grid:
         axes.yaxis.grid(visible=True, color=theme.grid, lw=0.6)
 
 
-def _and(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
+    """Words joined by commas and a final "and"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _n(groups: Iterable[Sequence[Any]]) -> str:
-    """How many seeds, in words that are true for all groups."""
+def seeds_in_words(groups: Iterable[Sequence[Any]]) -> str:
+    """The number of seeds, or its range over the groups."""
     counts = sorted({len(group) for group in groups})
     plural = "" if counts == [1] else "s"
     return f"{counts[0]} seed{plural}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
 
 
-def _get(data: Mapping[str, Any], key: str, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{where}: expected a dictionary with {key!r}, got {type(data).__name__}")
-    if key not in data:
-        raise ValueError(f"{where}: {key!r} is missing; it has {', '.join(map(repr, data)) or 'nothing'}")
-    return data[key]
+def errors_of(data: object, where: str) -> list[float]:
+    """The errors of a network in percent, one a seed.
+
+    Raises:
+        ValueError: There are none, or one is no percentage.
+    """
+    return list(map(float, Reader(where, data).get("errors", are_percents, "at least one number, each from 0 to 100")))
 
 
-def _list(data: Mapping[str, Any], key: str, where: str) -> list[Any]:
-    values = list(_get(data, key, where))
-    if not values:
-        raise ValueError(f"{where}: {key!r} is empty; give at least one")
-    return values
+def push_apart(places: Sequence[float], step: float, low: float, high: float) -> list[float]:
+    """Rising places moved until neighbours are a step apart, between two ends."""
+    placed = list(places)
+    for _ in range(300):  # neighbours push each other away, a little at a time
+        for a in range(len(placed) - 1):
+            overlap = placed[a] + step - placed[a + 1]
+            if overlap > 0:
+                placed[a] -= overlap / 2
+                placed[a + 1] += overlap / 2
+        placed[0], placed[-1] = max(placed[0], low), min(placed[-1], high)
+    return placed
 
 
-def _numbers(values: Iterable[Any], key: str, where: str) -> list[float]:
-    """Finite numbers."""
-    numbers = []
-    for value in values:
-        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(f"{where}: {key} holds {value!r}, which cannot be drawn; give finite numbers")
-        numbers.append(float(value))
-    return numbers
+def look_of(name: str, theme: Theme) -> tuple[str, str]:
+    """Colour and mark of a layer, the same in all figures."""
+    looks = {
+        "plain": (theme.text, "s"), "narrow": (theme.muted, "v"), "low-rank": (theme.green, "^"),
+        "summed": (theme.orange, "P"), "dcl": (theme.blue, "o"), "A2": (theme.blue, "o"), "dcl3s": (theme.sky, "o"),
+        "star": (theme.red, "*"), "glu": (theme.purple, "D"), "bilinear": (theme.muted, "X"),
+        "power-0": (theme.sky, "D"), "power-1": (theme.purple, "D"), "A3S": (theme.blue, "X"),
+        "GLU": (theme.purple, "p"), "SORT": (theme.sky, "*"),
+    }  # fmt: skip
+    return looks.get(name, (theme.muted, "h"))

@@ -6,22 +6,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.experiments.natural_networks import TITLES
+from torch_dcl.experiments.settings import Reader, is_number, is_text
 from torch_dcl.experiments.stats import interval
-from torch_dcl.report.canvas import (
-    _BODY,
-    _INCH,
-    _PAGE,
-    _SMALL,
-    _dress,
-    _get,
-    _id,
-    _list,
-    _n,
-    _numbers,
-    _style,
-    _Theme,
-    _theme,
-)
+from torch_dcl.report import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,13 +53,14 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     Raises:
         ValueError: something is missing, empty or out of range.
     """
-    points = [_read(point) for point in _list(data, "points", "chart_figure")]
-    theme, width = _theme(dark), _PAGE * _INCH
+    read = Reader("chart_figure", data)
+    points = [_read(point) for point in read.get("points", bool, "at least one point")]
+    theme, width = canvas.theme_of(dark), canvas.PAGE * canvas.INCH
     panel = (width - _LEFT - _BETWEEN) / 2 - _NAMED
-    with _style():
+    with canvas.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(_PAGE, _HEIGHT / _INCH), facecolor="none")
+        figure = Figure(figsize=(canvas.PAGE, _HEIGHT / canvas.INCH), facecolor="none")
         figure.set_gid("chart")
         high = (_HEIGHT - _TOP - _BOTTOM) / _HEIGHT
         seen = [bound for point in _on_scale(points) for bound in (*point.bounds, *point.errors)]
@@ -84,12 +72,14 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         for i, (places_of, (name, label)) in enumerate(zip(places, heads, strict=True)):
             left = _LEFT + i * (panel + _NAMED + _BETWEEN)
             axes: Axes = figure.add_axes((left / width, _BOTTOM / _HEIGHT, panel / width, high))
-            _dress(axes, theme)
+            canvas.dress(axes, theme)
             axes.set_ylim(*limits)
             span = max(places_of) - min(places_of)
             axes.set_xlim(min(places_of) - (0.1 * span or 0.5), max(places_of) + (0.1 * span or 0.5))
             axes.set_xlabel(label, labelpad=2)
-            axes.set_title(f"error against {name}", loc="left", size=_BODY, color=theme.text, pad=5, weight="bold")
+            axes.set_title(
+                f"error against {name}", loc="left", size=canvas.BODY, color=theme.text, pad=5, weight="bold"
+            )
             if i == 0:
                 axes.set_ylabel("test error (%)", labelpad=2)
                 _ticks(axes, points, budgets, places_of, theme)
@@ -98,12 +88,13 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     notes = " ".join(map(str, data.get("told", ())))
     if len(_on_scale(points)) < len(points):
         notes = f"What errs more than twice as often as the median is at the upper edge, with its error. {notes}"
-    images = str(_get(data, "set", "chart_figure"))
+    images = read.get("set", is_text, "the name of the set")
+    many = canvas.seeds_in_words([point.errors for point in points])
     network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
         f"Test error (%) of {network} with different layers in place of the first fully-connected one, against the "
         f"network's weights and against the measured time of a training step. Large marks are means over "
-        f"{_n([point.errors for point in points])}, small dots are seeds, bars are 95 % t-intervals of the mean. "
+        f"{many}, small dots are seeds, bars are 95 % t-intervals of the mean. "
         "On the left, layers of one budget (weights within 1 %) stand side by side on a band, the lowest error first. "
         f"DCL 3S: three narrower branches, stochastic. {notes}".strip()
     )  # fmt: skip
@@ -111,18 +102,16 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
 
 
 def _read(point: Mapping[str, Any]) -> _Point:
-    where = f"chart_figure, {_get(point, 'unit', 'chart_figure')}"
-    errors = _numbers(_list(point, "errors", where), "errors", where)
-    weights, step = _numbers([_get(point, "weights", where), _get(point, "step_ms", where)], "weights, step_ms", where)
-    if any(not 0 <= error <= 100 for error in errors):
-        raise ValueError(f"{where}: errors are {errors}; give percent, from 0 to 100")
-    if weights <= 0 or step <= 0:
-        raise ValueError(f"{where}: weights are {weights:g} and step_ms {step:g}; both must be above 0")
-    return _Point(str(point["unit"]), weights / 1e6, step, errors)
+    read = Reader("chart_figure", point)
+    unit = read.get("unit", is_text, "the layer's name")
+    read.place += f", {unit}"
+    above_0: tuple[Any, str] = (lambda v: is_number(v) and v > 0, "a number above 0")
+    weights, step = read.get("weights", *above_0), read.get("step_ms", *above_0)
+    return _Point(unit, weights / 1e6, step, canvas.errors_of(point, read.place))
 
 
 def _on_scale(points: Sequence[_Point]) -> list[_Point]:
-    """Those that the axis is for: without what errs more than twice as often as the median, if it learned at all."""
+    """The points that set the scale: all but those with more than twice the median error."""
     most = 2 * median(point.mean for point in points)
     return [point for point in points if point.mean <= most]
 
@@ -151,9 +140,13 @@ def _side_by_side(points: Sequence[_Point], budgets: Sequence[Sequence[int]]) ->
 
 
 def _ticks(
-    axes: "Axes", points: Sequence[_Point], budgets: Sequence[Sequence[int]], places: Sequence[float], theme: _Theme
+    axes: "Axes",
+    points: Sequence[_Point],
+    budgets: Sequence[Sequence[int]],
+    places: Sequence[float],
+    theme: canvas.Theme,
 ) -> None:
-    """A number for each budget, and a band behind those that share one: their places inside of it mean nothing."""
+    """A number for each budget, and a band behind those that share one; the order inside of it has no meaning."""
     margin = 0.03 * (max(places) - min(places))
     for group in budgets:
         if len(group) > 1:
@@ -163,19 +156,9 @@ def _ticks(
     axes.set_xticks(middles, [f"{fmean(points[i].weights for i in group):.2f}" for group in budgets])
 
 
-def _look(unit: str, theme: _Theme) -> tuple[str, str]:
-    """Colour and mark of a unit."""
-    looks = {
-        "plain": (theme.text, "s"), "narrow": (theme.muted, "v"), "low-rank": (theme.green, "^"),
-        "summed": (theme.orange, "P"), "dcl": (theme.blue, "o"), "dcl3s": (theme.sky, "o"), "star": (theme.red, "*"),
-        "glu": (theme.purple, "D"), "bilinear": (theme.muted, "X"),
-    }  # fmt: skip
-    return looks.get(unit, (theme.muted, "h"))
-
-
-def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: _Theme, panel: str) -> None:
+def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: canvas.Theme, panel: str) -> None:
     for unit in dict.fromkeys(point.unit for point in points):
-        colour, mark = _look(unit, theme)
+        colour, mark = canvas.look_of(unit, theme)
         mine = sorted((x, _height(axes, point)) for x, point in zip(places, points, strict=True) if point.unit == unit)
         if len(mine) > 1:
             axes.plot(*zip(*mine, strict=True), color=colour, lw=0.9, alpha=0.6, zorder=2)
@@ -191,7 +174,7 @@ def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], them
                 )  # fmt: skip
                 axes.plot([x] * len(point.errors), point.errors, "o", ms=1.9, mfc=colour, mec="none", alpha=0.55)
             axes.plot(x, _height(axes, point), mark, ms=size, mfc=colour, mec=theme.page, mew=0.6, zorder=4,
-                      clip_on=False, gid=_id(panel, unit))  # fmt: skip
+                      clip_on=False, gid=canvas.id_of(panel, unit))  # fmt: skip
 
 
 def _height(axes: "Axes", point: _Point) -> float:
@@ -199,7 +182,9 @@ def _height(axes: "Axes", point: _Point) -> float:
     return min(point.mean, axes.get_ylim()[1])
 
 
-def _names(figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: _Theme) -> None:
+def _names(
+    figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: canvas.Theme
+) -> None:
     """Name the units beside the panel, moved apart where names would overlap, each with a thin line from its mark."""
     ends: dict[str, tuple[float, float]] = {}
     named: dict[str, str] = {}
@@ -212,23 +197,16 @@ def _names(figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Seq
     box, high = axes.get_window_extent(), axes.transData
     order = sorted(ends, key=lambda unit: ends[unit][1])
     heights = [(high.transform(ends[unit])[1] - box.y0) / box.height for unit in order]
-    step = 1.28 * _SMALL / 72 * figure.dpi / box.height
-    placed = list(heights)
-    for _ in range(300):  # neighbours push each other away, a little at a time
-        for a in range(len(placed) - 1):
-            overlap = placed[a] + step - placed[a + 1]
-            if overlap > 0:
-                placed[a] -= overlap / 2
-                placed[a + 1] += overlap / 2
-        placed[0], placed[-1] = max(placed[0], 0.0), min(placed[-1], 1.0)
+    step = 1.28 * canvas.SMALL / 72 * figure.dpi / box.height
+    placed = canvas.push_apart(heights, step, 0.0, 1.0)
     for unit, start, end in zip(order, heights, placed, strict=True):
-        colour, _ = _look(unit, theme)
+        colour, _ = canvas.look_of(unit, theme)
         x = (high.transform(ends[unit])[0] - box.x0) / box.width
         axes.plot(
             [x, 1.0, 1.045], [start, start, end], transform=axes.transAxes, color=colour, lw=0.5, alpha=0.7,
             ls=(0, (1, 1.6)), clip_on=False, zorder=1,
         )  # fmt: skip
         axes.text(
-            1.06, end, named[unit], transform=axes.transAxes, color=colour, size=_SMALL,
+            1.06, end, named[unit], transform=axes.transAxes, color=colour, size=canvas.SMALL,
             va="center_baseline", ha="left", weight="bold" if unit.startswith("dcl") else "normal",
         )  # fmt: skip

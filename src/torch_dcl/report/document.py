@@ -10,16 +10,16 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from torch_dcl.experiments.table import Table, mark
+from torch_dcl.experiments.table import Grid, Table, mark
 from torch_dcl.report.figures import svg
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from matplotlib.figure import Figure
 
-__all__ = ["Drawn", "Picture", "bold", "document", "figure", "prose", "render", "sheet"]
+__all__ = ["Drawn", "Picture", "bold", "document", "figure", "on_page", "prose", "render", "sheet"]
 
 SCALE = 1.5
 GROUPS = ("A2", "B2", "narrow")
@@ -67,8 +67,21 @@ def _markdown(text: str) -> str:
 
 
 def bold(text: str, is_bold: bool = True) -> Markup:
-    """A text in bold, if it is to be so."""
+    """A text, in bold or not."""
     return Markup("<b>{}</b>" if is_bold else "{}").format(text)
+
+
+def on_page(grid: Grid) -> dict[str, Any]:
+    """Heads and rows of a grid, for the macro ``table``."""
+    rows = [
+        [
+            escape(line.cells[0]) + Markup("<small>{}</small>" if line.note else "").format(line.note),
+            *(bold(text, line.style == "bold") for text in line.cells[1:]),
+        ]
+        for line in grid.lines
+    ]
+    heads = [head.removeprefix("<") for head in grid.heads]
+    return {"heads": [head[:1].upper() + head[1:] for head in heads], "rows": rows}
 
 
 def _lined(name: str) -> Markup:
@@ -80,7 +93,7 @@ def _short(name: str) -> str:
 
 
 def _repeated(table: Table, machine: bool) -> dict[str, str]:
-    """Hardware, versions and minutes of a table; the first two may stand elsewhere."""
+    """Hardware, versions and minutes of a table; the first two may be elsewhere on the page."""
     facts: dict[str, str] = {}
     if table.hardware and machine:
         facts["Hardware"] = table.hardware
@@ -101,19 +114,14 @@ class Drawn(NamedTuple):
 
 
 def figure(draw: "Callable[[bool], Figure]", name: str) -> Drawn:
-    """Draw a figure.
-
-    Args:
-        draw: Called with whether it is for a dark page.
-        name: What its ids begin with.
-    """
+    """Draw a figure, by a function of whether the page is dark; its ids begin with a name."""
     drawn = {"light": draw(False), "dark": draw(True)}
     images = {kind: Markup(_larger(svg(each, name=f"{name}-{kind}"))) for kind, each in drawn.items()}
     return Drawn(images, str(drawn["light"].get_label()))
 
 
 def _larger(text: str) -> str:
-    """The same, larger than on paper: a screen is read from farther away."""
+    """Scale an SVG up for a screen, which is read from farther away than paper."""
     head, close, rest = text.partition(">")
     head = re.sub(r'\b(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{SCALE * float(m[2]):g}pt"', head)
     return head + close + rest
@@ -128,13 +136,7 @@ class Picture(NamedTuple):
 
 
 def sheet(names: Sequence[str], mnist: str | os.PathLike[str] | None = None, samples: int = 12) -> Picture:
-    """The contact sheet of some sets, to stand inside a page.
-
-    Args:
-        names: The sets.
-        mnist: A folder with the idx files of MNIST; None for the embedded digits.
-        samples: Images of each set.
-    """
+    """The contact sheet of some sets, to stand inside a page; without a folder of MNIST, with the embedded digits."""
     from torch_dcl.data.layouts import LAYOUTS
     from torch_dcl.data.sheet import contact_sheet
 

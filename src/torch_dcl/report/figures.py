@@ -16,9 +16,8 @@ from torch_dcl.experiments.complementary import from_plain
 from torch_dcl.experiments.stats import is_complete
 from torch_dcl.report.canvas import save, svg
 from torch_dcl.report.chart_figure import chart_figure
-from torch_dcl.report.line_figures import curves_figure, filters_figure
+from torch_dcl.report.line_figures import curves_figure, filters_figure, relations_figure
 from torch_dcl.report.panel_figures import complementary_figure, differences_figure
-from torch_dcl.report.relations_figure import relations_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,21 +29,13 @@ __all__ = [
 
 
 def drawings(part: str, data: Mapping[str, Any]) -> dict[str, Callable[[bool], "Figure"]]:
-    """The figures of a part, by name: functions of whether the page is dark.
-
-    Args:
-        part: The name of a file of a run, without its suffix; some have no figure.
-        data: What the file holds.
-    """
-    if part == "filters":
-        return {"filters": lambda dark: filters_figure(data, dark=dark)}
+    """The figures of a part, by name: functions of whether the page is dark. Some parts have none."""
+    single = {"filters": filters_figure, "chart": chart_figure, "relations": relations_figure}
+    if part in single:
+        return {part: lambda dark: single[part](data, dark=dark)}
     if part == "curves":
         whole = _without_lost(data)
         return {"curves": lambda dark: curves_figure(whole, dark=dark)} if whole["series"] else {}
-    if part == "chart":
-        return {"chart": lambda dark: chart_figure(data, dark=dark)}
-    if part == "relations":
-        return {"relations": lambda dark: relations_figure(data, dark=dark)}
     if part == "knowledge":
         return {f"knowledge-{name}": _responses(stored) for name, stored in data["networks"].items()}
     if part == "demo" and "reason" not in data["knowledge"]:

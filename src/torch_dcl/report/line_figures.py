@@ -1,4 +1,4 @@
-"""Accuracy against filters, and losses against epochs."""
+"""Accuracy against filters, losses against epochs, and errors against the number of images."""
 
 import math
 import re
@@ -6,29 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from torch_dcl.data.relations import TASKS
+from torch_dcl.experiments.relation_findings import DCL
+from torch_dcl.experiments.settings import Reader, is_count, is_list_of, is_number, is_text
 from torch_dcl.experiments.stats import interval
-from torch_dcl.report.canvas import (
-    _BODY,
-    _COLUMN,
-    _DASHES,
-    _INCH,
-    _and,
-    _figure,
-    _get,
-    _id,
-    _list,
-    _n,
-    _numbers,
-    _style,
-    _Theme,
-    _theme,
-)
+from torch_dcl.report import canvas
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves_figure", "filters_figure"]
+__all__ = ["curves_figure", "filters_figure", "relations_figure"]
 
 
 def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
@@ -45,21 +33,25 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     from matplotlib.ticker import NullLocator
 
     where = "filters_figure"
-    points = sorted(_list(data, "points", where), key=lambda point: int(_get(point, "filters", where)))
-    widths = [int(point["filters"]) for point in points]
-    if len(set(widths)) < len(widths) or widths[0] < 1:
-        raise ValueError(f"{where}: filters must be different and at least 1, got {widths}; merge the errors of equals")
+    read = Reader(where, data)
+    points = read.get("points", bool, "at least one point")
+    by_width = {Reader(where, point).get("filters", is_count, "a whole number"): point for point in points}
+    widths = sorted(by_width)
+    if len(widths) < len(points) or widths[0] < 1:
+        read.refuse(f"filters must be different and at least 1, got {widths}; merge the errors of equals")
+    points = [by_width[width] for width in widths]
     seeds = [_accuracies(point, f"{where}, {point['filters']} filters") for point in points]
-    base = _accuracies(_get(data, "baseline", where), f"{where}, baseline")
-    theme = _theme(dark)
-    with _style():
-        figure, axes = _figure("filters", _COLUMN, 58 / _INCH, theme)
+    images = read.get("set", is_text, "the name of the set")
+    base = _accuracies(read.get("baseline", lambda _: True, "its errors"), f"{where}, baseline")
+    theme = canvas.theme_of(dark)
+    with canvas.style():
+        figure, axes = canvas.one_panel("filters", canvas.COLUMN, 58 / canvas.INCH, theme)
         place = dict(zip(widths, _places(widths), strict=True))
         axes.set_xlim(-0.35, max(place.values()) + 0.35)
         middle, half = fmean(base), _half_width(base)
         if half:
             axes.axhspan(middle - half, middle + half, color=theme.muted, alpha=0.13, lw=0)
-        axes.axhline(middle, color=theme.text, lw=1.1, ls=_DASHES, gid="baseline")
+        axes.axhline(middle, color=theme.text, lw=1.1, ls=canvas.DASHES, gid="baseline")
         means = [fmean(values) for values in seeds]
         axes.plot(list(place.values()), means, color=theme.blue, lw=1.3, zorder=3)
         for x, mean, values in zip(place.values(), means, seeds, strict=True):
@@ -70,7 +62,7 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             axes.plot(x, mean, "o", ms=4.4, mfc=theme.blue, mec=theme.page, mew=0.7, zorder=4)
         shown = _with_room(list(place.values()))
         labels = [
-            f"{point['filters']}\n{_short(point.get('weights'))}".rstrip() if has_room else ""
+            f"{point['filters']}\n{_millions(point.get('weights'))}".rstrip() if has_room else ""
             for point, has_room in zip(points, shown, strict=True)
         ]
         axes.set_xticks(list(place.values()), labels, linespacing=1.35)
@@ -81,9 +73,9 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         _room(axes, [*base, *(a for values in seeds for a in values)], (middle - half, middle + half))
         ends = [(middle, "baseline", theme.text), (means[-1], "DCL-A2", theme.blue)]
         _end_labels(figure, axes, ends, axes.get_xlim()[1])
-        many = _n([base, *seeds])
+        many = canvas.seeds_in_words([base, *seeds])
         figure.set_label(
-            f"Test accuracy (%) of DCL-A2 on {_get(data, 'set', where)} with different numbers of filters per branch. "
+            f"Test accuracy (%) of DCL-A2 on {images} with different numbers of filters per branch. "
             f"Large dots are means over {many}, small dots are seeds, bars are 95 % t-intervals of the mean. The "
             "dashed line is the mean of the baseline, the band its 95 % interval."
         )
@@ -121,25 +113,23 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    where = "curves_figure"
-    series = _get(data, "series", where)
-    if not series:
-        raise ValueError(f"{where}: series is empty; give at least the baseline")
+    read = Reader("curves_figure", data)
+    series = read.get("series", bool, "the losses of at least one network")
     curves = {
-        name: {kind: _curves(runs, kind, f"{where}, {name}") for kind in ("train_loss", "test_loss")}
+        name: {kind: _curves(Reader(f"curves_figure, {name}", runs), kind) for kind in ("train_loss", "test_loss")}
         for name, runs in series.items()
     }
-    theme = _theme(dark)
+    images, theme = read.get("set", is_text, "the name of the set"), canvas.theme_of(dark)
     values = [v for kinds in curves.values() for seeds in kinds.values() for seed in seeds for v in seed]
     epochs = max(len(seed) for kinds in curves.values() for seeds in kinds.values() for seed in seeds)
-    with _style():
-        figure, axes = _figure("curves", _COLUMN, 64 / _INCH, theme)
+    with canvas.style():
+        figure, axes = canvas.one_panel("curves", canvas.COLUMN, 64 / canvas.INCH, theme)
         logarithmic = min(values) > 0 and max(values) / min(values) > 5
         if logarithmic:
             axes.set_yscale("log")
         ends: list[tuple[float, str, str]] = []
         for name, colour in zip(curves, _series_colours(curves, theme), strict=True):
-            for kind, width, dashes in (("train_loss", 0.8, _DASHES), ("test_loss", 1.5, "-")):
+            for kind, width, dashes in (("train_loss", 0.8, canvas.DASHES), ("test_loss", 1.5, "-")):
                 seeds = curves[name][kind]
                 steps = range(1, len(seeds[0]) + 1)
                 by_epoch = list(zip(*seeds, strict=True))
@@ -154,7 +144,7 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
                     color=colour,
                     zorder=front,
                     solid_capstyle="round",
-                    gid=_id(name, kind),
+                    gid=canvas.id_of(name, kind),
                     lw=width,
                     ls=dashes,
                 )
@@ -167,15 +157,15 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         _end_labels(figure, axes, ends, epochs)
         keys = [
             Line2D([], [], color=theme.muted, lw=1.5, label="test"),
-            Line2D([], [], color=theme.muted, lw=0.8, ls=_DASHES, label="training"),
+            Line2D([], [], color=theme.muted, lw=0.8, ls=canvas.DASHES, label="training"),
         ]
         axes.legend(
             handles=keys, loc="upper right", frameon=False, handlelength=2.6, borderpad=0, labelcolor=theme.muted,
-            borderaxespad=0.2, fontsize=_BODY,
+            borderaxespad=0.2, fontsize=canvas.BODY,
         )  # fmt: skip
-        many = _n([kinds["test_loss"] for kinds in curves.values()])
+        many = canvas.seeds_in_words([kinds["test_loss"] for kinds in curves.values()])
         figure.set_label(
-            f"Training and test loss by epoch on {_get(data, 'set', where)}: {_and([_title(n) for n in curves])}. "
+            f"Training and test loss by epoch on {images}: {canvas.join_words([_title(n) for n in curves])}. "
             f"Lines are means over {many}, bands reach from the lowest to the highest seed. Solid: test; dashed: "
             "training."
         )
@@ -187,7 +177,7 @@ def _title(name: str) -> str:
     return f"DCL-{name}" if re.fullmatch(r"[AB]\d[SD]?", name) else name
 
 
-def _series_colours(names: Iterable[str], theme: _Theme) -> list[str]:
+def _series_colours(names: Iterable[str], theme: canvas.Theme) -> list[str]:
     """Give the paper's networks colours of their own, and the others what is left."""
     fixed = {"baseline": theme.text, "A2": theme.blue, "A3D": theme.green, "A3S": theme.orange, "oracle": theme.muted}
     rest = [theme.purple, theme.sky, theme.red]
@@ -213,16 +203,8 @@ def _end_labels(figure: "Figure", axes: "Axes", ends: Sequence[tuple[float, str,
     point = figure.dpi / 72
     heights = [axes.transData.transform((last, value))[1] for value, _, _ in ends]
     order = sorted(range(len(ends)), key=heights.__getitem__)
-    step = 1.25 * _BODY * point
-    placed = [heights[i] for i in order]
-    for _ in range(200):  # neighbours push each other away, a little at a time
-        for a in range(len(placed) - 1):
-            overlap = placed[a] + step - placed[a + 1]
-            if overlap > 0:
-                placed[a] -= overlap / 2
-                placed[a + 1] += overlap / 2
-        placed[0] = max(placed[0], box.y0 + step / 2)
-        placed[-1] = min(placed[-1], box.y1 - step / 2)
+    step = 1.25 * canvas.BODY * point
+    placed = canvas.push_apart([heights[i] for i in order], step, box.y0 + step / 2, box.y1 - step / 2)
     for i, y in zip(order, placed, strict=True):
         _, name, colour = ends[i]
         start, end = (1.012, (heights[i] - box.y0) / box.height), (1.055, (y - box.y0) / box.height)
@@ -249,28 +231,99 @@ def _half_width(values: Sequence[float]) -> float:
     return (high - low) / 2
 
 
-def _short(weights: int | None) -> str:
-    """A number of weights in millions."""
-    if not weights:
-        return ""
-    return f"{weights / 1e6:.2f}"
+def _millions(weights: int | None) -> str:
+    return f"{weights / 1e6:.2f}" if weights else ""
 
 
-def _accuracies(data: Mapping[str, Any], where: str) -> list[float]:
+def _accuracies(data: object, where: str) -> list[float]:
     """Accuracies from errors in percent."""
-    errors = _numbers(_list(data, "errors", where), "errors", where)
-    for error in errors:
-        if not 0 <= error <= 100:
-            raise ValueError(f"{where}: an error of {error} is not between 0 and 100; give errors in percent")
-    return [100 - error for error in errors]
+    return [100 - error for error in canvas.errors_of(data, where)]
 
 
-def _curves(data: Mapping[str, Any], key: str, where: str) -> list[list[float]]:
+def _curves(read: Reader, kind: str) -> list[list[float]]:
     """One list of losses a seed, all of one length."""
-    seeds = [_numbers(seed, key, where) for seed in _list(data, key, where)]
+    seeds: list[list[float]] = read.get(
+        kind, is_list_of(is_list_of(is_number)), "a list of finite numbers for each seed"
+    )
     lengths = sorted({len(seed) for seed in seeds})
-    if len(lengths) > 1 or lengths[0] == 0:
-        raise ValueError(
-            f"{where}: {key} has seeds of {_and([str(n) for n in lengths])} epochs; give as many epochs for every seed"
-        )
+    if len(lengths) != 1 or lengths[0] == 0:
+        found = canvas.join_words([str(n) for n in lengths or [0]])
+        read.refuse(f"{kind} has seeds of {found} epochs; give as many epochs for every seed")
     return seeds
+
+
+def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
+    """Draw test error against the number of images, a panel for each task and a line for each column.
+
+    Args:
+        data: ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...]}, ...]}``; errors are in
+            percent, one a seed.
+        dark: For a dark page.
+
+    Raises:
+        ValueError: something is missing, empty or out of range.
+    """
+    where = "relations_figure"
+    curves: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for cell in Reader(where, data).get("cells", bool, "at least one cell"):
+        read = Reader(where, cell)
+        task, column = read.name("task", tuple(TASKS)), read.get("column", is_text, "its name")
+        images = read.get("images", is_count, "a whole number")
+        curves.setdefault(task, {}).setdefault(column, {})[images] = canvas.errors_of(cell, where)
+    theme = canvas.theme_of(dark)
+    with canvas.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(canvas.PAGE, 72 / canvas.INCH), facecolor="none", layout=canvas.layout(wspace=0.05))
+        figure.set_gid("relations")
+        panels = figure.subplots(1, len(curves), squeeze=False)[0]
+        for axes, (task, by_column) in zip(panels, curves.items(), strict=True):
+            _draw_task(axes, task, by_column, theme)
+        panels[0].set_ylabel("test error (%)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=canvas.SMALL,
+            labelcolor=theme.text, handlelength=2.2, columnspacing=1.2,
+        )  # fmt: skip
+        many = canvas.seeds_in_words(
+            [errors for of_task in curves.values() for by_size in of_task.values() for errors in by_size.values()]
+        )
+        figure.set_label(
+            f"Test error (%) against images to train on, for labels that are functions of two digits. Lines are means "
+            f"over {many}, bands are 95 % t-intervals of the mean, not corrected. All columns but the plain one have "
+            "the weights of DCL-A2; every training takes the same number of steps. Both axes are logarithmic."
+        )
+    return figure
+
+
+def _draw_task(
+    axes: "Axes", task: str, by_column: Mapping[str, Mapping[int, list[float]]], theme: canvas.Theme
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    canvas.dress(axes, theme)
+    axes.set_title(TASKS[task].title, loc="left", size=canvas.BODY, color=theme.text, pad=5, weight="bold")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    sizes = sorted({images for by_size in by_column.values() for images in by_size})
+    for column, by_size in by_column.items():
+        colour, mark = canvas.look_of(column, theme)
+        places = sorted(by_size)
+        means = [fmean(by_size[images]) for images in places]
+        bands = [interval(by_size[images]) for images in places if len(by_size[images]) > 1]
+        is_ours = column == DCL
+        if len(bands) == len(places):
+            floor = min(means) / 10 or 1e-3  # an interval may reach below 0, which has no logarithm
+            lows, highs = [max(low, floor) for low, _ in bands], [high for _, high in bands]
+            axes.fill_between(places, lows, highs, color=colour, alpha=0.16, lw=0)
+        axes.plot(
+            places, means, marker=mark, ms=3.6, color=colour, lw=1.7 if is_ours else 1.0, mec=theme.page, mew=0.5,
+            ls=canvas.DASHES if column in ("plain", "power-0", "power-1") else "-", zorder=4 if is_ours else 3,
+            label=f"DCL-{column}" if is_ours else column, gid=canvas.id_of(task, column),
+        )  # fmt: skip
+    axes.set_xticks(sizes, [f"{images:,}" for images in sizes])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5, 7), numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("images to train on", labelpad=2)

@@ -14,24 +14,23 @@ from typing import Any
 
 from markupsafe import Markup
 
-from torch_dcl.experiments.claims import Finding, further_findings
+from torch_dcl.experiments.claims import Finding, further_findings, summary
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes import demo
-from torch_dcl.experiments.recipes.chart import chart_said
-from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2, said
+from torch_dcl.experiments.recipes.chart import chart_verdict
+from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
+from torch_dcl.experiments.recipes.table2 import verdict as table2_verdict
 from torch_dcl.experiments.relation_findings import answer
 from torch_dcl.experiments.run_reader import Run, State, read_run
-from torch_dcl.experiments.stats import mean_std_n
 from torch_dcl.experiments.table import Table, TableError
-from torch_dcl.experiments.text import summary
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
-from torch_dcl.report.document import Drawn, bold, document, figure, render, sheet
-from torch_dcl.report.relations_figure import relations_context
+from torch_dcl.report.document import Drawn, document, figure, on_page, render, sheet
 from torch_dcl.report.tables import (
     chart_context,
     differences,
     markdown_context,
+    relations_context,
     table1_context,
     table2_context,
     tried_context,
@@ -181,11 +180,11 @@ def _title(run: Run) -> str:
 
 def _gist(run: Run) -> str:
     if isinstance(run.table, NaturalTable):
-        return " ".join(said(run.table)[:1]) or "nothing to compare yet."
+        return " ".join(table2_verdict(run.table)[:1]) or "nothing to compare yet."
     if run.table is not None:
         return summary(run.table, _further(run))
     if "chart" in run.parts:
-        return chart_said(run.parts["chart"])
+        return chart_verdict(run.parts["chart"])
     if "relations" in run.parts:
         return answer(run.parts["relations"])
     held = [finding.verdict for finding in _further(run)]
@@ -228,8 +227,8 @@ def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
     context["text"] = run.parts.get("result")
     context["missing"] = [ABSENT[part] for part in wanted if part in ABSENT and part not in there]
     if run.table is not None and (cells := differences(run.table)):
-        draw = lambda dark: figures.differences_figure(cells, dark=dark)  # noqa: E731
-        context["differences"] = figure(draw, f"{name}-differences")
+        drawn = figure(lambda dark: figures.differences_figure(cells, dark=dark), f"{name}-differences")
+        context["differences"] = drawn
     for part in wanted:
         if part not in run.parts:
             continue
@@ -240,9 +239,7 @@ def _figures(run: Run, name: str, there: set[str]) -> dict[str, Any]:
             elif part == "tried":
                 context["tried"] = tried_context(data)
             else:
-                context["drawn"] += [
-                    figure(draw, f"{name}-{word}") for word, draw in figures.drawings(part, data).items()
-                ]
+                context["drawn"] += _drawn(part, data, name)
                 context["lost"] += figures.lost_runs(data) if part == "curves" else 0
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{run.path / part}.json cannot be drawn: {error}; run that part again") from error
@@ -255,12 +252,6 @@ def _drawn(part: str, data: Mapping[str, Any], name: str) -> list[Drawn]:
 
 def _demo(run: Run, name: str) -> dict[str, Any]:
     data, asked = run.parts["demo"], run.recipe
-    rows = [
-        [bold(demo.COLUMNS[row["column"]]) + Markup("<small>{}</small>").format(demo.WORDS[row["column"]]),
-         f"{row['weights']:,}", mean_std_n(row["errors"]), " ".join(f"{error:.1f}" for error in row["errors"]),
-         f"{row['seconds']:.0f} s"]
-        for row in data["networks"]
-    ]  # fmt: skip
     rates = ", ".join(f"{demo.RATES[column]:g} ({word})" for column, word in demo.COLUMNS.items())
     protocol = {
         "Images": f"{data['set']}, {asked['train_images']:,} to train on and {asked['test_images']:,} to test with, "
@@ -269,7 +260,8 @@ def _demo(run: Run, name: str) -> dict[str, Any]:
         f"{rates}, chosen for {demo.EPOCHS} epochs on training digits alone",
     }
     return {
-        "demo": data, "rows": rows, "words": demo.filter_in_words(data["knowledge"]), "planned": demo.PLANNED,
+        "demo": data, "grid": on_page(demo.demo_grid(data["networks"])),
+        "words": demo.filter_in_words(data["knowledge"]), "planned": demo.PLANNED,
         "drawn": _drawn("demo", data, name),
         "picture": sheet([data["set"]]), "protocol": protocol,
     }  # fmt: skip

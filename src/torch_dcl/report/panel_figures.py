@@ -5,21 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.complementary import Complementary, pick_rule
-from torch_dcl.report.canvas import (
-    _BODY,
-    _COLUMN,
-    _INCH,
-    _PAGE,
-    _SMALL,
-    _dress,
-    _get,
-    _id,
-    _layout,
-    _numbers,
-    _style,
-    _Theme,
-    _theme,
-)
+from torch_dcl.experiments.settings import Reader, is_number, is_text
+from torch_dcl.report import canvas
 from torch_dcl.report.line_figures import _title
 
 if TYPE_CHECKING:
@@ -41,25 +28,25 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
         title: What stands above, for example "DCL-A2 on MNIST-II-05".
         dark: For a dark page.
     """
-    theme = _theme(dark)
+    theme = canvas.theme_of(dark)
     branches, positions = response.by_digit.shape[:2]
     top, row, gap, head, foot = 21.0, 14.5, 9.5, 9.5 if title else 5.0, 6.0  # mm
     if response.digits == 1 and _long(response.names) and len(response.names) <= 12:
         gap, foot = gap + 4, foot + 5
     height = head + top + branches * (row + gap) + foot
     left, right, between = 11.0, 1.5, 6.5
-    width = (_COLUMN if positions < 3 else _PAGE) * _INCH
+    width = (canvas.COLUMN if positions < 3 else canvas.PAGE) * canvas.INCH
     panel = (width - left - right - between * (positions - 1)) / positions
-    with _style():
+    with canvas.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(width / _INCH, height / _INCH), facecolor="none")
+        figure = Figure(figsize=(width / canvas.INCH, height / canvas.INCH), facecolor="none")
         figure.set_gid("complementary")
 
         def panel_at(x: float, y: float, wide: float, high: float) -> "Axes":
             """Axes with the upper left corner at (x, y) in mm."""
             axes: Axes = figure.add_axes((x / width, 1 - (y + high) / height, wide / width, high / height))
-            _dress(axes, theme, grid=False)
+            canvas.dress(axes, theme, grid=False)
             return axes
 
         if title:
@@ -68,7 +55,9 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
         _bars(axes, "fused", response.fused.tolist(), response.names, response.highest, None, theme)
         _heading(axes, f"fused response z, filter {response.filter} of {response.layer}", theme)
         if response.digits > 1 or not _long(response.names):
-            axes.set_xlabel("number" if response.digits > 1 else "class", labelpad=1, size=_SMALL, color=theme.muted)
+            axes.set_xlabel(
+                "number" if response.digits > 1 else "class", labelpad=1, size=canvas.SMALL, color=theme.muted
+            )
         names = ["first", "second", "third", "fourth"][:positions] if positions != 2 else ["tens", "units"]
         for t in range(branches):
             scale = float(response.by_digit[t].nan_to_num(0).max())
@@ -80,7 +69,7 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
                 means = response.by_digit[t, position].tolist()
                 _bars(
                     axes,
-                    _id("branch", t + 1, position + 1),
+                    canvas.id_of("branch", t + 1, position + 1),
                     means,
                     labels,
                     own,
@@ -94,7 +83,7 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
                 if position:
                     axes.tick_params(labelleft=False)
         figure.text(
-            1.2 / width, 0.5, "mean response", rotation=90, va="center", ha="left", color=theme.muted, size=_SMALL
+            1.2 / width, 0.5, "mean response", rotation=90, va="center", ha="left", color=theme.muted, size=canvas.SMALL
         )
     figure.set_label(_complementary_caption(response, title))
     return figure
@@ -121,7 +110,7 @@ def _bars(
     names: Sequence[str],
     highest: int,
     part: int | None,
-    theme: _Theme,
+    theme: canvas.Theme,
     scale: float | None = None,
 ) -> None:
     """Bars of mean responses: the highest red, and the one that takes part in the fused maximum green."""
@@ -136,11 +125,11 @@ def _bars(
         # The highest is full and the other pale inside an edge. An edge also keeps a bar visible among a thousand.
         fill = (colour, 1.0 if i == highest else 0.35)
         edge = 0.9 if count > 20 or i != highest else 0
-        axes.bar(i, plain[i], 0.78, fc=fill, ec=colour, lw=edge, zorder=3, gid=_id(name, kind, i))
+        axes.bar(i, plain[i], 0.78, fc=fill, ec=colour, lw=edge, zorder=3, gid=canvas.id_of(name, kind, i))
         if step > 1 or not _long(names):
             axes.annotate(
                 names[i], (i, plain[i]), (0, 1.2), textcoords="offset points", ha="center", va="bottom", color=colour,
-                weight="bold", size=_SMALL, annotation_clip=False,
+                weight="bold", size=canvas.SMALL, annotation_clip=False,
             )  # fmt: skip
     limit = scale if scale is not None else max(plain)
     axes.set(xlim=(-0.7, count - 0.3), ylim=(0, 1.28 * limit or 1))
@@ -170,8 +159,8 @@ def _nice(limit: float) -> float:
     return next(float(f"{factor * power:.1g}") for factor in (5, 2, 1, 0.5) if factor * power <= limit)
 
 
-def _heading(axes: "Axes", words: str, theme: _Theme) -> None:
-    axes.set_title(words, loc="left", size=_SMALL, color=theme.text, pad=3)
+def _heading(axes: "Axes", words: str, theme: canvas.Theme) -> None:
+    axes.set_title(words, loc="left", size=canvas.SMALL, color=theme.text, pad=3)
 
 
 def _raised(number: int) -> str:
@@ -200,15 +189,15 @@ def differences_figure(cells: Sequence[Mapping[str, Any]], *, dark: bool = False
     where = "differences_figure"
     table = _cells(cells, where)
     sets, columns = (list(dict.fromkeys(key[i] for key in table)) for i in (0, 1))
-    theme = _theme(dark)
-    with _style():
+    theme = canvas.theme_of(dark)
+    with canvas.style():
         from matplotlib.figure import Figure
 
         groups = _groups(columns)
         most = max(len(group) for group in groups)
-        width = _PAGE if most > 2 else _COLUMN
-        height = (14 + len(groups) * (9 + 4.0 * len(sets))) / _INCH
-        figure = Figure(figsize=(width, height), facecolor="none", layout=_layout(wspace=0.03, hspace=0.05))
+        width = canvas.PAGE if most > 2 else canvas.COLUMN
+        height = (14 + len(groups) * (9 + 4.0 * len(sets))) / canvas.INCH
+        figure = Figure(figsize=(width, height), facecolor="none", layout=canvas.layout(wspace=0.03, hspace=0.05))
         figure.set_gid("differences")
         panels = figure.subplots(len(groups), most, sharey=True, sharex="row", squeeze=False)
         for row, group in zip(panels, groups, strict=True):
@@ -241,14 +230,14 @@ def _forest(
     column: str,
     sets: Sequence[str],
     table: Mapping[tuple[str, str], Mapping[str, float | None]],
-    theme: _Theme,
+    theme: canvas.Theme,
 ) -> None:
     """One panel: a row a set, around the line of no difference."""
     from matplotlib.ticker import MaxNLocator
 
-    _dress(axes, theme, grid=False)
-    axes.set_title(_title(column), size=_BODY, weight="bold", color=theme.text, pad=4)
-    axes.axvline(0, color=theme.edge, lw=0.9, zorder=1, gid=_id("zero", column))
+    canvas.dress(axes, theme, grid=False)
+    axes.set_title(_title(column), size=canvas.BODY, weight="bold", color=theme.text, pad=4)
+    axes.axvline(0, color=theme.edge, lw=0.9, zorder=1, gid=canvas.id_of("zero", column))
     axes.xaxis.grid(visible=True, color=theme.grid, lw=0.6, zorder=0)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0, labelcolor=theme.text)
@@ -265,7 +254,7 @@ def _forest(
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
 
 
-def _difference(axes: "Axes", row: int, cell: Mapping[str, Any], theme: _Theme) -> None:
+def _difference(axes: "Axes", row: int, cell: Mapping[str, Any], theme: canvas.Theme) -> None:
     """One row of a panel."""
     difference, low, high, paper = (cell[key] for key in ("difference", "low", "high", "paper_difference"))
     clear = low is not None and high is not None and not low <= 0 <= high
@@ -276,17 +265,17 @@ def _difference(axes: "Axes", row: int, cell: Mapping[str, Any], theme: _Theme) 
     axes.plot(difference, row, "o", ms=3.6, mfc=theme.blue if clear else theme.page, mec=theme.blue, mew=1.0, zorder=4)
 
 
-def _differences_words(figure: "Figure", space: str, theme: _Theme) -> None:
+def _differences_words(figure: "Figure", space: str, theme: canvas.Theme) -> None:
     """What the axis means, below, and what the marks mean, above; `space` may break the line."""
     from matplotlib.lines import Line2D
 
     words = f"error rate of DCL minus baseline (percentage points),{space}left of 0 is better"
-    figure.supxlabel(words, size=_BODY, color=theme.text, linespacing=1.35)
+    figure.supxlabel(words, size=canvas.BODY, color=theme.text, linespacing=1.35)
     ours = Line2D([], [], color=theme.blue, lw=1.5, marker="o", ms=3.6, label="measured, 95 % interval")
     paper = Line2D([], [], ls="", marker="D", ms=4.8, mfc="none", mec=theme.orange, label="paper")
     figure.legend(
         handles=[ours, paper], loc="outside upper right", ncols=2, frameon=False, labelcolor=theme.muted,
-        fontsize=_BODY, handlelength=2.0, columnspacing=1.4, borderpad=0, borderaxespad=0.2,
+        fontsize=canvas.BODY, handlelength=2.0, columnspacing=1.4, borderpad=0, borderaxespad=0.2,
     )  # fmt: skip
 
 
@@ -296,19 +285,20 @@ def _cells(cells: Sequence[Mapping[str, Any]], where: str) -> dict[tuple[str, st
         raise ValueError(f"{where}: there are no cells; give at least one")
     table: dict[tuple[str, str], dict[str, float | None]] = {}
     for cell in cells:
-        key = str(_get(cell, "set", where)), str(_get(cell, "column", where))
-        place = f"{where}, {key[0]} {key[1]}"
+        read = Reader(where, cell)
+        key = read.get("set", is_text, "its name"), read.get("column", is_text, "its name")
+        read.place += f", {key[0]} {key[1]}"
         if key in table:
-            raise ValueError(f"{place}: the cell is there twice; give one a set and column")
-        number = _numbers([_get(cell, "difference", place)], "difference", place)[0]
-        ends: list[float | None] = []
-        for name in ("low", "high", "paper_difference"):
-            value = _get(cell, name, place)
-            ends.append(None if value is None else _numbers([value], name, place)[0])
-        low, high, paper = ends
+            read.refuse("the cell is there twice; give one a set and column")
+        number = read.get("difference", is_number, "a number")
+        ends = {
+            name: read.get(name, lambda v: v is None or is_number(v), "a number or None")
+            for name in ("low", "high", "paper_difference")
+        }
+        low, high = ends["low"], ends["high"]
         if (low is None) != (high is None):
-            raise ValueError(f"{place}: low is {low} and high is {high}; give both, or None for both")
-        if low is not None and high is not None and not low <= number <= high:
-            raise ValueError(f"{place}: the difference {number} is outside of its interval {low} to {high}")
-        table[key] = {"difference": number, "low": low, "high": high, "paper_difference": paper}
+            read.refuse(f"low is {low} and high is {high}; give both, or None for both")
+        if low is not None and not low <= number <= high:
+            read.refuse(f"the difference {number} is outside of its interval {low} to {high}")
+        table[key] = {"difference": number, **ends}
     return table

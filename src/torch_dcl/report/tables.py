@@ -1,25 +1,29 @@
 """What the pages of Table 1, Table 2 and the chart show: numbers and sentences for their templates."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from html import escape as html_escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from torch_dcl.experiments.claims import Finding
+from torch_dcl.data.relations import TASKS
+from torch_dcl.experiments.claims import Finding, findings, summary
 from torch_dcl.experiments.natural_networks import COLUMNS, DATA, TITLES, network_of, paper_error
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, TABLE2
 from torch_dcl.experiments.recipes import table1, table2
-from torch_dcl.experiments.recipes.chart import against_dcl, chart_said, edges_said, lowest_first
+from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_verdict, lowest_first, rates_at_edge
+from torch_dcl.experiments.recipes.relations import COLUMNS as RELATION_COLUMNS
+from torch_dcl.experiments.recipes.relations import EXTRAS, cells_grid
+from torch_dcl.experiments.recipes.table1 import effects, notes, reservations, scores, verdict
+from torch_dcl.experiments.relation_findings import DCL, answer, details, exponents_in_words, needed_in_words
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
-from torch_dcl.experiments.text import findings, notes, reservations, scores, summary, verdict
-from torch_dcl.report.document import bold, figure
+from torch_dcl.report.document import bold, figure, on_page
 from torch_dcl.report.figures import chart_figure
 
 __all__ = [
-    "chart_context", "column", "differences", "markdown_context", "table1_context", "table2_context", "tried_context",
+    "chart_context", "column", "differences", "markdown_context", "relations_context", "table1_context",
+    "table2_context", "tried_context",
 ]  # fmt: skip
 
 NOT_RUN = Markup('<span class="absent">{}</span>')
@@ -34,14 +38,7 @@ def column(name: str) -> Markup:
 def table1_context(
     table: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """What ``table1.html`` shows.
-
-    Args:
-        table: The table.
-        further: Findings from other data to show among the claims.
-        asked: What the run folder keeps, for the commands; None for the protocol.
-        prefix: What ids begin with, where several tables stand on one page.
-    """
+    """What ``table1.html`` shows; ids begin with a prefix where several tables stand on one page."""
     pairs = scores(table)
     scored = {
         "DCL against the baseline": [(c.column, c, paper) for c, paper in pairs if c.reference == "baseline"],
@@ -53,7 +50,7 @@ def table1_context(
     return {
         "table": table, "prefix": prefix, "extent": _extent(table, len(SETS)), "summary": summary(table, further),
         "scored": scored, "first_group": next(iter(scored), ""), "notes": notes(table), "all_sets": SETS,
-        "sentences": departures + reservations(table),
+        "sentences": departures + effects(table) + reservations(table),
         "fitted": {cell.column for cell in table.cells if cell.fitted}, "findings": findings(table, further),
         "by_set": [_one_set(table, name, asked) for name in table.sets], "with_figures": False,
     }  # fmt: skip
@@ -87,11 +84,11 @@ def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[s
         rows.append([column(each) + signs, cell.theirs, _ours(cell, each in table.best(name)), within,
                      _gap(table.to_baseline(cell)), f"{cell.weights:,}", _minutes(cell)])  # fmt: skip
     command = ""
-    # Nobody knows the settings of a trial without its recipe.
+    # Without its recipe the settings of a trial are unknown.
     if asked is not None or not is_trial(table):
         seeds = max(len(cell.errors) for cell in cells)
         command = table1.command_for(asked or {}, [name], [cell.column for cell in cells], seeds)
-    return {"name": name, "strip": Markup(strip(name, lanes)), "rows": rows, "command": command}
+    return {"name": name, "strip": strip(name, lanes), "rows": rows, "command": command}
 
 
 def _ours(cell: Cell, is_best: bool) -> Markup:
@@ -124,13 +121,8 @@ def differences(table: Table) -> list[dict[str, Any]]:
 
 
 def table2_context(table: table2.NaturalTable, prefix: str = "") -> dict[str, Any]:
-    """What ``table2.html`` shows.
-
-    Args:
-        table: The table.
-        prefix: What ids begin with, where several tables stand on one page.
-    """
-    lead, *rest = table2.said(table) or ["Nothing to compare yet."]
+    """What ``table2.html`` shows."""
+    lead, *rest = table2.verdict(table) or ["Nothing to compare yet."]
     sentences = [deviation for deviation in table.deviations if deviation not in table2.DEVIATIONS] + rest
     if table.scale < 1:
         sentences.insert(0, f"Shortened: every recipe was trained for {table.scale:g} of its epochs.")
@@ -162,7 +154,7 @@ def markdown_context(table: Table, further: Sequence[Finding]) -> dict[str, Any]
     is_natural = isinstance(table, table2.NaturalTable)
     return {
         "table": table, "is_natural": is_natural, "notes": notes(table), "shown": _in_markdown, "weights": _weights,
-        "sentences": table2.said(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
+        "sentences": table2.verdict(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
         "findings": () if is_natural else findings(table, further), "quoted": _quoted(table.sets) if is_natural else (),
     }  # fmt: skip
 
@@ -213,23 +205,13 @@ def _percent(error: float | None) -> str:
 
 
 def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The points of the chart, how they were measured, and its figure.
-
-    Args:
-        chart: What `torch_dcl.experiments.recipes.chart` wrote.
-        name: What ids of the figure begin with.
-    """
+    """The points of the chart, how they were measured, and its figure."""
     points = lowest_first(chart)
-    rows = [
-        [escape(p["unit"]) + Markup("<small>{}</small>").format(p["what"]), _budget(p), mean_std_n(p["errors"]),
-         _gap(against_dcl(chart, p)), f"{p['weights']:,}", f"{p['step_ms']:.2f}", f"{p['lr']:g}"]
-        for p in points
-    ]  # fmt: skip
     rates = sorted({rate for point in points for rate in point["trials"]}, key=float)
     trials = []
     for point in points:
         tried = {rate: bold(f"{error:.2f}", float(rate) == point["lr"]) for rate, error in point["trials"].items()}
-        trials.append([point["unit"], _budget(point), *(tried.get(rate, "–") for rate in rates)])
+        trials.append([point["unit"], budget_of(point), *(tried.get(rate, "–") for rate in rates)])
     words = (
         "The budget is the filters of one of DCL’s two branches as a fraction of the layer’s. A difference is the "
         "layer’s error minus that of DCL on the same seeds, with the 95 % confidence interval of the paired "
@@ -239,17 +221,42 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
     search = (
         "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
         f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
-        f"{edges_said(chart) or ''}"
+        f"{rates_at_edge(chart) or ''}"
     )
     return {
-        "said": chart_said(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
-        "told": [str(sentence) for sentence in chart.get("told", ())], "rows": rows, "words": words,
-        "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
+        "said": chart_verdict(chart), "drawn": figure(lambda dark: chart_figure(chart, dark=dark), f"{name}-chart"),
+        "told": [str(sentence) for sentence in chart.get("told", ())], "grid": on_page(chart_grid(chart)),
+        "words": words, "rates": [f"at {rate}" for rate in rates], "trials": trials, "search": search.strip(),
     }  # fmt: skip
 
 
-def _budget(point: Mapping[str, Any]) -> str:
-    return "–" if point["unit"] == "plain" else f"{point['share']:g}"
+def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer, and the rows of the tables."""
+    needed, trials, exponents = [], [], []
+    rates = sorted({rate for cell in data["cells"] for rate in cell["trials"]}, key=float)
+    for cell in data["cells"]:
+        task, images, column = cell["task"], cell["images"], cell["column"]
+        place = [TASKS[task].title, f"{images:,}"]
+        tried = {r: bold(f"{mean(errors):.2f}", float(r) == cell["chosen"]) for r, errors in cell["trials"].items()}
+        trials.append([*place, column, *(tried.get(rate, "–") for rate in rates)])
+        if "exponents" in cell:
+            exponents.append([*place, column, exponents_in_words(cell["exponents"])])
+        if column == DCL:
+            others = dict.fromkeys(other["column"] for other in data["cells"] if other["column"] != DCL)
+            words = [needed_in_words(data, task, other, images) for other in others]
+            needed.append([*place, f"{mean(cell['errors']):.2f}", *words])
+    columns = list(dict.fromkeys(cell["column"] for cell in data["cells"] if cell["column"] != DCL))
+    meant = {
+        name: what
+        for name, what in (RELATION_COLUMNS | EXTRAS).items()
+        if name in {cell["column"] for cell in data["cells"]}
+    }
+    flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
+    return {
+        "said": answer(data), "told": list(data["told"]), "flags": flags, "grid": on_page(cells_grid(data)),
+        "needed": needed, "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
+        "rates": [f"at {rate}" for rate in rates],
+    }  # fmt: skip
 
 
 def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,74 +271,36 @@ def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:
 
 # The runs of one set as a small drawing: a lane per column, a point per seed.
 
-WIDTH = 300
-LANE = 26
-HEAD = 30
-FOOT = 24
-LEFT = 66
-RIGHT = 16
+WIDTH, LANE, HEAD, LEFT, RIGHT = 300, 26, 30, 66, 16
 
 
-def strip(name: str, cells: Mapping[str, Cell | None]) -> str:
-    """An inline SVG with the errors of one set.
+def strip(name: str, cells: Mapping[str, Cell | None]) -> dict[str, Any]:
+    """Where everything stands in the drawing of a set, for the macro ``strip``; columns from top to bottom.
 
-    A filled point is a run, the bar is their mean, a hollow diamond is the paper's mean, and the dashed line stands at
-    the mean of the baseline. Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A
-    column that was not run has the paper's diamond alone.
-
-    Args:
-        name: The set.
-        cells: Its columns from top to bottom, with None for those that were not run.
+    Runs that diverged do not stretch the axis; outside of it they are arrows at its edge. A column that was not run has
+    the paper's diamond alone.
     """
     paper = {column: reported.mean for column in cells if (reported := TABLE1[name].get(column)) is not None}
-    run = [cell for cell in cells.values() if cell is not None]
-    low, high, ticks = _axis(run, list(paper.values()))
-    height = HEAD + LANE * len(cells) + FOOT
-    bottom = HEAD + LANE * len(cells)
+    low, high, ticks = _axis([cell for cell in cells.values() if cell is not None], list(paper.values()))
 
-    def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low)
+    def x(value: float | None) -> str:
+        """Where a value stands; nothing outside of the axis."""
+        if value is None or not low <= value <= high:
+            return ""
+        return f"{LEFT + (WIDTH - LEFT - RIGHT) * (value - low) / (high - low):.1f}"
 
-    parts = [
-        f'<svg class="strip" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
-        f'aria-label="{html_escape(name)}: errors of every run in percent, by column">'
-    ]
-    for tick in ticks:
-        parts.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{HEAD}" y2="{bottom}"/>')
-        parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    for cell in run:
-        if cell.column == "baseline" and low <= cell.mean <= high:
-            at = f"{x(cell.mean):.1f}"
-            parts.append(f'<line class="base" x1="{at}" x2="{at}" y1="{HEAD}" y2="{bottom}"/>')
-    for i, (column, lane) in enumerate(cells.items()):
-        y = HEAD + LANE * i + LANE / 2
-        parts.append(f'<g class="c-{html_escape(column)}">')
-        kind = "lane" if lane is not None else "lane tick"
-        parts.append(f'<text class="{kind}" x="0" y="{y + 4:g}">{html_escape(column)}</text>')
-        if lane is not None:
-            parts += _runs(lane, y, low, high, x)
-        if column in paper:
-            title = f"<title>{html_escape(column)} in the paper: {paper[column]:.2f}</title>"
-            parts.append(f'<path class="paper" d="M{x(paper[column]):.1f} {y - 5:g}l5 5l-5 5l-5 -5z">{title}</path>')
-        parts.append("</g>")
-    parts.append("</svg>")
-    return "".join(parts)
-
-
-def _runs(cell: Cell, y: float, low: float, high: float, x: Callable[[float], float]) -> list[str]:
-    """A point a run, and the bar of their mean."""
-    parts = []
-    for seed, error in cell.runs.items():
-        title = f"<title>{html_escape(cell.column)}, seed {seed}: {error:.2f}</title>"
-        if error > high:
-            edge = WIDTH - RIGHT + 4
-            parts.append(f'<path d="M{edge} {y - 4:g}l7 4l-7 4z">{title}</path>')
-        else:
-            parts.append(f'<circle cx="{x(error):.1f}" cy="{y:g}" r="3">{title}</circle>')
-    if low <= cell.mean <= high:
-        at = f"{x(cell.mean):.1f}"
-        parts.append(f'<line class="mean" x1="{at}" x2="{at}" y1="{y - 8:g}" y2="{y + 8:g}"/>')
-    return parts
+    base = cells.get("baseline")
+    lanes = [
+        {"column": column, "y": HEAD + LANE * i + LANE / 2, "is_run": cell is not None,
+         "mean": x(cell.mean if cell else None),
+         "runs": [(seed, error, x(error)) for seed, error in (cell.runs.items() if cell else ())],
+         "paper": paper.get(column), "diamond": x(paper.get(column))}
+        for i, (column, cell) in enumerate(cells.items())
+    ]  # fmt: skip
+    return {
+        "name": name, "width": WIDTH, "top": HEAD, "bottom": HEAD + LANE * len(cells), "edge": WIDTH - RIGHT + 4,
+        "ticks": [(x(tick), tick) for tick in ticks], "base": x(base.mean if base else None), "lanes": lanes,
+    }  # fmt: skip
 
 
 def _axis(cells: Sequence[Cell], paper: Sequence[float]) -> tuple[float, float, list[float]]:

@@ -3,7 +3,7 @@
 import warnings
 
 from torch_dcl import fleet
-from torch_dcl.fleet import *  # noqa: F403
+from torch_dcl.fleet import *
 
 __all__ = fleet.__all__
 

@@ -10,7 +10,6 @@ points so far suggest.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from statistics import mean
@@ -23,7 +22,7 @@ from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -122,7 +121,6 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         ]
 
     def result(self, folder: "RunFolder") -> list[Fitted]:
-        """The strengths, as JSON."""
         fitted = list(self.fit(outcomes_of(folder))[1].values())
         rows: list[dict[str, Any]] = [
             {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
@@ -133,21 +131,17 @@ class Calibration(DigitRecipe[CalibrationConfig]):
             "title": "How difficult the multi-digit sets are, fitted to the paper's baseline column",
             "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "sets": rows,
         }  # fmt: skip
-        write_text(folder.path / "calibration.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("calibration", content)
         return fitted
 
     def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
-        """The strength of each set, and how far its error is from the paper's."""
-        from rich.table import Table
-
-        del width
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for name in ("set", "strength", "error % (n)", "paper %", "off"):
-            table.add_column(name, justify="left" if name == "set" else "right")
+        lines = []
         for fit in result:
             errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"
-            table.add_row(fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
-        return ["Strengths at which the baseline errs as the paper's does:", table]
+            texts = (fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
+            lines.append(Line(texts))
+        grid = Grid(("<set", "strength", "error % (n)", "paper %", "off"), lines, ("paper %", "off"))
+        return ["Strengths at which the baseline errs as the paper's does:", grid.as_rich(width)]
 
 
 def largest_strength(layout: Layout) -> float:

@@ -6,7 +6,6 @@ there. Then it is trained on all training images with the chart's seeds, and the
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,32 +16,39 @@ from torch import Tensor
 
 from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
-from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, Workload, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import Difference, difference, mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
-from torch_dcl.files import write_text
+from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
+from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table as RichTable
 
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Chart", "ChartConfig", "against_dcl", "as_rich_chart", "chart_said", "edges_said", "hold_out", "lowest_first",
-    "points_of", "step_times",
+    "Chart",
+    "ChartConfig",
+    "against_dcl",
+    "budget_of",
+    "chart_grid",
+    "chart_verdict",
+    "hold_out",
+    "lowest_first",
+    "points_of",
+    "rates_at_edge",
+    "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
 SEARCH_SEED = 100
+LEVEL = 0.05
 Point = tuple[str, float]
 """A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
 
@@ -53,7 +59,7 @@ class ChartConfig(NaturalConfig):
 
     data: str = setting("cifar10", "cifar10 or cifar100", choices=DATA, what="set")
     units: tuple[str, ...] = setting(
-        tuple(UNITS), "what stands in place of BigNet's first fully-connected layer", choices=tuple(UNITS), what="unit",
+        tuple(UNITS), "what replaces BigNet's first fully-connected layer", choices=tuple(UNITS), what="unit",
         smoke=("plain", "low-rank", "dcl", "star"),
     )  # fmt: skip
     shares: tuple[float, ...] = setting(
@@ -84,14 +90,13 @@ class Chart(NaturalRecipe[ChartConfig]):
     parted: tuple[Labelled, Labelled]
 
     def prepare(self, report: Callable[[str], None]) -> None:
-        """Read the set."""
         config = self.config
         sets, _ = read_sets([config.data], config, report)
         self.data, recipe = sets[config.data], recipe_of("bignet", config.data)
         self.whole = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
         self.parted = hold_out(self.data)
 
-    def workloads(self, name: str, images: int) -> list[Workload]:
+    def workloads_on(self, name: str, images: int) -> list[Workload]:
         """The trials, and the seeds of every point."""
         config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
         tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
@@ -129,24 +134,20 @@ class Chart(NaturalRecipe[ChartConfig]):
         return [self._job("choose", point, SEARCH_SEED, lr) for lr in self.config.rates]
 
     def _chosen(self, point: Point, outcomes: Mapping[Job, Outcome]) -> float:
-        return min(self._trials(point), key=lambda job: _error(outcomes[job])).lr
+        return min(self._trials(point), key=lambda job: outcomes[job].judged_error).lr
 
     def total(self) -> int:
-        """Trials and seeds of all points."""
         return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
 
     def concurrent(self, job: Job) -> Hashable:
-        """Fleets of one phase."""
         return job.phase
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """Trials or seeds, and of which units."""
         aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
         points = [f"{jobs[0].network} at {jobs[0].option('share'):g}" for jobs in fleets]
         return f"{aim} {', '.join(points)}"
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        """The networks of a unit."""
         is_trial, data = jobs[0].phase == "choose", self.data
         train = self.parted[0] if is_trial else (data.train_images, data.train_labels)
         scale = self.config.search_scale if is_trial else self.config.scale
@@ -166,18 +167,18 @@ class Chart(NaturalRecipe[ChartConfig]):
         rows = []
         for point in config.points:
             lr = self._chosen(point, outcomes)
-            errors = [_error(outcomes[self._job("report", point, seed, lr)]) for seed in range(config.seeds)]
+            errors = [outcomes[self._job("report", point, seed, lr)].judged_error for seed in range(config.seeds)]
             rows.append(
                 {
                     "unit": point[0], "share": point[1],
                     "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": lr, "errors": errors,
                     "seeds": list(range(config.seeds)), "step_ms": times[point],
-                    "trials": {f"{job.lr:g}": _error(outcomes[job]) for job in self._trials(point)},
+                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self._trials(point)},
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
         chart = {"set": self.data.name, "points": rows, **self._described(folder)}
-        write_text(folder.path / "chart.json", json.dumps(chart, indent=1) + "\n")
+        folder.write_json("chart", chart)
         return chart
 
     def _described(self, folder: "RunFolder") -> dict[str, Any]:
@@ -195,11 +196,10 @@ class Chart(NaturalRecipe[ChartConfig]):
         }  # fmt: skip
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The points as a table, and what they say."""
         from rich.text import Text
 
-        said = [*result["told"], chart_said(result), *filter(None, [edges_said(result)])]
-        return [Text(result["title"], style="bold"), as_rich_chart(result, width), *said]
+        said = [*result["told"], chart_verdict(result), *filter(None, [rates_at_edge(result)])]
+        return [Text(result["title"], style="bold"), chart_grid(result).as_rich(width), *said]
 
 
 def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
@@ -207,16 +207,11 @@ def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
     return [(unit, share) for unit in units for share in (shares if unit != "plain" else shares[:1])]
 
 
-def _error(outcome: Outcome) -> float:
-    """A network that diverged erred always."""
-    return 100.0 if outcome.stopped is not None else outcome.error
-
-
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
-    """Part the training images: nine tenths of each class to train on, a tenth to judge with.
+    """Split the training images: nine tenths of each class to train on, a tenth for validation.
 
-    The hash of an image's place decides, so that it is the same for everybody. The test set is not used. Of so few
-    images that no class has ten, as in a trial, it is a tenth of all.
+    The hash of an image's place decides, so the split is always the same. The test set is not used. Where
+    no class has ten images, as in a trial, it is a tenth of all.
 
     Raises:
         ValueError: There is one image, or none.
@@ -253,15 +248,7 @@ def _fleet(
 def step_times(
     points: Sequence[Point], data: Dataset, recipe: TrainingRecipe, config: ChartConfig, device: str = "cpu"
 ) -> dict[Point, float]:
-    """Milliseconds of a training step of one network of each unit: the median of rounds, the units taking turns.
-
-    Args:
-        points: Units and budgets.
-        data: What to train on meanwhile.
-        recipe: Its batch counts.
-        config: Precision, rounds, and whether networks are compiled.
-        device: Where.
-    """
+    """Milliseconds of a training step of one network of each unit: the median of rounds, the units taking turns."""
     steps = min(len(data.train_labels) // recipe.batch, 100)
     some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
     schedule = dataclasses.replace(recipe.schedule, epochs=config.rounds + 1)
@@ -297,7 +284,7 @@ def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
 
 
 def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
-    """The point's error less that of DCL with two branches, on the same seeds.
+    """The point's error minus that of DCL with two branches, on the same seeds.
 
     A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
 
@@ -313,7 +300,7 @@ def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
     return difference(*runs)
 
 
-def chart_said(chart: Mapping[str, Any]) -> str:
+def chart_verdict(chart: Mapping[str, Any]) -> str:
     """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
     first = lowest_first(chart)[0]
     sentences = [
@@ -325,12 +312,12 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     guessing = _GUESSING.get(chart["set"], 100.0)
     lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
     rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
-    alike = [against_dcl(chart, point) for point in rivals]
-    clear = [each.clear for each in alike if each is not None]
-    if clear:
+    gaps = [gap for point in rivals if (gap := against_dcl(chart, point)) is not None]
+    if gaps:
+        found = [gap.mean > 0 for gap, p in zip(gaps, holm([gap.p for gap in gaps]), strict=True) if p < LEVEL]
         sentences.append(
-            f"Of {len(clear)} comparisons with a layer of the same budget on the same seeds, DCL with two branches is "
-            f"clearly lower in {clear.count(1)} and clearly higher in {clear.count(-1)}."
+            f"Of {len(gaps)} comparisons with a layer of the same budget on the same seeds, DCL with two branches errs "
+            f"less in {found.count(True)} and more in {found.count(False)} (paired t-tests, Holm, {100 * LEVEL:g} %)."
         )
     if lost:
         names = ", ".join(point["unit"] for point in lost)
@@ -340,7 +327,7 @@ def chart_said(chart: Mapping[str, Any]) -> str:
     return " ".join(sentences)
 
 
-def edges_said(chart: Mapping[str, Any]) -> str | None:
+def rates_at_edge(chart: Mapping[str, Any]) -> str | None:
     """Which layers took the smallest or the largest learning rate that was tried; None where none did."""
     ends: dict[float, list[str]] = {}
     for point in chart["points"]:
@@ -353,18 +340,21 @@ def edges_said(chart: Mapping[str, Any]) -> str | None:
     return f"Chosen at the end of the learning rates that were tried: {chosen}. Beyond it they might do better still."
 
 
-def as_rich_chart(chart: Mapping[str, Any], width: int) -> "RichTable":
-    """The points for a terminal of so many characters."""
+def chart_grid(chart: Mapping[str, Any]) -> Grid:
+    """The points as a grid, the lowest error first."""
     lines = []
     for point in lowest_first(chart):
         gap, step = against_dcl(chart, point), point["step_ms"]
-        lines.append(
-            Line((
-                point["unit"], "–" if point["unit"] == "plain" else f"{point['share']:g}", mean_std_n(point["errors"]),
-                "" if gap is None else f"{gap}{gap.sign}", f"{point['weights']:,}",
-                f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
-            ))
+        texts = (
+            point["unit"], budget_of(point), mean_std_n(point["errors"]), "" if gap is None else f"{gap}{gap.sign}",
+            f"{point['weights']:,}", f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
         )  # fmt: skip
+        lines.append(Line(texts, note=point.get("what", "")))
     difference = "difference to DCL (95 % CI)"
-    heads = ("<unit", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
-    return fitting_table(heads, lines, width, (difference, "rate", "budget", "weights"))
+    heads = ("<layer", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
+    return Grid(heads, lines, (difference, "rate", "budget", "weights"))
+
+
+def budget_of(point: Row) -> str:
+    """The budget of a point; the plain layer has none."""
+    return "–" if point["unit"] == "plain" else f"{point['share']:g}"

@@ -11,7 +11,6 @@ seeds at its rate, and the test set is used once.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +21,13 @@ from torch_dcl.convert import Plan, convert_, plan
 from torch_dcl.data import Dataset
 from torch_dcl.experiments.natural_data import NaturalConfig, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of
-from torch_dcl.experiments.protocol import Job, Labelled, UnitRecipe, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, content_hash
 from torch_dcl.experiments.recipes.chart import hold_out
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import MARK, Grid, Line
+from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.models import count_weights
 
@@ -210,7 +208,7 @@ class Deep(UnitRecipe[DeepConfig]):
             "units": rows, "epochs": TRAINING.scaled(config.scale).schedule.epochs, "eps": config.eps,
             "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
         }  # fmt: skip
-        write_text(folder.path / "deep.json", json.dumps(result, indent=1) + "\n")
+        folder.write_json("deep", result)
         return result
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
@@ -226,7 +224,7 @@ class Deep(UnitRecipe[DeepConfig]):
             )  # fmt: skip
             lines.append(Line(texts, "bold" if row["unit"] == DCL else ""))
         gap = "difference to DCL (95 % CI)"
-        table = fitting_table(("<unit", "test error %", gap, "weights", "rate"), lines, width, ("weights", gap))
+        table = Grid(("<unit", "test error %", gap, "weights", "rate"), lines, ("weights", gap)).as_rich(width)
         return [Text(result["title"], style="bold"), table, *result["told"], answer(result)]
 
 

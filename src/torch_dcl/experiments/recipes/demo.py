@@ -9,7 +9,6 @@ torch_dcl.experiments.recipes.demo`` does it again.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from torch_dcl.experiments.protocol import Job, Outcome, Trained
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
-from torch_dcl.experiments.text import Line, fitting_table
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import Grid, Line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,12 +68,10 @@ class Demo(DigitRecipe[DemoConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """None depends on another."""
-        del outcomes
         seeds = range(self.config.seeds)
         return [Job(column, SET, seed, RATES[column], options=CLIP) for column in COLUMNS for seed in seeds]
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        """The network."""
         return COLUMNS[fleets[0][0].network]
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -92,7 +88,7 @@ class Demo(DigitRecipe[DemoConfig]):
         return outcomes
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """Errors, weights and time of each network, a filter, and the plan of a network that people use, as JSON."""
+        """Errors, weights and time of each network, a filter, and the plan of a common network, as JSON."""
         known = outcomes_of(folder)
         groups = {column: [known[job] for job in self.jobs({}) if job.network == column] for column in COLUMNS}
         rows = [
@@ -104,24 +100,16 @@ class Demo(DigitRecipe[DemoConfig]):
             "set": SET, "networks": rows, "verdict": verdict(rows), "knowledge": groups["A2"][0].extra["knowledge"],
             "planned": plan_of_a_network(),
         }  # fmt: skip
-        write_text(folder.path / "demo.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("demo", content)
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The table, the verdict, and the plan."""
         from rich.text import Text
 
-        lines = []
-        for row in result["networks"]:
-            each = " ".join(f"{error:.1f}" for error in row["errors"])
-            texts = (f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
-            lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
-        heads = ("<network", "<", "weights", "test error % (n)", "every seed", "time")
-        table = fitting_table(heads, lines, width, ("", "every seed", "time"))
         *sentences, caveat = result["verdict"]
         plan = Text(f"\nWhich layers of {PLANNED} pay, by dcl plan {PLANNED}:", style="bold")
         return [
-            table,
+            demo_grid(result["networks"]).as_rich(width),
             *sentences,
             filter_in_words(result["knowledge"]),
             caveat,
@@ -130,12 +118,19 @@ class Demo(DigitRecipe[DemoConfig]):
         ]
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the numbers say, and no more.
+def demo_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
+    """The networks as a grid."""
+    lines = []
+    for row in rows:
+        each = " ".join(f"{error:.1f}" for error in row["errors"])
+        texts = (f"{row['weights']:,}", mean_std_n(row["errors"]), each, f"{row['seconds']:.0f} s")
+        lines.append(Line((COLUMNS[row["column"]], WORDS[row["column"]], *texts)))
+    heads = ("<network", "<", "weights", "test error %, mean ± std (n)", "every seed", "time")
+    return Grid(heads, lines, ("", "every seed", "time"))
 
-    Args:
-        rows: ``column``, ``weights`` and ``errors`` of each network.
-    """
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the errors and weights of the networks say, and no more."""
     by_column = {row["column"]: row for row in rows}
     ours = by_column["A2"]
     fewer = 100 * (1 - ours["weights"] / by_column["baseline"]["weights"])
@@ -172,7 +167,7 @@ def filter_in_words(response: Mapping[str, Any]) -> str:
 
 
 def plan_of_a_network() -> str:
-    """The plan of `PLANNED` as its table: which layers of a network that people use pay."""
+    """The plan of `PLANNED` as its table: which layers of a common network pay."""
     import torchvision
 
     from torch_dcl.convert import plan
@@ -188,16 +183,7 @@ def choose_rates(
     digits: Digits, *, rates: Sequence[float] = TRIED, images: int = IMAGES, epochs: int = EPOCHS,
     seeds: Sequence[int] = (100, 101), report: Callable[[str], None] = print,
 ) -> dict[str, float]:  # fmt: skip
-    """The learning rate of every network with the lowest error on training digits that are kept apart.
-
-    Args:
-        digits: From `read_mnist`; its test part is not used.
-        rates: What to try, the same for every network.
-        images: How many to train on.
-        epochs: How often.
-        seeds: None that the demo uses.
-        report: Called with a line for every network and rate.
-    """
+    """The learning rate of every network with the lowest error on held-out training digits."""
     recipe = _Choosing(DemoConfig(train_images=images, epochs=epochs))
     recipe.digits = digits
     chosen = {}

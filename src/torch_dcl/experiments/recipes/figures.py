@@ -6,7 +6,6 @@ which `torch_dcl.report` draws.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.experiments.claims import Finding, further_findings
-from torch_dcl.experiments.columns import weights
+from torch_dcl.experiments.columns import Choice, Trial, choice_as_plain, read_choice, stored_choice, weights
 from torch_dcl.experiments.complementary import as_plain, complementary
-from torch_dcl.experiments.digits import SCHEDULE, SETS_RULES, TWO, DigitConfig, DigitRecipe, classes_of, digits_of
+from torch_dcl.experiments.digits import (
+    SCHEDULE,
+    SETS_RULES,
+    TWO,
+    DigitConfig,
+    DigitRecipe,
+    classes_of,
+    digits_of,
+    trial_job,
+)
 from torch_dcl.experiments.protocol import Job, Outcome, Trained, finite
-from torch_dcl.experiments.recipes.table1_search import Choice, Trial, choice_for, stored_choice, trial_job
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.files import write_text
 from torch_dcl.layers import DCLLinear
 
 if TYPE_CHECKING:
@@ -68,11 +74,10 @@ class Figures(DigitRecipe[FiguresConfig]):
 
     def asked(self) -> dict[str, Any]:
         """The settings, the content of MNIST, and the learning rates."""
-        return {**super().asked(), "choice": choice_for(self.choice, list(self.choice))}
+        return {**super().asked(), "choice": choice_as_plain(self.choice, self.choice)}
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """The jobs of all parts; none depends on another."""
-        del outcomes
         return [job for part in self.config.parts for job in self.jobs_of(part)]
 
     def jobs_of(self, part: str) -> list[Job]:
@@ -90,7 +95,6 @@ class Figures(DigitRecipe[FiguresConfig]):
         return trial_job(column, name, seed, trial_of(self.choice, column, name), part, filters=filters)
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """For the curves."""
         return jobs[0].phase == "curves"
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
@@ -113,27 +117,24 @@ class Figures(DigitRecipe[FiguresConfig]):
         return with_extra
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """The data of every part, as JSON."""
         parts = parts_of(folder, outcomes_of(folder))
         for part, data in parts.items():
-            write_text(folder.path / f"{part}.json", json.dumps(data, indent=1) + "\n")
+            folder.write_json(part, data)
         return parts
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """The data of every part."""
         parts = folder.recipe["parts"] if "choice" in folder.recipe else ()  # an earlier version noted no rates
         return {part: functools.partial(_part_of, folder, outcomes, part) for part in parts}
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
         """The claims that the figures answer."""
-        del width
         findings: list[Finding] = further_findings(result)
         return [f"{finding.claim} {finding.verdict.capitalize()}: {finding.evidence}" for finding in findings]
 
 
 def trial_of(choice: Choice, column: str, name: str) -> Trial:
-    """The column's own trial, or for what is not in the table that of its nearest relative."""
+    """The trial of a column; columns outside of the table use that of the nearest one."""
     near = {"A4S": "A3S", "A5S": "A3S", "A4D": "A3D", "A5D": "A3D", "AB2": "B2"}
     return choice[near.get(column, column)][digits_of(name)]
 
@@ -141,12 +142,8 @@ def trial_of(choice: Choice, column: str, name: str) -> Trial:
 def parts_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
     """The data of the parts whose jobs are all done in a run folder."""
     asked = folder.recipe
-    choice = {
-        column: {int(n): Trial(t["lr"], t["clip"] or float("inf")) for n, t in by.items()}
-        for column, by in asked["choice"].items()
-    }
     config = FiguresConfig(**{key: asked[key] for key in ("parts", "set", "knowledge_set", "filters", "seeds")})
-    recipe = Figures(config, choice=choice)
+    recipe = Figures(config, choice=read_choice(asked["choice"]))
     parts = {}
     for part in config.parts:
         jobs = recipe.jobs_of(part)
@@ -220,15 +217,7 @@ def as_inputs(images: Tensor, model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def firing(model: nn.Module, images: Tensor) -> dict[str, float]:
-    """How often the branches of the first DCL layer respond, and how often all of them do at once.
-
-    Args:
-        model: A network with a `DCLLinear`.
-        images: What to show it.
-
-    Returns:
-        ``one``: the fraction of responses above zero; ``all``: the fraction of units whose branches all respond.
-    """
+    """The fraction of branch responses of the first DCL layer above zero, and of units whose branches all are."""
     layer = next((module for module in model.modules() if isinstance(module, DCLLinear)), None)
     if layer is None:
         raise ValueError("the network has no DCLLinear whose branches could fire")

@@ -4,7 +4,6 @@ Section 4.1.4 for any network and any data: nothing is trained, and a job is one
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ from torch_dcl.convert.checkpoint import load_model
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.complementary import as_plain, complementary, dcl_layers
 from torch_dcl.experiments.network_source import find_model
-from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, content_hash
+from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Workload, content_hash
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
-from torch_dcl.files import sha256_file, write_text
+from torch_dcl.files import sha256_file
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,10 +66,10 @@ class Knowledge(Recipe[KnowledgeConfig]):
     model: nn.Module
     data: Dataset
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
+    def about(self, loads: Sequence[Workload]) -> Estimate:
         """What is measured; it takes one pass over the images for each filter."""
         self._check()
-        return super().estimate(say_time)
+        return super().about(loads)
 
     def _check(self) -> None:
         """Network, weights and data have no default."""
@@ -120,18 +119,12 @@ class Knowledge(Recipe[KnowledgeConfig]):
         return {**super().asked(), "data": self.data.source, "sha256": {"weights": weights, "images": shown}}
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """One for every layer and filter."""
-        del outcomes
         filters = sorted(set(map(float, self.config.filters))) or [CHOSEN]
         return [
             Job(layer, self.data.name, 0, 0.0, options=(("filter", number),))
             for layer in self.layers
             for number in filters
         ]
-
-    def total(self) -> int:
-        """All of them."""
-        return len(self.jobs({}))
 
     def compute(self, jobs: Sequence[Job]) -> list[Outcome]:
         """The mean responses of each filter and its branches."""
@@ -153,17 +146,15 @@ class Knowledge(Recipe[KnowledgeConfig]):
         responses = [known[job].extra["knowledge"] for job in self.jobs({})]
         networks = {re.sub(r"[^\w-]+", "-", f"{each['layer']}-{each['filter']}"): each for each in responses}
         content = {"set": self.data.name, "source": self.data.source, "networks": networks}
-        write_text(folder.path / "knowledge.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("knowledge", content)
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """Which filters were measured."""
-        del width
         return [f"Filters: {', '.join(result['networks'])}."]
 
 
 def digits_of_classes(classes: Sequence[str]) -> int:
-    """How many digits the classes have as numbers: 2 for ``00`` to ``99``; 1 where they are mere classes."""
+    """How many digits the classes have as numbers: 2 for ``00`` to ``99``; 1 where they are plain classes."""
     length = len(classes[0])
     if 2 <= length <= 4 and list(classes) == [f"{number:0{length}d}" for number in range(10**length)]:
         return length
@@ -171,12 +162,7 @@ def digits_of_classes(classes: Sequence[str]) -> int:
 
 
 def as_inputs(images: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """Images of bytes as a network takes them: from 0 to 1, and with ``mean`` and ``std`` normalised by channel.
-
-    Args:
-        images: uint8 ``[N, C, H, W]``.
-        mean: What to subtract from each channel, in units of 255; nothing where it is empty.
-        std: What to divide each channel by; nothing where it is empty.
+    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where ``mean`` and ``std`` are given.
 
     Raises:
         SettingError: Neither one number nor one for each channel.

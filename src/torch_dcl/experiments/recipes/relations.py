@@ -10,7 +10,6 @@ of its own, the same for all columns, and every training takes the same number o
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,13 @@ import torch
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import columns
-from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Digits, Sets, make_sets
-from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained
+from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
+from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained, Workload
 from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
 from torch_dcl.experiments.stats import mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.layers import DCLLinear
 from torch_dcl.models import count_weights, lenet
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["COLUMNS", "EXTRAS", "Relations", "RelationsConfig", "build_column"]
+__all__ = ["COLUMNS", "EXTRAS", "Relations", "RelationsConfig", "build_column", "cells_grid"]
 
 SET = "MNIST-II-05"
 CORE = ("number", "order", "sum")
@@ -55,7 +52,7 @@ COLUMNS = {
     "power-0": "two branches, a learned power mean that starts as a product (p = 0)",
     "power-1": "two branches, a learned power mean that starts as a sum (p = 1)",
 }
-"""What stands in place of the first fully-connected layer."""
+"""What replaces the first fully-connected layer."""
 EXTRAS = {
     "A3S": "three branches of a third of the filters, one pair of them a step (201 filters in all, one more than A2)",
     "GLU": "a branch times the sigmoid of the other, without a ReLU behind it",
@@ -112,7 +109,7 @@ class RelationsConfig(DigitConfig):
             )
 
     def epochs_of(self, images: int) -> int:
-        """The passes over so many images that take as many steps as ``epochs`` take over the whole set."""
+        """The passes over this many images that take as many steps as ``epochs`` over the whole set."""
         return max(1, round(self.epochs * (self.train_images // self.batch) / (images // self.batch)))
 
 
@@ -127,17 +124,18 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """The trials; and when they are done, all seeds at the rate that each cell takes."""
-        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        trials = [job for cell in self.places() for job in self._trials(*cell)]
         if any(job not in outcomes for job in trials):
             return trials
         return trials + self._reports(lambda *cell: self._chosen(outcomes, *cell))
 
     def planned(self) -> list[Job]:
-        """All jobs, with the first rate in place of the one that will be chosen."""
-        trials = [job for cell in self._cells() for job in self._trials(*cell)]
+        """All jobs, with the first rate instead of the chosen one."""
+        trials = [job for cell in self.places() for job in self._trials(*cell)]
         return trials + self._reports(lambda *_: self.config.rates[0])
 
-    def _cells(self) -> Iterator[tuple[int, str, str]]:
+    def places(self) -> Iterator[tuple[int, str, str]]:
+        """Images, task and column of every cell."""
         config = self.config
         return ((size, task, name) for size in config.sizes for task in config.tasks for name in config.models)
 
@@ -150,7 +148,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         seeds = range(self.config.seeds)
         blocks = [seeds[start : start + self.config.block] for start in seeds[:: self.config.block]]
         return [
-            _job(*cell, seed, rate_of(*cell), "report") for block in blocks for cell in self._cells() for seed in block
+            _job(*cell, seed, rate_of(*cell), "report") for block in blocks for cell in self.places() for seed in block
         ]
 
     def _chosen(self, outcomes: Mapping[Job, Outcome], images: int, task: str, column: str) -> float:
@@ -163,7 +161,7 @@ class Relations(DigitRecipe[RelationsConfig]):
         """Errors on validation digits by learning rate, one for each search seed."""
         errors: dict[float, list[float]] = {}
         for job in self._trials(images, task, column):
-            errors.setdefault(job.lr, []).append(outcomes[job].counted)
+            errors.setdefault(job.lr, []).append(outcomes[job].judged_error)
         return errors
 
     # Fleets
@@ -236,38 +234,35 @@ class Relations(DigitRecipe[RelationsConfig]):
         ended = [float(layer.exponent.detach()) for layer in layers]
         return [dataclasses.replace(o, extra={"exponent": p}) for o, p in zip(outcomes, ended, strict=True)]
 
-    def estimate(self, say_time: Callable[[float], str]) -> Estimate:
-        """Networks, images, memory, and time by a short trial; every fleet has a copy of its seeds' images."""
-        words, plain = super().estimate(say_time)
-        config = self.config
-        gib = config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """Tasks, images, columns, fleets and digits."""
+        (words, plain), config = super().about(loads), self.config
         sizes = ", ".join(f"{images:,}" for images in config.sizes)
         cells = f"{', '.join(config.tasks)} with {sizes} images, {len(config.models)} columns"
-        about = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
-        return Estimate({**words, "recipe": about, "memory": f"about {gib:.1f} GiB"}, {**plain, "memory_gib": gib})
+        recipe = f"{self.name}: {cells}; {plain['entries']:,} {self.unit} of equal length"
+        return Estimate({**words, "recipe": recipe}, plain)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        """The networks of a fleet, and images: every fleet has a copy of its seeds' images."""
+        config = self.config
+        return config.most * PER_NETWORK + (config.most + config.seeds) * config.sizes[-1] * 28 * 28 / 2**30
 
     # Result
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
-        """All cells as JSON."""
-        result = self._result(folder, outcomes_of(folder))
-        write_text(folder.path / "relations.json", json.dumps(result, indent=1) + "\n")
+        result = relations_of(folder, outcomes_of(folder))
+        folder.write_json("relations", result)
         return result
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
-        """The cells that have a rate and seeds; of a task and a size, the seeds that all of its cells have."""
-        asked = folder.recipe
-        config = cls.config_type(**{name: asked[name] for name in settings_of(cls.config_type) if name in asked})
-        recipe, nothing = cls(config), (torch.empty(0), torch.empty(0))
-        recipe.digits = Digits(nothing, nothing, str(asked["digits"]))
-        return {cls.name: lambda: recipe._result(folder, outcomes) if recipe._known_cells(outcomes) else None}
+        return {"relations": lambda: relations_of(folder, outcomes)}
 
-    def _known_cells(self, known: Mapping[Job, Outcome]) -> dict[tuple[int, str, str], list[Job]]:
+    def known_jobs(self, known: Mapping[Job, Outcome]) -> dict[tuple[int, str, str], list[Job]]:
         """The jobs of each cell to show, whose rate is chosen: the same seeds for all columns of a task and a size."""
         jobs: dict[tuple[int, str, str], list[Job]] = {}
         seeds: dict[tuple[int, str], list[set[int]]] = {}
-        for images, task, column in sorted(self._cells(), key=lambda cell: self.config.tasks.index(cell[1])):
+        for images, task, column in sorted(self.places(), key=lambda place: self.config.tasks.index(place[1])):
             if all(job in known for job in self._trials(images, task, column)):
                 lr = self._chosen(known, images, task, column)
                 of_cell = [_job(images, task, column, seed, lr, "report") for seed in range(self.config.seeds)]
@@ -281,58 +276,79 @@ class Relations(DigitRecipe[RelationsConfig]):
             if common[cell[:2]]
         }
 
-    def _result(self, folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
-        config, cells = self.config, []
-        for (images, task, column), jobs in self._known_cells(known).items():
-            tried, errors = self._validation(known, images, task, column), [known[job].counted for job in jobs]
-            cell = {
-                "task": task, "images": images, "column": column, "errors": errors,
-                "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
-                "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": jobs[0].lr,
-                "at_edge": len(tried) > 1 and jobs[0].lr in (config.rates[0], config.rates[-1]),
-                "trials": {f"{rate:g}": values for rate, values in tried.items()},
-            }  # fmt: skip
-            if column.startswith("power"):
-                cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
-            cells.append(cell)
-        departures = self._departures()
-        told = [f"Not at its end: {len(known):,} of {self.total():,} {self.unit}."] if len(known) < self.total() else []
-        return {
-            "title": f"Relations of two digits{MARK if departures else ''}", "set": SET,
-            "digits": self.digits.source, "told": told + departures, "steps": config.epochs_of(config.sizes[-1])
-            * (config.sizes[-1] // config.batch), "cells": cells, "minutes": minutes_of(folder),
-            "environment": folder.read("environment")[-1],
+    def cell(
+        self, known: Mapping[Job, Outcome], jobs: Sequence[Job], images: int, task: str, column: str
+    ) -> dict[str, Any]:
+        """A cell as JSON has it, of these jobs."""
+        config, lr, tried = self.config, jobs[0].lr, self._validation(known, images, task, column)
+        errors = [known[job].judged_error for job in jobs]
+        cell = {
+            "task": task, "images": images, "column": column, "errors": errors,
+            "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
+            "weights": count_weights(build_column(column, TASKS[task].classes, 0)), "chosen": lr,
+            "at_edge": len(tried) > 1 and lr in (config.rates[0], config.rates[-1]),
+            "trials": {f"{rate:g}": values for rate, values in tried.items()},
         }  # fmt: skip
-
-    def _departures(self) -> list[str]:
-        """In what a run is not the protocol's, as sentences."""
-        rules = settings_of(self.config_type)
-        other = {name: getattr(self.config, name) for name, (_, rule) in rules.items() if not rule.machine}
-        named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]
-        sentences = [f"Not as docs/protocol.md says: {'; '.join(named)}."] if named else []
-        if self.digits.source.startswith("the embedded"):
-            sentences.append("Written with an excerpt of MNIST, not with all of it.")
-        return sentences
+        if column.startswith("power"):
+            cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
+        return cell
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
-        """The answer, every cell, and the details."""
         from rich.text import Text
 
-        compared = {(each.task, each.images, each.column): each for each in compare_cells(result)}
-        lines = []
-        for i, cell in enumerate(result["cells"]):
-            each = compared.get((cell["task"], cell["images"], cell["column"]))
-            is_last = i + 1 == len(result["cells"]) or result["cells"][i + 1]["task"] != cell["task"]
-            texts = (
-                TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]),
-                "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
-                f"{cell['weights']:,}", f"{cell['chosen']:g}{' edge' if cell['at_edge'] else ''}",
-            )  # fmt: skip
-            lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
-        gap = "difference to DCL (95 % CI)"
-        heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p", "weights", "rate")
-        table = fitting_table(heads, lines, width, ("weights", "p", "rate", gap))
-        return [Text(result["title"], style="bold"), table, *result["told"], answer(result), *details(result)]
+        return [
+            Text(result["title"], style="bold"),
+            cells_grid(result).as_rich(width),
+            *result["told"],
+            answer(result),
+            *details(result),
+        ]
+
+
+def relations_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
+    """The cells that are done, also before the end of a run; nothing where none is."""
+    asked, rules = folder.recipe, settings_of(RelationsConfig)
+    config = RelationsConfig(**{name: asked[name] for name, (_, rule) in rules.items() if not rule.machine})
+    recipe = Relations(config)
+    cells = [recipe.cell(known, jobs, *place) for place, jobs in recipe.known_jobs(known).items()]
+    departures = _departures(config, str(asked["digits"]))
+    done = f"Not at its end: {len(known):,} of {recipe.total():,} {recipe.unit}."
+    return {} if not cells else {
+        "title": f"Relations of two digits{MARK if departures else ''}", "set": SET, "digits": asked["digits"],
+        "told": [*([done] if len(known) < recipe.total() else ()), *departures],
+        "steps": config.epochs_of(config.sizes[-1]) * (config.sizes[-1] // config.batch), "cells": cells,
+        "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
+    }  # fmt: skip
+
+
+def _departures(config: RelationsConfig, digits: str) -> list[str]:
+    """How a run departs from the protocol, in sentences."""
+    rules = settings_of(RelationsConfig)
+    other = {name: getattr(config, name) for name, (_, rule) in rules.items() if not rule.machine}
+    named = [f"{name} = {value}" for name, value in other.items() if value != rules[name][0] and name != "tasks"]
+    sentences = [f"Not as docs/protocol.md says: {'; '.join(named)}."] if named else []
+    if digits.startswith("the embedded"):
+        sentences.append("Written with an excerpt of MNIST, not with all of it.")
+    return sentences
+
+
+def cells_grid(result: Mapping[str, Any]) -> Grid:
+    """The cells as a grid."""
+    compared = {(each.task, each.images, each.column): each for each in compare_cells(result)}
+    lines = []
+    for i, cell in enumerate(result["cells"]):
+        each = compared.get((cell["task"], cell["images"], cell["column"]))
+        is_last = i + 1 == len(result["cells"]) or result["cells"][i + 1]["task"] != cell["task"]
+        failed = f" † {len(cell['failed'])}" if cell["failed"] else ""
+        texts = (
+            TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]) + failed,
+            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
+            f"{cell['weights']:,}", f"{cell['chosen']:g}{' (edge)' if cell['at_edge'] else ''}",
+        )  # fmt: skip
+        lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))
+    gap = "difference to DCL (95 % CI)"
+    heads = ("<task", "images", "<column", "error % ± std (n)", gap, "p (Holm)", "weights", "rate")
+    return Grid(heads, lines, ("weights", "p (Holm)", "rate", gap))
 
 
 def _job(images: int, task: str, column: str, seed: int, lr: float, phase: str) -> Job:

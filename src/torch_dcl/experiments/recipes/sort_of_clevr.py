@@ -9,7 +9,6 @@ once.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -20,13 +19,12 @@ from torch import Tensor, nn
 
 from torch_dcl.convert import convert_, plan
 from torch_dcl.data.sort_of_clevr import ANSWERS, BITS, SIDE, SortOfClevr, generate_sort_of_clevr
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, UnitRecipe, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
-from torch_dcl.experiments.table import MARK
-from torch_dcl.experiments.text import Line, fitting_table
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import MARK, Grid, Line
+from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.fleet.fleet import Precision
 from torch_dcl.models import count_weights
@@ -257,7 +255,7 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
             "title": f"Sort-of-CLEVR{MARK if other else ''}", "told": told, "units": rows, "published": PUBLISHED,
             "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
         }  # fmt: skip
-        write_text(folder.path / "sort-of-clevr.json", json.dumps(result, indent=1) + "\n")
+        folder.write_json("sort-of-clevr", result)
         return result
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
@@ -279,7 +277,7 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
         said = [*result["told"], answer(result), f"Published, relational questions: {published} (Santoro et al. 2017)."]
         return [
             Text(result["title"], style="bold"),
-            fitting_table(heads, lines, width, ("weights", *reversed(gaps_of))),
+            Grid(heads, lines, ("weights", *reversed(gaps_of))).as_rich(width),
             *said,
         ]
 

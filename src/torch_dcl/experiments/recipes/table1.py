@@ -6,15 +6,24 @@ at the end of each training.
 """
 
 import dataclasses
-import math
+import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
-from torch_dcl.experiments.columns import CONTROLS, MODELS, weights
+from torch_dcl.experiments.claims import Finding, summary
+from torch_dcl.experiments.columns import (
+    CONTROLS,
+    MODELS,
+    Choice,
+    choice_as_plain,
+    stored_choice,
+    stored_minutes,
+    weights,
+)
 from torch_dcl.experiments.digits import (
-    BATCH,
+    MODEL_RULES,
     SCHEDULE,
     SETS_RULES,
     TWO,
@@ -22,28 +31,25 @@ from torch_dcl.experiments.digits import (
     DigitRecipe,
     classes_of,
     digits_of,
-)
-from torch_dcl.experiments.paper_numbers import SETS, TABLE1
-from torch_dcl.experiments.protocol import Job, Outcome
-from torch_dcl.experiments.recipes.table1_search import (
-    MODEL_RULES,
-    Choice,
-    choice_for,
-    stored_choice,
-    stored_minutes,
     trial_job,
 )
+from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, THREE_DIGITS, TWO_DIGITS
+from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.table import Cell, Table, as_trial, save
-from torch_dcl.experiments.text import as_text, long_table, verdict
+from torch_dcl.experiments.stats import Comparison, compare, mean, signed
+from torch_dcl.experiments.table import Cell, Table, as_trial, long_table, mark, run_facts, save
 
 if TYPE_CHECKING:
+    import rich.table
     from rich.console import RenderableType
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["DEVIATIONS", "Table1", "Table1Config", "command_for", "table1_of"]
+__all__ = [
+    "DEVIATIONS", "Table1", "Table1Config", "as_rich", "as_text", "command_for", "effects", "notes", "reservations",
+    "scores", "table1_of", "verdict",
+]  # fmt: skip
 
 DEVIATIONS = (
     "The paper gives no schedule for LeNet; ours is under protocol, with SGD, momentum 0.9 and weight decay 5e-4.",
@@ -52,8 +58,11 @@ DEVIATIONS = (
     "column is fitted and proves nothing; the other columns are compared with it.",
     "The ReLU behind each pooling, and the start of the DCL layers, are inferred; the paper does not say.",
 )
-SIGNS = "Bold: the best DCL model. ▾ clearly below the baseline, ▴ above. * fitted to the paper. † diverged."
+SIGNS = (
+    "Bold: the best DCL model. ▾ below the baseline, by the 95 % interval, ▴ above. * fitted to the paper. † diverged."
+)
 CURVES_OF = "MNIST-III-10"
+OPTIONS = ("sets", "models", "seeds", "epochs", "data")  # of dcl run
 FEW = 4  # sets of which every cell has a line in the terminal
 
 
@@ -88,12 +97,11 @@ class Table1(DigitRecipe[Table1Config]):
             "seeds": config.seeds, "images": config.images, "schedule": dataclasses.asdict(config.schedule),
             "batch": config.batch, "precision": config.wanted_precision, "curves": config.curves,
             "strengths": {name: LAYOUTS[name].strength for name in config.sets},
-            "choice": choice_for(self.choice, config.models),
+            "choice": choice_as_plain(self.choice, config.models),
         }  # fmt: skip
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """One for every column, set and seed; a seed is the same in every column."""
-        del outcomes
         return [
             trial_job(column, name, seed, self.choice[column][digits_of(name)])
             for column in self.config.models
@@ -102,12 +110,9 @@ class Table1(DigitRecipe[Table1Config]):
         ]
 
     def judges_epochs(self, jobs: Sequence[Job]) -> bool:
-        """As the config says."""
-        del jobs
         return self.config.curves
 
     def result(self, folder: "RunFolder") -> Table:
-        """The table, as JSON."""
         table = table1_of(folder, outcomes_of(folder))
         save(table, folder.path / "table1.json")
         return table
@@ -118,7 +123,6 @@ class Table1(DigitRecipe[Table1Config]):
         return {"table1": lambda: table1_of(folder, outcomes), "curves": lambda: _curves(outcomes)}
 
     def shown(self, result: Table, width: int) -> "list[RenderableType]":
-        """The table, and what it says."""
         from rich.text import Text
 
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
@@ -142,7 +146,11 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
     by_cell: dict[tuple[str, str], list[Outcome]] = {}
     for job in sorted(outcomes, key=lambda job: (columns.index(job.network), sets.index(job.data), job.seed)):
         by_cell.setdefault((job.data, job.network), []).append(outcomes[job])
-    starts, schedule = folder.read("environment"), asked["schedule"]
+    cells = [
+        Cell.of(group, table1_weights(group[0].job), Table.paper_of(column, name), fitted=column == "baseline")
+        for (name, column), group in by_cell.items()
+    ]
+    schedule = asked["schedule"]
     epochs = f"{schedule['epochs']} epoch{'s' if schedule['epochs'] > 1 else ''}"
     protocol = {
         "digits": str(asked["digits"]),
@@ -153,13 +161,17 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
         "learning rates": "chosen on digits of the training set by the same trials for every column",
         "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",
     }
-    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     table = Table(
-        "Table 1: multi-digit numbers", tuple(_cell(group) for group in by_cell.values()), protocol,
-        "; ".join(machines), starts[-1]["versions"] if starts else {}, _phases(folder, outcomes),
-        starts[0]["command"] if starts else "", DEVIATIONS,
+        "Table 1: multi-digit numbers", tuple(cells), protocol, minutes=_phases(folder, outcomes),
+        deviations=DEVIATIONS, **run_facts(folder),
     )  # fmt: skip
     return as_trial(table, _departures(asked))
+
+
+def table1_weights(job: Job) -> int:
+    """Weights of all networks of a job."""
+    networks = digits_of(job.data) if job.network == "oracle" else 1
+    return weights(job.network, classes_of(job)) * networks
 
 
 def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
@@ -174,35 +186,19 @@ def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
     return {"set": CURVES_OF, "series": series} if series else {}
 
 
-def _cell(group: Sequence[Outcome]) -> Cell:
-    job = group[0].job
-    paper = TABLE1[job.data].get(job.network)
-    losses = [tuple(getattr(o, name) for o in group) for name in ("train_loss", "test_loss")]
-    # There is no loss to average of a network that diverged.
-    train, test = (values if all(map(math.isfinite, values)) else None for values in losses)
-    networks = digits_of(job.data) if job.network == "oracle" else 1
-    return Cell(
-        job.data, job.network, tuple(o.error for o in group), tuple(o.job.seed for o in group),
-        weights(job.network, classes_of(job)) * networks,
-        None if paper is None else paper.mean, None if paper is None else paper.std,
-        train, test, tuple(o.job.seed for o in group if o.stopped is not None), job.network == "baseline",
-        sum(o.seconds for o in group) / 60 or None,
-    )  # fmt: skip
-
-
 def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, float]:
-    """Minutes of the run, compiling apart from the rest; and of what was done once before it."""
+    """Minutes of the run, with compiling apart, and of the search and the calibration before it."""
     compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
     earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
-    if folder.recipe.get("choice") == choice_for(stored_choice(), folder.recipe["columns"]):
+    if folder.recipe.get("choice") == choice_as_plain(stored_choice(), folder.recipe["columns"]):
         phases["search of learning rates, earlier on an H200"] = earlier["search"]
     phases["calibration of the sets, earlier on an H200"] = earlier["calibration"]
     return {phase: minutes for phase, minutes in phases.items() if minutes}
 
 
 def _departures(asked: Mapping[str, Any]) -> list[str]:
-    """What a run does otherwise than the protocol, in sentences; none where it follows it."""
+    """How a run departs from the protocol, in sentences."""
     sentences = []
     if asked["images"]:
         train, test = asked["images"]
@@ -221,34 +217,167 @@ def _departures(asked: Mapping[str, Any]) -> list[str]:
 def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence[str], seeds: int | None = None) -> str:
     """The command that repeats a part of the table, with every setting in which its run was not the protocol's.
 
-    Args:
-        asked: What the run folder keeps; empty for the protocol.
-        sets: Which.
-        columns: Which.
-        seeds: How many; None for as many as the run asked for.
+    What was ``asked`` is what the run folder keeps, and empty for the protocol.
     """
-    words = ["dcl", "run", "table1", "--sets", ",".join(name.removeprefix("MNIST-") for name in sets)]
-    words += ["--models", ",".join(columns)]
-    words += ["--seeds", str(asked.get("seeds", 5) if seeds is None else seeds)]
-    settings: dict[str, str] = {}
+    given: dict[str, Any] = {"sets": [name.removeprefix("MNIST-") for name in sets], "models": columns}
+    given["seeds"] = asked.get("seeds", 5) if seeds is None else seeds
     if asked:
-        schedule = asked["schedule"]
-        if schedule["epochs"] != SCHEDULE.epochs:
-            words += ["--epochs", str(schedule["epochs"])]
+        protocol = Table1Config()
+        told = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
+        told["drops"] = tuple(told["drops"])
+        given |= {key: value for key, value in told.items() if value != getattr(protocol, key)}
         if str(asked["digits"]).startswith("the embedded"):
-            words += ["--data", "excerpt"]
-        if schedule["warmup"] != SCHEDULE.warmup:
-            settings["warmup"] = str(schedule["warmup"])
-        if tuple(schedule["drops"]) != SCHEDULE.drops:
-            settings["drops"] = ",".join(f"{drop:g}" for drop in schedule["drops"])
-        if schedule["factor"] != SCHEDULE.factor:
-            settings["factor"] = f"{schedule['factor']:g}"
-        if asked["batch"] != BATCH:
-            settings["batch"] = str(asked["batch"])
-        if asked["precision"] is not None:
-            settings["precision"] = asked["precision"]
+            given["data"] = "excerpt"
         if asked["images"]:
-            settings["train_images"], settings["test_images"] = map(str, asked["images"])
-    for key, value in settings.items():
-        words += ["--set", f"{key}={value}"]
+            given["train_images"], given["test_images"] = asked["images"]
+    words = ["dcl", "run", "table1"]
+    for key, value in given.items():
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        words += [f"--{key}", text] if key in OPTIONS else ["--set", f"{key}={text}"]
     return shlex.join(words)
+
+
+# In a terminal
+
+LEGEND = (
+    "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
+    "model of the set. ▾ below the baseline, ▴ above it, by the 95 % paired interval of the set alone."
+)
+
+
+def notes(table: Table) -> list[str]:
+    """What the signs mean, those that occur."""
+    signs = [LEGEND]
+    if any(cell.fitted for cell in table.cells):
+        signs.append("* The difficulty of the set was fitted to the paper's number in this column.")
+    if any(cell.stopped for cell in table.cells):
+        signs.append("† At least one run diverged.")
+    return signs
+
+
+def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
+    """The table for `rich.print`.
+
+    Args:
+        table: The table.
+        columns: The columns to show; None for all, which wants a terminal of about 130 characters.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    shown.add_column("MNIST-", no_wrap=True)
+    tail = max((len(mark(table, cell)) for cell in table.cells), default=0)  # signs, behind digits under digits
+    by_column = []
+    for column in columns or table.columns:
+        cells = {name: table.cell(name, column) for name in SETS}
+        ours = [f"{cell.ours}{mark(table, cell):{tail}}" if cell else f"not run{'':{tail}}" for cell in cells.values()]
+        theirs = [f"{cell.theirs if cell else ''}{'':{tail}}" for cell in cells.values()]
+        size = max(map(len, [column, *ours, *theirs]))
+        shown.add_column(f"{column:>{size}}", no_wrap=True)
+        styles = ["dim" if not cell else "bold" if column in table.best(name) else "" for name, cell in cells.items()]
+        texts = [Text(f"{text:>{size}}", style=style) for text, style in zip(ours, styles, strict=True)]
+        by_column.append([t.append(f"\n{b:>{size}}", style="not bold dim") for t, b in zip(texts, theirs, strict=True)])
+    for name, *texts in zip(SETS, *by_column, strict=True):
+        shown.add_row(name.removeprefix("MNIST-"), *texts)
+    return shown
+
+
+def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
+    """The table as text. Columns that do not fit beside the others follow below them.
+
+    Args:
+        table: The table.
+        width: Characters of a line.
+        styled: Whether to write the terminal's codes for bold and dim.
+    """
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, force_terminal=styled, color_system="standard" if styled else None, legacy_windows=False,
+        highlight=False,
+    )  # fmt: skip
+    console.print(table.title, markup=False)
+    left, endless = list(table.columns), console.options.update(max_width=10_000)
+    while left:
+        count = len(left)
+        while count > 1 and console.measure(as_rich(table, left[:count]), options=endless).maximum > width:
+            count -= 1
+        console.print(as_rich(table, left[:count]))
+        left = left[count:]
+    for note in notes(table):
+        console.print(note, markup=False)
+    return out.getvalue()
+
+
+# In sentences, each of which is computed from the table
+
+
+def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:
+    """Every DCL model against the baseline, and A2 against the controls, with the paper's counts where it has any."""
+    errors = table.errors()
+    pairs: list[tuple[Comparison, Comparison | None]] = [
+        (compare(errors, column, "baseline"), compare(TABLE1, column, "baseline")) for column in DCL_COLUMNS
+    ]
+    pairs += [(compare(errors, "A2", control), None) for control in CONTROLS]
+    return [(ours, theirs) for ours, theirs in pairs if ours.compared]
+
+
+def verdict(table: Table, further: Sequence[Finding] = ()) -> list[str]:
+    """The table in a few sentences, what was lost as plainly as what was won; ``further`` as in `findings`."""
+    return [summary(table, further), *effects(table), *reservations(table)]
+
+
+def effects(table: Table) -> list[str]:
+    """Mean differences over the sets of two and of three digits, with their standard errors."""
+    sentences = []
+    for ours, theirs in scores(table):
+        kinds = (("two", TWO_DIGITS), ("three", THREE_DIGITS))
+        pooled = [(effect, digits) for digits, sets in kinds if (effect := ours.effect(sets)) is not None]
+        parts = [f"{e} points on {e.n} set{'s' if e.n > 1 else ''} of {digits} digits" for e, digits in pooled]
+        sentence = (
+            f"{ours.column} minus {ours.named}: {', '.join(parts)}; lower on {len(ours.better)} of {ours.compared}"
+        )
+        if theirs:
+            sentence += f", in the paper on {len(theirs.better)} of {theirs.compared}"
+        sentences.append(f"{sentence}.")
+    if sentences:
+        sentences.append("Differences are means over sets of paired differences, ± the standard error over the sets.")
+    return sentences
+
+
+def reservations(table: Table) -> list[str]:
+    """What a reader has to know before believing a number."""
+    sentences = []
+    fitted = [cell for cell in table.cells if cell.fitted]
+    if fitted:
+        names = ", ".join(sorted({cell.column for cell in fitted}))
+        sentences.append(
+            f"The difficulty of {len({cell.set for cell in fitted})} sets was fitted to the paper's number in the "
+            f"column {names}, so agreement there is no evidence."
+        )
+    oracle = [cell for cell in table.cells if cell.column == "oracle" and cell.paper is not None and not cell.fitted]
+    if oracle:
+        off = mean([cell.mean - cell.paper for cell in oracle if cell.paper is not None])
+        sentences.append(
+            f"The oracle was not fitted: its error is {signed(off)} points from the paper's, on average over "
+            f"{len(oracle)} {'set' if len(oracle) == 1 else 'sets'}."
+        )
+    controls = [cell for cell in table.cells if cell.column in CONTROLS]
+    pairs = [(cell.weights, a2.weights) for cell in controls if (a2 := table.cell(cell.set, "A2")) is not None]
+    if pairs:
+        off = max(abs(weights / target - 1) for weights, target in pairs)
+        names = ", ".join(sorted({cell.column for cell in controls}))
+        close = f", to within {100 * off:.1g} %" if off else ""
+        sentences.append(f"The controls ({names}) have as many weights as A2{close}.")
+    absent = sum(table.cell(name, column) is None for name in SETS for column in table.columns)
+    if absent:
+        sentences.append(f"{absent} of {len(SETS) * len(table.columns)} cells were not run.")
+    stopped = [cell for cell in table.cells if cell.stopped]
+    if stopped:
+        runs = sum(len(cell.stopped) for cell in stopped)
+        names = ", ".join(sorted({cell.column for cell in stopped}))
+        sentences.append(f"{runs} {'run' if runs == 1 else 'runs'} diverged, in {names}.")
+    return sentences

@@ -1,24 +1,31 @@
 """The learning rates behind Table 1, chosen on digits that are not the test set's.
 
 A trial is a learning rate and a bound on the gradient's norm. Each is trained with one seed on five of the fifteen
-sets, and judged on digits of MNIST's training set that were kept apart. A column takes, for two and for three digits,
+sets, and evaluated on held-out digits of MNIST's training set. A column takes, for two and for three digits,
 the trial with the lowest mean error. Baseline, oracle and controls go through the same trials as the DCL networks.
 """
 
 import dataclasses
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Iterable, Mapping
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch_dcl.experiments.columns import MODELS
-from torch_dcl.experiments.digits import SETS_RULES, TWO, DigitConfig, DigitRecipe, classes_of, digits_of
+from torch_dcl.experiments.columns import MODELS, Choice, Trial, choice_as_plain
+from torch_dcl.experiments.digits import (
+    MODEL_RULES,
+    SETS_RULES,
+    TWO,
+    DigitConfig,
+    DigitRecipe,
+    classes_of,
+    digits_of,
+    trial_job,
+)
 from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
-from torch_dcl.files import write_text
+from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -26,20 +33,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = [
-    "SEARCHED_ON", "TRIALS", "Choice", "Search", "SearchConfig", "Trial", "choose", "read_trial", "stored_choice",
-    "stored_minutes", "trial_job",
-]  # fmt: skip
-
-
-class Trial(NamedTuple):
-    """What is tuned."""
-
-    lr: float
-    clip: float = math.inf
-
-    def __str__(self) -> str:
-        return f"{self.lr:g}" + ("" if math.isinf(self.clip) else f" clip {self.clip:g}")
+__all__ = ["SEARCHED_ON", "TRIALS", "Search", "SearchConfig", "choose", "read_trial"]
 
 
 TRIALS = (
@@ -47,12 +41,6 @@ TRIALS = (
     Trial(0.07, 3.0), Trial(0.12, 3.0), Trial(0.07, 1.0), Trial(0.12, 1.0),
 )  # fmt: skip
 SEARCHED_ON = ("MNIST-II-02", "MNIST-II-05", "MNIST-III-02", "MNIST-III-06", "MNIST-III-10")
-MODEL_RULES: dict[str, Any] = {
-    "choices": MODELS, "what": "model", "prefix": "DCL-", "smoke": ("baseline", "A2", "low-rank"),
-}  # fmt: skip
-
-Choice = dict[str, dict[int, Trial]]
-"""By column and number of digits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +69,6 @@ class Search(DigitRecipe[SearchConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """None depends on another."""
-        del outcomes
         config = self.config
         return [
             trial_job(column, name, config.seed, read_trial(text), "choose")
@@ -99,34 +86,19 @@ class Search(DigitRecipe[SearchConfig]):
         content = {
             "title": "The search for learning rates behind Table 1", "recipe": folder.recipe,
             "environment": environment(), "minutes": minutes_of(folder),
-            "choice": {column: {str(n): as_plain(t) for n, t in by.items()} for column, by in choice.items()},
+            "choice": choice_as_plain(choice, choice),
             "trials": [_row(outcome) for outcome in outcomes],
         }  # fmt: skip
-        write_text(folder.path / "search.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("search", content)
         return choice
 
     def shown(self, result: Choice, width: int) -> "list[RenderableType]":
-        """The trial that each column takes."""
-        from rich.table import Table
-
-        del width
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         counts = sorted({count for by_count in result.values() for count in by_count})
-        table.add_column("model")
-        for count in counts:
-            table.add_column(f"{count} digits", justify="right")
-        for column, by_count in result.items():
-            table.add_row(column, *(str(by_count.get(count, "")) for count in counts))
-        return ["Chosen learning rates, and bounds on the gradient's norm:", table]
-
-
-def trial_job(
-    column: str, name: str, seed: int, trial: Trial, phase: str = "report", *, filters: int | None = None
-) -> Job:
-    """A training with the learning rate and the bound of a trial."""
-    options = [] if math.isinf(trial.clip) else [("clip", trial.clip)]
-    options += [] if filters is None else [("filters", float(filters))]
-    return Job(column, name, seed, trial.lr, phase, tuple(options))
+        lines = [
+            Line((column, *(str(by_count.get(count, "")) for count in counts))) for column, by_count in result.items()
+        ]
+        grid = Grid(("<model", *(f"{count} digits" for count in counts)), lines)
+        return ["Chosen learning rates, and bounds on the gradient's norm:", grid.as_rich(width)]
 
 
 def read_trial(text: str) -> Trial:
@@ -146,52 +118,24 @@ def read_trial(text: str) -> Trial:
 
 
 def choose(outcomes: Iterable[Outcome]) -> Choice:
-    """For every column and number of digits the trial with the lowest mean error; a network that diverged erred."""
+    """For every column and number of digits the trial with the lowest mean error."""
     errors: dict[str, dict[int, dict[Trial, list[float]]]] = {}
     for outcome in outcomes:
         job = outcome.job
         by_trial = errors.setdefault(job.network, {}).setdefault(digits_of(job.data), {})
         trial = Trial(job.lr, job.option("clip", math.inf))
-        by_trial.setdefault(trial, []).append(100.0 if outcome.stopped is not None else outcome.error)
+        by_trial.setdefault(trial, []).append(outcome.judged_error)
     return {
         column: {count: min(trials, key=lambda trial: mean(trials[trial])) for count, trials in by_count.items()}
         for column, by_count in errors.items()
     }
 
 
-def as_plain(trial: Trial) -> dict[str, float | None]:
-    """A trial as JSON has it."""
-    return {"lr": trial.lr, "clip": None if math.isinf(trial.clip) else trial.clip}
-
-
 def _row(outcome: Outcome) -> dict[str, Any]:
     job = outcome.job
-    trial = as_plain(Trial(job.lr, job.option("clip", math.inf)))
+    trial = Trial(job.lr, job.option("clip", math.inf)).as_plain()
     return {
         "column": job.network, "data": job.data, "seed": job.seed, **trial,
         "weight_decay": job.option("weight_decay", 5e-4), "error": outcome.error, "test_loss": outcome.test_loss,
         "stopped": outcome.stopped,
     }  # fmt: skip
-
-
-def stored_choice() -> Choice:
-    """What the search chose when it was last run for this release."""
-    return {
-        column: {int(count): Trial(t["lr"], t["clip"] or math.inf) for count, t in by_count.items()}
-        for column, by_count in _stored()["choice"].items()
-    }
-
-
-def stored_minutes() -> dict[str, float]:
-    """What the ``calibration`` of the sets and that ``search`` took, on the machines that their results name."""
-    return dict(_stored()["minutes"])
-
-
-def choice_for(choice: Choice, columns: Sequence[str]) -> dict[str, Any]:
-    """The choice for some columns, as a run folder keeps it."""
-    return {column: {str(n): as_plain(trial) for n, trial in choice[column].items()} for column in columns}
-
-
-def _stored() -> dict[str, Any]:
-    text = resources.files("torch_dcl.experiments").joinpath("chosen.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))

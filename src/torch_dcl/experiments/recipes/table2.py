@@ -14,7 +14,6 @@ from torch_dcl.experiments.natural_data import (
     NOT_AVAILABLE,
     NaturalConfig,
     NaturalRecipe,
-    Workload,
     departures,
     make_fleet,
     read_sets,
@@ -30,12 +29,11 @@ from torch_dcl.experiments.natural_networks import (
     recipe_of,
     weights,
 )
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import is_complete
-from torch_dcl.experiments.table import Cell, Reader, Table, TableError, as_trial, is_number, save
-from torch_dcl.experiments.text import long_table
+from torch_dcl.experiments.settings import Reader, is_number, setting
+from torch_dcl.experiments.stats import mean, pool, signed
+from torch_dcl.experiments.table import Cell, Table, TableError, as_trial, long_table, run_facts, save
 from torch_dcl.fleet import Fleet, Schedule
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "said", "table2_of"]
+__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "table2_of", "verdict"]
 
 DEVIATIONS = (
     "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
@@ -56,7 +54,7 @@ DEVIATIONS = (
     "SVHN: no mirroring; BigNet's random crops are the only augmentation, since the text names none.",
     "dcl3s is not in the paper: section 4.1 promises three stochastic branches for natural images, 4.2 uses two.",
 )
-SIGNS = "Bold: the lowest error of each network. ▾ clearly below the plain network, ▴ above. † diverged."
+SIGNS = "Bold: the lowest error of each network. ▾ below the plain network, by the 95 % interval, ▴ above. † diverged."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,6 @@ class Table2(NaturalRecipe[Table2Config]):
     recipes: dict[tuple[str, str], TrainingRecipe]
 
     def prepare(self, report: "Callable[[str], None]") -> None:
-        """Read the sets that are there."""
         config = self.config
         self.sets, self.absent = read_sets(config.data, config, report)
         self.recipes = {}
@@ -159,7 +156,7 @@ class Table2(NaturalRecipe[Table2Config]):
                 recipe = recipe_of(network_of(column), name).scaled(config.scale)
                 self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
 
-    def workloads(self, name: str, images: int) -> list[Workload]:
+    def workloads_on(self, name: str, images: int) -> list[Workload]:
         """The seeds of every column."""
         config = self.config
         networks = [network_of(column) for column in config.columns]
@@ -180,23 +177,16 @@ class Table2(NaturalRecipe[Table2Config]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """One for every set, column and seed; none depends on another."""
-        del outcomes
         return [
             Job(column, name, seed, recipe.lr)
             for (name, column), recipe in self.recipes.items()
             for seed in range(self.config.seeds)
         ]
 
-    def total(self) -> int:
-        """All entries of the table."""
-        return len(self.recipes) * self.config.seeds
-
     def concurrent(self, job: Job) -> Hashable:
-        """The columns of a network on a set."""
         return job.data, network_of(job.network)
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        """The seeds of a column on a set."""
         column, name = jobs[0].network, jobs[0].data
         seeds = [job.seed for job in jobs]
         return make_fleet(column, seeds, self.sets[name], self.recipes[name, column], self.config, self.device)
@@ -207,14 +197,12 @@ class Table2(NaturalRecipe[Table2Config]):
         return {data.name: (data.test_images, data.test_labels)}
 
     def result(self, folder: "RunFolder") -> NaturalTable:
-        """The table, as JSON."""
         table = table2_of(folder, outcomes_of(folder))
         save(table, folder.path / "table2.json")
         return table
 
     @classmethod
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> "dict[str, Callable[[], Any]]":
-        """The table."""
         return {"table2": lambda: table2_of(folder, outcomes)}
 
     def shown(self, result: NaturalTable, width: int) -> "list[RenderableType]":
@@ -223,7 +211,7 @@ class Table2(NaturalRecipe[Table2Config]):
 
         why = [text for text in result.deviations if text not in DEVIATIONS]
         title = Text(result.title, style="bold")
-        return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *said(result)]
+        return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *verdict(result)]
 
 
 def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTable:
@@ -235,11 +223,14 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
     for job, outcome in outcomes.items():
         by_cell.setdefault((job.data, job.network), {})[job.seed] = outcome
     cells = [
-        _cell([outcome for _, outcome in sorted(by_cell[name, column].items())])
+        Cell.of(
+            [outcome for _, outcome in sorted(by_cell[name, column].items())],
+            weights(column, 100 if name == "cifar100" else 10), NaturalTable.paper_of(column, name),
+        )
         for name in sources
         for column in columns
         if (name, column) in by_cell
-    ]
+    ]  # fmt: skip
     recipes = {tuple(key.split(" ")): _stored(recipe) for key, recipe in asked["recipes"].items()}
     protocol = {f"data, {name}": source for name, source in sources.items() if name not in absent}
     protocol |= {f"{column} on {name}": str(recipe) for (name, column), recipe in recipes.items() if "+" not in column}
@@ -247,29 +238,15 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
     protocol["test"] = (
         "mean over an image and its mirror image" if asked["average"] else "the middle of each image, once"
     )
-    scale, starts = asked["scale"], folder.read("environment")
+    scale, spent = asked["scale"], minutes_of(folder)
     short = "" if scale == 1 else f", shortened to {scale:g} of the epochs"
-    spent = minutes_of(folder)
-    machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     table = NaturalTable(
-        f"Table 2: natural images{short}", tuple(cells), protocol, "; ".join(machines), starts[-1]["versions"],
-        {"training and evaluation": spent} if spent else {}, starts[0]["command"], DEVIATIONS, absent, scale,
+        f"Table 2: natural images{short}", tuple(cells), protocol, deviations=DEVIATIONS, absent=absent, scale=scale,
+        minutes={"training and evaluation": spent} if spent else {}, **run_facts(folder),
     )  # fmt: skip
     batches = [r.batch for (name, column), r in recipes.items() if r.batch != recipe_of(network_of(column), name).batch]
     images = [text for key, text in protocol.items() if key.startswith("data, ")]
     return as_trial(table, departures(images, asked["images"], batches))
-
-
-def _cell(group: Sequence[Outcome]) -> Cell:
-    job = group[0].job
-    losses = [tuple(getattr(o, key) for o in group) for key in ("train_loss", "test_loss")]
-    train, test = (values if is_complete(values) else None for values in losses)
-    return Cell(
-        set=job.data, column=job.network, errors=tuple(o.error for o in group), seeds=tuple(o.job.seed for o in group),
-        weights=weights(job.network, 100 if job.data == "cifar100" else 10), paper=paper_error(job.network, job.data),
-        train_loss=train, test_loss=test, stopped=tuple(o.job.seed for o in group if o.stopped is not None),
-        minutes=sum(o.seconds for o in group) / 60 or None,
-    )  # fmt: skip
 
 
 def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
@@ -277,10 +254,10 @@ def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
     return TrainingRecipe(**{**recipe, "schedule": Schedule(**{**schedule, "drops": tuple(schedule["drops"])})})
 
 
-def said(table: NaturalTable) -> list[str]:
+def verdict(table: NaturalTable) -> list[str]:
     """The table in sentences, what was lost as plainly as what was won."""
     sentences = []
-    for variant, words in (("+dcl", "With DCL (two branches)"), ("+dcl3s", "With three stochastic branches")):
+    for variant, words in (("+dcl", "DCL (two branches)"), ("+dcl3s", "Three stochastic branches")):
         pairs = [
             (cell, plain, table.to_baseline(cell))
             for cell in table.cells
@@ -288,15 +265,14 @@ def said(table: NaturalTable) -> list[str]:
         ]
         if not pairs:
             continue
-        lower = sum(cell.mean < plain.mean for cell, plain, _ in pairs)
-        known = [gap.clear for _, _, gap in pairs if gap is not None]
-        sentence = f"{words} the error is lower than the plain network's in {lower} of {len(pairs)} "
-        sentence += "pair of network and set" if len(pairs) == 1 else "pairs of network and set"
-        if known:
-            sentence += f", clearly lower in {known.count(-1)} and clearly higher in {known.count(1)}"
-        theirs = [(c.paper, p.paper) for c, p, _ in pairs if c.paper is not None and p.paper is not None]
+        gaps = [cell.mean - plain.mean if gap is None else gap.mean for cell, plain, gap in pairs]
+        count = "1 pair" if len(gaps) == 1 else f"{len(gaps)} pairs"
+        error = "" if len(gaps) == 1 else " ± the standard error over the pairs"
+        sentence = f"{words} minus plain: {pool(gaps)} points over {count} of network and set (mean{error}), lower in "
+        sentence += f"{sum(gap < 0 for gap in gaps)}"
+        theirs = [c.paper - p.paper for c, p, _ in pairs if c.paper is not None and p.paper is not None]
         if theirs:
-            sentence += f"; in the paper in {sum(a < b for a, b in theirs)} of {len(theirs)}"
+            sentence += f"; in the paper {signed(mean(theirs))}, lower in {sum(gap < 0 for gap in theirs)}"
         sentences.append(f"{sentence}.")
     sentences += [f"{name}: {reason}." for name, reason in table.absent.items()]
     if stopped := sum(len(cell.stopped) for cell in table.cells):
@@ -306,9 +282,6 @@ def said(table: NaturalTable) -> list[str]:
 
 def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
     """One table of several that were run apart, such as a network or a set on each of several machines.
-
-    Args:
-        tables: At least one.
 
     Raises:
         TableError: Two of them have the same column on the same set, or were shortened differently.
@@ -338,7 +311,7 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
 
 
 def _together(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """What all of them say, each word of it once."""
+    """The texts of all parts by key, without repetitions."""
     texts: dict[str, dict[str, None]] = {}
     for key, text in (item for part in parts for item in part.items()):
         texts.setdefault(key, {})[text] = None

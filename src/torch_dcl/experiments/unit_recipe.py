@@ -1,0 +1,71 @@
+"""A recipe that compares layers of equal weights in one network: learning rates first, then seeds."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from torch_dcl.experiments.protocol import Job, Outcome, Recipe
+from torch_dcl.experiments.settings import Config
+
+__all__ = ["UnitRecipe"]
+
+C = TypeVar("C", bound=Config)
+
+
+class UnitRecipe(Recipe[C]):
+    """Layers of equal weights in one network: trials of learning rates with one seed, then all seeds at the best rate.
+
+    Its config has ``units``, ``rates`` and ``seeds``. A trial is a job of the phase "choose".
+    """
+
+    unit = "trainings"
+    search_seed: ClassVar[int] = 100
+
+    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """The trials; and when they are done, the seeds of each unit at the rate that it takes."""
+        units: Sequence[str] = self.config.units  # type: ignore[attr-defined]
+        trials = [job for unit in units for job in self.trials(unit)]
+        if any(job not in outcomes for job in trials):
+            return trials
+        return trials + [job for unit in units for job in self.reports(unit, outcomes)]
+
+    def trials(self, unit: str) -> list[Job]:
+        """A job for each learning rate."""
+        rates: Sequence[float] = self.config.rates  # type: ignore[attr-defined]
+        return [Job(unit, self.name, self.search_seed, lr, "choose") for lr in rates]
+
+    def reports(self, unit: str, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """A job for each seed, at the rate with the lowest error of the trials."""
+        lr = min(self.trials(unit), key=lambda job: outcomes[job].judged_error).lr
+        return [Job(unit, self.name, seed, lr) for seed in range(self.config.seeds)]  # type: ignore[attr-defined]
+
+    def total(self) -> int:
+        """Trials and seeds of all units."""
+        config: Any = self.config
+        return int(len(config.units) * (len(config.rates) + config.seeds))
+
+    def concurrent(self, job: Job) -> Hashable:
+        """Fleets of one phase."""
+        return job.phase
+
+    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
+        """Trials or seeds, and of which units."""
+        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
+        return f"{aim} {', '.join(jobs[0].network for jobs in fleets)}"
+
+    def rows(self, outcomes: Mapping[Job, Outcome], sorts: Sequence[str] = ("all",)) -> list[dict[str, Any]]:
+        """Chosen rate, trials and errors of each unit; of several sorts of questions, by what ``extra`` calls them."""
+        config: Any = self.config
+        found = []
+        for unit in config.units:
+            jobs = self.reports(unit, outcomes)
+            tried = {f"{job.lr:g}": outcomes[job].judged_error for job in self.trials(unit)}
+            at_edge = len(tried) > 1 and jobs[0].lr in (min(config.rates), max(config.rates))
+            errors = {
+                sort: [
+                    float(done.extra.get(sort, done.error)) if done.stopped is None else 100.0
+                    for done in (outcomes[job] for job in jobs)
+                ]
+                for sort in sorts
+            }
+            found.append({"unit": unit, "chosen": jobs[0].lr, "at_edge": at_edge, "trials": tried, "errors": errors})
+        return found
