@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several
+from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several, was_restarted
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
@@ -261,6 +261,7 @@ def make_task(
         out = folder or Path("runs", asked.name + ("-smoke" if smoke else ""))
         if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several():
             out = _fresh(out)
+    resume = resume or (was_restarted() and (out / "recipe.json").exists())
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
     from torch_dcl.experiments.recipes import find_recipe_type

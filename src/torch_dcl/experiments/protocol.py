@@ -8,8 +8,10 @@ import abc
 import dataclasses
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -167,8 +169,22 @@ class Recipe(abc.ABC, Generic[C]):
     table_type: ClassVar[type | None] = None
     """The kind of table that it fills, if it fills one."""
 
+    every: float = 60.0
+    """Seconds between two checkpoints; they are written at ends of epochs, at pauses, and where a run is stopped."""
+    is_shared: ClassVar[bool] = False
+    """Whether all ranks train every network together; the first one runs the recipe, and the others `follow`."""
+
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
+
+    def follow(self, should_stop: Callable[[], bool]) -> bool:
+        """Do what the first rank says until it ends; whether it ended well."""
+        raise NotImplementedError
+
+    def leading(self, path: "str | os.PathLike[str]", should_stop: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """What surrounds a run in the folder."""
+        del path, should_stop
+        return nullcontext()
 
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
         """What a run would take, without running it; its data need not be there.

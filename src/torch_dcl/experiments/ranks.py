@@ -4,6 +4,7 @@ Every rank trains a share of the fleets, and all write one folder.
 """
 
 import contextlib
+import datetime
 import os
 import signal
 import threading
@@ -18,6 +19,9 @@ from torch_dcl.fleet.run_folder import RunError, RunFolder
 __all__ = ["Rank", "StopRequest"]
 
 T = TypeVar("T")
+TIMEOUT = "TORCH_DCL_TIMEOUT"
+"""The environment's word on how many seconds a rank waits for the others."""
+PATIENCE = 30 * 24 * 3600  # seconds: who ends early waits for the longest fleet; a rank that dies is noticed at once
 
 
 class Rank(NamedTuple):
@@ -63,7 +67,9 @@ class Rank(NamedTuple):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group(
+                "gloo", timeout=datetime.timedelta(seconds=float(os.environ.get(TIMEOUT, PATIENCE)))
+            )
         dist.barrier()
 
     @contextlib.contextmanager
@@ -125,6 +131,10 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+
+    def take(self, number: int) -> None:
+        """Stop as if this process had the signal that another one had."""
+        self.signal = signal.Signals(number)
 
     def _ask(self, number: int, _frame: object) -> None:
         self.signal = signal.Signals(number)

@@ -34,7 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "lock_folder", "lock_holder"]
+__all__ = ["RunError", "RunFolder", "differences", "environment", "lock_folder", "lock_holder"]
 
 FORMAT = 3
 _CHECK = "check"
@@ -370,7 +370,7 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"
         )
-    if changes := list(_differences(before.recipe, recipe)):
+    if changes := list(differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
         raise RunError(
@@ -378,13 +378,13 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
         )
 
 
-def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
+def differences(then: Any, now: Any, name: str = "", words: tuple[str, str] = ("then", "now")) -> Iterator[str]:
     """The differences of two pieces of plain data, each with its dotted name."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in {**then, **now}:
-            yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differences(then.get(key), now.get(key), f"{name}.{key}" if name else key, words)
     elif then != now:
-        yield f"{name}: {_short(then)} then, {_short(now)} now"
+        yield f"{name}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"
 
 
 def _short(value: Any) -> str:
