@@ -3,6 +3,7 @@
 Every rank trains a share of the fleets, and all write one folder.
 """
 
+import atexit
 import contextlib
 import datetime
 import os
@@ -16,7 +17,7 @@ import torch
 
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Rank", "StopRequest"]
+__all__ = ["Rank", "StopRequest", "join_group", "leave_group"]
 
 T = TypeVar("T")
 TIMEOUT = "TORCH_DCL_TIMEOUT"
@@ -67,9 +68,7 @@ class Rank(NamedTuple):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group(
-                "gloo", timeout=datetime.timedelta(seconds=float(os.environ.get(TIMEOUT, PATIENCE)))
-            )
+            join_group("gloo", float(os.environ.get(TIMEOUT, PATIENCE)))
         dist.barrier()
 
     @contextlib.contextmanager
@@ -91,6 +90,32 @@ class Rank(NamedTuple):
             if not self.number:
                 self.wait()
             yield folder
+
+
+def join_group(backend: str, seconds: float) -> None:
+    """Meet the other ranks.
+
+    Args:
+        backend: Of torch.distributed.
+        seconds: How long a rank waits for another, here and later.
+    """
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=seconds)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    # A store of torchrun still has the addresses of ranks that ended before a restart.
+    name = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """Leave the other ranks; without this a process that ends early may crash in a thread of gloo."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _refuse_links(folder: Path) -> None:

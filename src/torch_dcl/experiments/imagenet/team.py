@@ -5,7 +5,6 @@ nothing is decided twice: when to pause for a checkpoint, when to stop, which ne
 """
 
 import contextlib
-import datetime
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_dcl.experiments.ranks import Rank, StopRequest
+from torch_dcl.experiments.ranks import Rank, StopRequest, join_group
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet.run_folder import RunError, differences
 
@@ -41,7 +40,7 @@ class Team:
             with self._patience("the start of all ranks"):
                 # "cpu:gloo,cuda:nccl": commands go through gloo, gradients through the device's own.
                 backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+                join_group(backend, timeout)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:
@@ -68,11 +67,6 @@ class Team:
         """Wait for a command of the first rank."""
         command: dict[str, Any] = json.loads(self._broadcast_text(""))
         return command
-
-    def end(self) -> None:
-        """Leave the group."""
-        if self.world > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _broadcast_text(self, text: str) -> str:
         with self._patience("a command"):

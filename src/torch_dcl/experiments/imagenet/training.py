@@ -155,7 +155,7 @@ class Training:
 
     def _run_steps(self, should_stop: Stop) -> None:
         pieces = self._pieces or self.batches.pieces(self.epoch, self.step)
-        self._pieces, pause_at = None, time.monotonic() + ranks.PAUSE
+        self._pieces, pause_at = None, time.monotonic() + min(ranks.PAUSE, 60 * self.config.save_minutes)
         before = time.perf_counter()
         for piece in pieces:
             ready = time.perf_counter()

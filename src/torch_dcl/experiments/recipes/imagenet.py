@@ -26,7 +26,7 @@ from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
 from torch_dcl.experiments.paper_numbers import IMAGENET, WEIGHTS
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained
-from torch_dcl.experiments.ranks import Rank, StopRequest
+from torch_dcl.experiments.ranks import Rank, StopRequest, leave_group
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.experiments.stats import mean, mean_std_n
@@ -264,7 +264,7 @@ class ImageNet(Recipe[ImageNetConfig]):
         self.path = Path(path)
         yield
         self.team.tell(do="end", signal=int(getattr(should_stop, "signal", None) or 0))
-        self.team.end()
+        leave_group()
 
     def follow(self, should_stop: Callable[[], bool]) -> bool:
         """Do what the first rank says."""
@@ -277,7 +277,7 @@ class ImageNet(Recipe[ImageNetConfig]):
                 training.obey(command, should_stop)
         if command["signal"] and isinstance(should_stop, StopRequest):
             should_stop.take(command["signal"])
-        self.team.end()
+        leave_group()
         return not command["signal"]
 
     # Results
