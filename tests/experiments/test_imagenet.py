@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from torch_dcl import DCLLinear, load_model, plan
 from torch_dcl.cli.app import app
+from torch_dcl.cli.run import Listener
 from torch_dcl.data import ImageNetBatches, open_images
 from torch_dcl.experiments.imagenet import team as ranks
 from torch_dcl.experiments.imagenet.parts import (
@@ -455,3 +456,30 @@ def test_the_training_says_what_part_of_its_time_it_waited_for_images():
     training = run_all(training_of(ImageNet(config())))
     assert isinstance(training, Training)
     assert 0 < training.waited < training.busy
+
+
+def test_a_pause_inside_of_an_epoch_moves_the_bar_by_a_part_of_it(tmp_path):
+    class Bar:
+        def __init__(self):
+            self.reached = []
+
+        def reach(self, done):
+            self.reached.append(done)
+
+        def begin_at(self, done, total):
+            pass
+
+        def inside(self, done, total, unit):
+            pass
+
+        def note(self, line):
+            pass
+
+        def now(self, line):
+            pass
+
+    bar = Bar()
+    assert run(ImageNet(config(save_minutes=0.0)), tmp_path / "run", listener=Listener(bar)).complete
+    assert bar.reached == sorted(bar.reached)
+    assert bar.reached[-1] == 2
+    assert any(0 < done < 1 / 3 for done in bar.reached)

@@ -215,12 +215,12 @@ class Listener:
 
     def on_epoch(self, at: "Progress") -> None:
         """A fleet has trained so many epochs."""
-        if at.epoch == 0:
+        if at.epoch == 0 and at.loss is None:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""
             self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
         self.bar.inside(at.epoch, at.epochs, "epochs")
-        self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
+        self.bar.reach(self._before + at.networks * (at.epoch + at.part) / at.epochs)
 
     def report(self, line: str) -> None:
         """Print a line that stays."""

@@ -107,7 +107,9 @@ class Progress:
     epoch: int
     epochs: int
     loss: float | None = None
-    """Of the last epoch in training, mean over the networks that have not diverged."""
+    """Of the last epoch in training, mean over the networks that have not diverged; None before the first step."""
+    part: float = 0.0
+    """Of the epoch that is under way, where a fleet pauses inside of one."""
 
 
 class Estimate(NamedTuple):

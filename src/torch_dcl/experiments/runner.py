@@ -379,8 +379,8 @@ class _Sweep:
         slowest = _slowest(fleets)
         last = [(fleet.history.train_loss or [[]])[-1] for fleet in fleets]
         losses = [loss for of_fleet in last for loss in of_fleet if math.isfinite(loss)]
-        mean = sum(losses) / len(losses) if losses else None
-        now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean)
+        mean, part = sum(losses) / len(losses) if losses else None, slowest.step / slowest.steps_per_epoch
+        now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean, part=part)
         if write:
             self.folder.append(f"metrics{self.rank.part}", {"time": _utc(), **dataclasses.asdict(now)})
         self.listener.on_epoch(now)

@@ -82,7 +82,8 @@ class Training:
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         self.network, self.layout = network, layout
         groups = parameter_groups(network, config.weight_decay, config.bias_lr)
-        self.optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov)
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, fused=fused)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
