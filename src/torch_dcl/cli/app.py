@@ -211,6 +211,9 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes, to be resumed.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
+    log: Annotated[
+        str | None, typer.Option(help="Where to pass on losses and errors while it runs: tensorboard.")
+    ] = None,
     as_json: AsJsonEnd = False,
 ) -> None:
     """Run a recipe: the paper's tables and figures, on your machine."""
@@ -228,7 +231,7 @@ def run(
     if dry:
         dry_run(task, as_json=as_json)
     else:
-        run_task(task, as_json=as_json)
+        run_task(task, as_json=as_json, log=log)
 
 
 @app.command("ls", **SETTINGS)

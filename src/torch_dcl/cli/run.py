@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several
+from torch_dcl.cli.console import bullets, console, first_rank, print_json, say_minutes, say_state, several
 from torch_dcl.progress import Bar
 
 if TYPE_CHECKING:
@@ -27,12 +27,13 @@ RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
 
 
-def run_task(task: Task, *, as_json: bool = False) -> None:
+def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> None:
     """Run, print the result, and say where it is.
 
     Args:
         task: What to run.
         as_json: Whether to end with the run's state for a machine.
+        log: A tracker that is told what the run records.
     """
     from rich.text import Text
 
@@ -42,7 +43,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
     screen, start, stop = console(), time.perf_counter(), StopRequest()
     screen.print(Text.assemble((task.asked.name, "bold"), f" on {task.recipe.device}"))
     try:
-        summary = _train(task, stop)
+        summary = _train(task, stop, log)
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
@@ -59,20 +60,25 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         raise typer.Exit(code)
 
 
-def _train(task: Task, stop: Any) -> "Summary":
+def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
     from torch_dcl.experiments.runner import run
+    from torch_dcl.experiments.trackers import open_tracker
     from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
 
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
         stop.on_signal = bar.now
+        told = Listener(bar)
+        tracker = open_tracker(log, task.out, told) if log and first_rank() else None
         with stop:
             summary = run(
                 task.recipe, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
-                listener=Listener(bar), files=task.files(),
+                listener=tracker or told, files=task.files(),
             )  # fmt: skip
+    if tracker is not None:
+        tracker.update()
     if summary.result is not None:
         _print(screen, task.recipe.shown(summary.result, screen.width))
         write_text(task.out / "result.txt", _as_text(task.recipe.shown(summary.result, 100)))
