@@ -49,6 +49,7 @@ ADDED = {
         "--dry-run --device cpu"
     ),
     "dcl run imagenet --dry-run": "--device cpu",
+    "dcl run table1 --join --out runs/shared": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run imagenet --smoke --out runs/try": "--device cpu",
     "dcl run imagenet --network torchvision:resnet50 --budget 0.7 --data data/imagenet --dry-run": (
         "--device cpu --network torchvision:resnet18 --set crop=64"

@@ -209,6 +209,10 @@ def run(
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Share the run with others that were started like this; begin it if none was."),
+    ] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop after about so many minutes, to be resumed.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
     log: Annotated[
@@ -226,7 +230,16 @@ def run(
         "device": device, "data": data, "network": network, "plan": plan, "budget": budget,
     }  # fmt: skip
     task = make_task(
-        recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry, trust=trust
+        recipe,
+        named,
+        pairs or [],
+        out=out,
+        smoke=smoke,
+        resume=resume,
+        minutes=minutes,
+        dry=dry,
+        trust=trust,
+        join=join,
     )
     if dry:
         dry_run(task, as_json=as_json)

@@ -209,6 +209,8 @@ class Task:
     out: Path
     resume: bool = False
     seconds: float = math.inf
+    join: bool = False
+    """Whether the run is shared with other processes that were started with the same command."""
 
     def files(self) -> dict[str, bytes]:
         """Further files of the run folder: the settings to edit, and a seal of the code that they name."""
@@ -218,7 +220,7 @@ class Task:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"dcl run {shlex.quote(str(self.out))} --resume"
+        return f"dcl run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
 
 
 def make_task(
@@ -232,6 +234,7 @@ def make_task(
     minutes: float | None = None,
     dry: bool = False,
     trust: bool = False,
+    join: bool = False,
 ) -> Task:
     """Build a task from the arguments.
 
@@ -245,6 +248,7 @@ def make_task(
         minutes: When to stop, at the end of an epoch.
         dry: Whether nothing will be written.
         trust: Whether code that a file names may be run.
+        join: Whether to share the run with other processes.
 
     Raises:
         UsageError: An argument is invalid.
@@ -259,8 +263,10 @@ def make_task(
     folder = file.parent if file is not None and Path(given).is_dir() else None
     if out is None:
         out = folder or Path("runs", asked.name + ("-smoke" if smoke else ""))
-        if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several():
+        if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several() and not join:
             out = _fresh(out)
+    if join and resume:
+        raise UsageError("--join begins a run or takes part in it, so leave --resume out")
     resume = resume or (was_restarted() and (out / "recipe.json").exists())
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
@@ -268,7 +274,7 @@ def make_task(
 
     device = read_device(getattr(asked.config, "device", "cpu"))
     seconds = math.inf if minutes is None else 60 * minutes
-    return Task(asked, find_recipe_type(asked.name)(asked.config, device), out, resume, seconds)
+    return Task(asked, find_recipe_type(asked.name)(asked.config, device), out, resume, seconds, join)
 
 
 def _fresh(out: Path) -> Path:

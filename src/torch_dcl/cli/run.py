@@ -1,6 +1,7 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
+import functools
 import math
 import os
 import shlex
@@ -62,6 +63,7 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
 
 def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
+    from torch_dcl.experiments.join import run_joined
     from torch_dcl.experiments.runner import run
     from torch_dcl.experiments.trackers import open_tracker
     from torch_dcl.files import write_text
@@ -73,9 +75,10 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
         told = Listener(bar)
         tracker = open_tracker(log, task.out, told) if log and first_rank() else None
         with stop:
-            summary = run(
-                task.recipe, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
-                listener=tracker or told, files=task.files(),
+            start = run_joined if task.join else functools.partial(run, resume=task.resume)
+            summary = start(
+                task.recipe, task.out, seconds=task.seconds, should_stop=stop, listener=tracker or told,
+                files=task.files(),
             )  # fmt: skip
     if tracker is not None:
         tracker.update()

@@ -34,7 +34,9 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "differences", "environment", "lock_folder", "lock_holder"]
+__all__ = [
+    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_folder", "lock_holder", "recipe_text",
+]  # fmt: skip
 
 FORMAT = 3
 _CHECK = "check"
@@ -89,7 +91,7 @@ class RunFolder:
                 held.enter_context(_locked(folder / f"lock{part}"))
             if not part:
                 _remove_leftovers(folder)
-            _check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
+            check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
             opened = cls(folder, recipe)
             opened.append(f"environment{part}", environment())
             yield opened
@@ -350,13 +352,18 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    """The content of recipe.json."""
+    from torch_dcl import __version__
+
+    return json.dumps({**recipe, "format": FORMAT, "version": __version__}, indent=1, sort_keys=True) + "\n"
+
+
+def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
+    """Write the recipe of a new folder; refuse one that was begun with another recipe, or is not to be resumed."""
     path = folder / "recipe.json"
     if not path.exists():
-        from torch_dcl import __version__
-
-        content = {**recipe, "format": FORMAT, "version": __version__}
-        write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        write_text(path, recipe_text(recipe))
         return
     if not resume:
         raise RunError(f"{folder} holds a run already; resume it with --resume, or choose another folder")
