@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -175,8 +176,11 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "default")
-@pytest.mark.parametrize("model", ["plain", "dcl"])
+CASES = [("plain", OPTIONS[0]), ("dcl", OPTIONS[3])]
+CASES += [slow(model, options) for model in ("plain", "dcl") for options in OPTIONS[1:] if (model, options) != CASES[1]]
+
+
+@pytest.mark.parametrize(("model", "options"), CASES)
 def test_a_run_that_is_stopped_after_every_step_ends_as_one_that_is_not(options, model, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "PAUSE", 0.0)
     settings = config(models=(model,), save_minutes=0.0, **options)
@@ -398,6 +402,13 @@ def test_a_dry_run_prints_hours_shards_and_bytes_and_writes_nothing(tmp_path):
     )
     assert plain["bytes"] == 44 * (3 * 16 * 16 + 8)
     assert plain["shards"] == 2
+
+
+def test_a_dry_run_behind_torchrun_needs_no_other_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    done = invoke(*small("--dry-run"))
+    assert done.exit_code == 0, done.output
 
 
 def test_images_from_a_folder_are_trained_on_as_from_its_shards(tmp_path):

@@ -236,6 +236,16 @@ def write_images(root, extra=0):
 
 
 @pytest.mark.slow
+def test_a_corrupt_image_that_another_rank_reads_is_named(place):
+    write_images(place / "images")
+    for path in sorted((place / "images/train").rglob("*.png")):
+        path.write_bytes(path.read_bytes()[:-40])
+    codes, texts = started_by_hand([words("run", data="images")] * 2)
+    assert 0 not in codes
+    assert any(".png cannot be read as an image" in text for text in texts)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["settings", "images", "missing"])
 def test_ranks_with_other_settings_or_images_are_found_at_the_start(place, kind):
     write_images(place / "images")

@@ -140,14 +140,21 @@ class Decoded:
         what = "tar shards" if samples.members else "image folder"
         self.about = f"{len(samples):,} images, {len(samples.classes):,} classes, {what} {root}, decoded on the fly"
 
+    def decoder_on(self, device: torch.device) -> str:
+        """Which decoder is used: pillow or gpu."""
+        return ("gpu" if device.type == "cuda" else "pillow") if self.decoder == "auto" else self.decoder
+
     def content(self) -> str:
         """The SHA-256 of the names, sizes and labels of the files, which are not read."""
         return self.samples.signature(self.root)
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
         """uint8 `[B, 3, size, size]` on the device for every list of indices."""
-        if self.decoder == "gpu" or (self.decoder == "auto" and device.type == "cuda"):
-            yield from in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4))
+        if self.decoder_on(device) == "gpu":
+            for batch in in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4)):
+                if device.type == "cuda":  # it was made on another stream, which must not reuse its memory too early
+                    batch.record_stream(torch.cuda.current_stream(device))
+                yield batch
             return
         loader = DataLoader(
             _Files(self.samples, self.size, self.shape),

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
 from torch_dcl.data.imagenet.prepare import shard_bytes
-from torch_dcl.data.imagenet.sources import Images, Mapped, open_images
+from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, open_images
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
@@ -186,7 +187,9 @@ class ImageNet(Recipe[ImageNetConfig]):
         """The settings, with the images by their hash."""
         hashes = {split: images.content() for split, images in self.splits.items()}
         plan = Path(self.config.plan).read_text(encoding="utf-8") if self.config.plan else ""
-        return {**super().asked(), "plan": plan, "sha256": hashes}
+        train = self.splits["train"]
+        decoder = train.decoder_on(torch.device(self.device)) if isinstance(train, Decoded) else "none"
+        return {**super().asked(), "plan": plan, "decoder": decoder, "sha256": hashes}
 
     def _batches(self, split: str, seed: int) -> ImageNetBatches:
         config = self.config
@@ -268,6 +271,18 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def follow(self, should_stop: Callable[[], bool]) -> bool:
         """Do what the first rank says."""
+        try:
+            command = self._obey_all(should_stop)
+        except Exception as error:  # the console is the first rank's, which may be gone
+            sys.stderr.write(f"rank {self.team.rank} of {self.team.world}: {error}\n")
+            raise
+        if command["signal"] and isinstance(should_stop, StopRequest):
+            should_stop.take(command["signal"])
+        leave_group()
+        return not command["signal"]
+
+    def _obey_all(self, should_stop: Callable[[], bool]) -> dict[str, Any]:
+        """Run commands; the one that ends the run."""
         training: Training | None = None
         while (command := self.team.hear())["do"] != "end":
             if command["do"] == "build":
@@ -275,10 +290,7 @@ class ImageNet(Recipe[ImageNetConfig]):
                 training = self.build(Job.read(command["job"]))
             elif training is not None:
                 training.obey(command, should_stop)
-        if command["signal"] and isinstance(should_stop, StopRequest):
-            should_stop.take(command["signal"])
-        leave_group()
-        return not command["signal"]
+        return command
 
     # Results
 
@@ -371,7 +383,8 @@ def _count(config: ImageNetConfig, split: str) -> tuple[int, int]:
 def _images_per_second(config: ImageNetConfig, model: str, device: str) -> float:
     """The throughput of training steps on images that are ready."""
     recipe = ImageNet(dataclasses.replace(config, models=(model,)), device)
-    recipe.prepare(lambda _: None)
+    recipe.team = Team(Rank())
+    recipe.splits = {split: recipe._open(split) for split in ("train", "val")}
     training = recipe.build(recipe.jobs({})[0])
     pieces = [piece for piece, _ in zip(training.batches.pieces(0), range(2), strict=False)]
 
