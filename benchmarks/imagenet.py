@@ -211,7 +211,7 @@ def rate(
         piece = next(pieces)
         waited += time.perf_counter() - before
         if training is not None:
-            training._take_step(piece)
+            training.take_step(piece)
         images += len(piece.labels)
     _synchronise(device)
     spent = time.perf_counter() - start

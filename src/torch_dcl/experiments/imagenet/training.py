@@ -160,7 +160,7 @@ class Training:
         before = time.perf_counter()
         for piece in pieces:
             ready = time.perf_counter()
-            self._take_step(piece)
+            self.take_step(piece)
             self.step += 1
             if self.step == self.steps_per_epoch or self.at == self.total:
                 break
@@ -180,7 +180,7 @@ class Training:
         """The number of the next step, counted from 0 over all epochs."""
         return self.epoch * self.steps_per_epoch + self.step
 
-    def _take_step(self, piece: Piece) -> None:
+    def take_step(self, piece: Piece) -> None:
         """One step of the optimiser on one batch, of which every rank has a share, in one or several parts."""
         config, at = self.config, self.at
         rate = rate_at(at, self.total, config)

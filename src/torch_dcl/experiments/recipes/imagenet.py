@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,8 +19,8 @@ import torch
 from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
-from torch_dcl.data.imagenet.prepare import shard_bytes
 from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, open_images
+from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
@@ -139,7 +138,7 @@ class ImageNet(Recipe[ImageNetConfig]):
                     "the recipe imagenet needs images; give --data FOLDER with train/ and val/, or --data synthetic"
                 )
             self._check()
-            self.splits = {split: self._open(split) for split in ("train", "val")}
+            self.splits = {split: self.open_split(split) for split in ("train", "val")}
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
             for (
@@ -152,6 +151,8 @@ class ImageNet(Recipe[ImageNetConfig]):
         config, world = self.config, self.team.world
         if config.plan and config.budget:
             raise SettingError("plan and budget exclude each other; give one of them")
+        if config.sync_bn and world > 1 and not self.device.startswith("cuda"):
+            raise SettingError("sync_bn needs GPUs: torch has no synchronised batch norm for the CPU; leave it out")
         if config.resize < self.crop:
             raise SettingError(f"a crop must lie within the image: crop {self.crop}, resize {config.resize}")
         unit = 1 if config.mix == "none" else 2
@@ -163,7 +164,8 @@ class ImageNet(Recipe[ImageNetConfig]):
                 f"least {least}{even}"
             )
 
-    def _open(self, split: str) -> Images:
+    def open_split(self, split: str) -> Images:
+        """The images of a split, hashed and moved to the device where that is asked for."""
         config = self.config
         try:
             images = open_images(
@@ -296,33 +298,9 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def estimate(self, say_time: Callable[[float], str]) -> Estimate:
         """Hours from some steps on synthetic images, and the bytes of the images."""
-        config = self.config
-        self.team = Team(Rank(), config.timeout)
+        self.team = Team(Rank(), self.config.timeout)
         self._check()
-        train, val = (_count(config, split) for split in ("train", "val"))
-        batch = min(config.batch, 256 if self.device.startswith("cuda") else 4)
-        few = dataclasses.replace(
-            config, batch=batch, accumulate=1, mix="none", data="synthetic", classes=train[1], images=2 * batch
-        )
-        speeds = {model: _images_per_second(few, model, self.device) for model in config.models}
-        steps = config.steps if not config.epochs else config.epochs * (train[0] // config.batch)
-        seconds = {model: config.seeds * steps * config.batch / speed for model, speed in speeds.items()}
-        size, shards = shard_bytes(train[0] + val[0], config.resize), -(-train[0] // 1024) - (-val[0] // 1024)
-        epochs = steps * config.batch / max(1, train[0])
-        words = {
-            "recipe": self.name,
-            "networks": ", ".join(f"{config.network} {model} × {config.seeds}" for model in config.models),
-            "images": f"{train[0]:,} + {val[0]:,}, {train[1]:,} classes",
-            "shards": f"{shards:,} of 1,024 images at {config.resize}²: {size / 2**30:,.2f} GiB",
-            "training": f"{steps:,} steps of {config.batch:,} images, {epochs:,.1f} epochs",
-            "speed": ", ".join(f"{model} {speed:,.0f} images/s" for model, speed in speeds.items())
-            + f" on one {self.device}, batch {few.batch}, if images are ready",
-            "time": f"{say_time(sum(seconds.values()))} on one device",
-            "device": self.device,
-        }
-        plain = {"images": [train[0], val[0]], "classes": train[1], "bytes": size, "shards": shards,
-                 "steps": steps, "seconds": seconds, "images_per_second": speeds}  # fmt: skip
-        return Estimate(words, plain)
+        return estimate(self, say_time)
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """Errors, weights and time of every model, as JSON."""
@@ -368,33 +346,3 @@ class ImageNet(Recipe[ImageNetConfig]):
 
 _TORCHVISION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 """Mean and deviation that torchvision and timm take, from 0 to 255."""
-
-
-def _count(config: ImageNetConfig, split: str) -> tuple[int, int]:
-    """Images and classes of a split; those of ILSVRC2012 where no data is named."""
-    if not config.data:
-        return {"train": 1_281_167, "val": 50_000}[split], 1000
-    images = open_images(
-        config.data, split, size=config.resize, shape=config.shape, classes=config.classes, images=config.images
-    )
-    return len(images.labels), len(images.classes)
-
-
-def _images_per_second(config: ImageNetConfig, model: str, device: str) -> float:
-    """The throughput of training steps on images that are ready."""
-    recipe = ImageNet(dataclasses.replace(config, models=(model,)), device)
-    recipe.team = Team(Rank())
-    recipe.splits = {split: recipe._open(split) for split in ("train", "val")}
-    training = recipe.build(recipe.jobs({})[0])
-    pieces = [piece for piece, _ in zip(training.batches.pieces(0), range(2), strict=False)]
-
-    def steps(count: int) -> float:
-        for number in range(count):
-            training._take_step(pieces[number % len(pieces)])
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    start = steps(2)
-    count = 20 if torch.device(device).type == "cuda" else 1
-    return count * config.batch / (steps(count) - start)
