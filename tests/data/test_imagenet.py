@@ -385,3 +385,22 @@ def test_a_few_of_each_class_and_wrong_arguments(folder, tmp_path):
     assert (result.exit_code, "did you mean imagenet?" in result.output) == (2, True)
     result = CliRunner().invoke(app, ["data", "prepare", "imagenet", str(tmp_path / "gone"), str(tmp_path / "x")])
     assert (result.exit_code, "does not exist" in result.output) == (2, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_gpu_gives_the_same_batches_from_every_source(folder, tmp_path):
+    prepare_imagenet(folder, tmp_path / "out", size=SIZE, images_per_shard=4)
+    mapped = open_images(tmp_path / "out", "train", size=SIZE)
+    decoded = open_images(folder, "train", size=SIZE)
+    here = list(ImageNetBatches(mapped, "train", 5, 3, resize=SIZE, crop=11, workers=0).epoch(1))
+    for source in (mapped, mapped.resident(torch.device("cuda")), decoded):
+        there = ImageNetBatches(source, "train", 5, 3, resize=SIZE, crop=11, workers=2, device="cuda")
+        for (a, a_labels), (b, b_labels) in zip(here, there.epoch(1), strict=True):
+            assert torch.equal(a, b.cpu())
+            assert torch.equal(a_labels, b_labels.cpu())
+    by_gpu = open_images(folder, "val", size=SIZE, decoder="gpu")
+    (found,) = by_gpu.batches([range(7)], torch.device("cuda"), 2)
+    files = files_of(folder, "val")
+    far = (found.cpu().int() - torch.stack([expected(path) for path, _ in files]).int()).abs()
+    assert far.float().mean() < 3  # nvJPEG upsamples colours differently

@@ -494,3 +494,23 @@ def test_a_pause_inside_of_an_epoch_moves_the_bar_by_a_part_of_it(tmp_path):
     assert bar.reached == sorted(bar.reached)
     assert bar.reached[-1] == 2
     assert any(0 < done < 1 / 3 for done in bar.reached)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_trains_as_a_cpu_does():
+    settings = config(network=without_dropout(), steps=4)
+    here, there = (run_all(training_of(ImageNet(settings, device))) for device in ("cpu", "cuda"))
+    torch.testing.assert_close(weights(there.network).cpu(), weights(here.network), rtol=1e-2, atol=1e-3)
+    assert there.losses == pytest.approx(here.losses, rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("model", ["plain", "dcl"])
+def test_every_option_runs_on_a_gpu(model):
+    settings = config(
+        precision="bfloat16", channels_last=True, compile=True, mix="cutmix", batch=6, accumulate=2, ema=0.9, smoothing=0.1,
+    )  # fmt: skip
+    training = run_all(training_of(ImageNet(settings, "cuda"), model))
+    assert all(math.isfinite(loss) for loss in training.losses)

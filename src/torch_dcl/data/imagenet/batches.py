@@ -111,6 +111,7 @@ class ImageNetBatches:
         if tuple(self.mean.shape) not in ((3,), (3, resize, resize)):
             raise ValueError(f"mean must have shape [3] or [3, {resize}, {resize}], not {list(self.mean.shape)}")
         self.mean = self.mean.view(3, 1, 1) if self.mean.ndim == 1 else self.mean
+        self._is_unscaled = all(value == 1 for value in std)
         self.std = torch.tensor(std, dtype=torch.float32, device=self.device).view(3, 1, 1)
         self._labels_there = self.labels.to(self.device)
 
@@ -167,8 +168,10 @@ class ImageNetBatches:
     def _crop(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
         """Crop and subtract the mean; a mean image is subtracted first, which is Caffe's order."""
         if self.mean.shape[-1] > 1:
-            return (self._cut(images.float() - self.mean, index, epoch) / self.std).contiguous()
-        return ((self._cut(images, index, epoch).float() - self.mean) / self.std).contiguous()
+            centred = self._cut(images - self.mean, index, epoch)
+        else:
+            centred = self._cut(images, index, epoch) - self.mean  # from bytes to float32 in one pass
+        return (centred if self._is_unscaled else centred.div_(self.std)).contiguous()
 
     def _cut(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
         if self.train:

@@ -107,6 +107,14 @@ def in_order(make: Callable[[Sequence[int]], Tensor], wanted: Wanted, threads: i
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _for_this_stream(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Batches that were made on other streams, whose memory those must not reuse before this one is done with it."""
+    for batch in batches:
+        if device.type == "cuda":
+            batch.record_stream(torch.cuda.current_stream(device))
+        yield batch
+
+
 # Decoded on the fly
 
 
@@ -151,10 +159,8 @@ class Decoded:
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
         """uint8 `[B, 3, size, size]` on the device for every list of indices."""
         if self.decoder_on(device) == "gpu":
-            for batch in in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4)):
-                if device.type == "cuda":  # it was made on another stream, which must not reuse its memory too early
-                    batch.record_stream(torch.cuda.current_stream(device))
-                yield batch
+            made = in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4))
+            yield from _for_this_stream(made, device)
             return
         loader = DataLoader(
             _Files(self.samples, self.size, self.shape),
@@ -240,10 +246,16 @@ class Mapped:
         def make(indices: Sequence[int]) -> Tensor:
             batch = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=pinned)
             self.take(indices, batch.numpy())
-            return batch
+            if not pinned:
+                return batch
+            # Copied on a stream of its own, beside the steps of the network.
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                there = batch.to(device, non_blocking=True)
+            stream.synchronize()
+            return there
 
-        for batch in in_order(make, wanted, workers):
-            yield batch.to(device, non_blocking=True)
+        yield from _for_this_stream(in_order(make, wanted, workers), device)
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
