@@ -510,7 +510,8 @@ def test_a_gpu_trains_as_a_cpu_does():
 @pytest.mark.parametrize("model", ["plain", "dcl"])
 def test_every_option_runs_on_a_gpu(model):
     settings = config(
-        precision="bfloat16", channels_last=True, compile=True, mix="cutmix", batch=6, accumulate=2, ema=0.9, smoothing=0.1,
+        precision="bfloat16", channels_last=True, compile=True, mix="cutmix", batch=6, accumulate=2, ema=0.9,
+        smoothing=0.1,
     )  # fmt: skip
     training = run_all(training_of(ImageNet(settings, "cuda"), model))
     assert all(math.isfinite(loss) for loss in training.losses)
