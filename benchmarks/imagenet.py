@@ -86,9 +86,11 @@ def main() -> None:
         make_shards(folder / "shards", arguments.gib, arguments.workers)
         make_shards(folder / "few", arguments.resident_gib, arguments.workers)
         make_jpegs(folder / "images", folder / "tars", arguments.jpegs, arguments.workers)
-        rows = [row for network in arguments.networks for row in measure(network, folder, arguments)]
-    if arguments.out is not None:
-        write_rows(arguments.out, COLUMNS, rows)
+        rows: list[dict[str, object]] = []
+        for network in arguments.networks:
+            rows += measure(network, folder, arguments)
+            if arguments.out is not None:
+                write_rows(arguments.out, COLUMNS, rows)
 
 
 # Images
@@ -246,8 +248,13 @@ def measure(network: str, folder: Path, arguments: argparse.Namespace) -> list[d
     }  # fmt: skip
     loaders = {}
     for name, batches in made.items():
-        with feed(batches) as pieces:
-            loaders[name] = rate(pieces, None, arguments.seconds, device)[0]
+        try:
+            with feed(batches) as pieces:
+                loaders[name] = rate(pieces, None, arguments.seconds, device)[0]
+        except RuntimeError as error:  # no decoder on this GPU, or too little shared memory for worker processes
+            print(f"{network}: {name} cannot be measured: {str(error).splitlines()[0]}", flush=True)
+            sources.remove(name)
+            continue
         print(f"{network}: {name} gives {loaders[name]:,.0f} images/s", flush=True)
     for training in trainings.values():
         rate(itertools.cycle(ready), training, min(1.0, arguments.seconds), device)

@@ -348,8 +348,10 @@ def synthetic_images(split: str, classes: int, size: int, count: int) -> Residen
     index = torch.arange(count)
     labels = index % classes
     colours = draw(0, "synthetic colour", 0, torch.arange(3 * classes)).view(classes, 3) & 127
-    noise = draw(0, f"synthetic {split}", 0, torch.arange(count * 3 * size * size)).view(count, 3, size, size) & 127
-    images = (colours[labels][:, :, None, None] + noise).to(torch.uint8)
+    side = -(-size // 4)  # of noise in blocks of 4 × 4 pixels
+    noise = draw(0, f"synthetic {split}", 0, torch.arange(count * 3 * side * side)).view(count, 3, side, side) & 63
+    noise = noise.to(torch.uint8).repeat_interleave(4, 2).repeat_interleave(4, 3)[:, :, :size, :size]
+    images = colours.to(torch.uint8)[labels][:, :, None, None] + noise
     about = f"{count:,} synthetic images, {classes:,} classes"
     return Resident(
         images, labels, tuple(map(str, range(classes))), about, sha256_bytes(about.encode(), split.encode())
