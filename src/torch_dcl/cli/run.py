@@ -65,9 +65,9 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
     from torch_dcl.experiments.join import run_joined
     from torch_dcl.experiments.runner import run
-    from torch_dcl.experiments.trackers import open_tracker
     from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
+    from torch_dcl.report.trackers import open_tracker
 
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:

@@ -12,7 +12,7 @@ from torch_dcl.cli.app import app
 from torch_dcl.experiments.protocol import Silent
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.experiments.runner import run
-from torch_dcl.experiments.trackers import Tracker
+from torch_dcl.report.trackers import Tracker
 
 NET = """
 from torch import nn
