@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SealedError",
+    "check_seal",
+    "locate_sealed",
     "read_sealed",
     "replacing",
     "sha256_bytes",
@@ -201,14 +203,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist")
-    found, place = _seal(path)
-    with path.open("rb") as file:
-        file.seek(place)
-        carried = file.read(64).decode("ascii", "replace")
-    if found != carried:
-        raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {found}, it carries {carried}")
+    carried = check_seal(path)
     try:
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
@@ -223,6 +218,69 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
     if not isinstance(about, dict) or about.pop(_SEAL, None) != carried:
         raise SealedError(f"{path} is no file of the kind {key}: its description is not an object with its seal")
     return tensors, about
+
+
+def check_seal(path: str | os.PathLike[str]) -> str:
+    """Hash a sealed file and compare with the SHA-256 that it carries.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The SHA-256.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SealedError: The file is damaged, was altered, or is not sealed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    found, place = _seal(path)
+    with path.open("rb") as file:
+        file.seek(place)
+        carried = file.read(64).decode("ascii", "replace")
+    if found != carried:
+        raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {found}, it carries {carried}")
+    return carried
+
+
+def locate_sealed(
+    path: str | os.PathLike[str], key: str
+) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
+    """Say where the tensors of a sealed file lie in it, to map them into memory. `check_seal` checks their bytes.
+
+    Args:
+        path: The file.
+        key: What kind of file it must be.
+
+    Returns:
+        By name the type as safetensors writes it (`"U8"`), the shape, and the place of the first byte; and the
+        description.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SealedError: The file is truncated, damaged or of another kind.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = struct.unpack("<Q", file.read(8))[0]
+            header = json.loads(file.read(length) if length <= min(_MAX_HEADER, size - 8) else b"")
+        about = json.loads(header.pop("__metadata__")[key])
+        about.pop(_SEAL)
+        places = {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + length + int(first))
+            if not 0 <= int(first) <= int(last) <= size - 8 - length:
+                raise ValueError(f"{name} lies outside of the file")  # noqa: TRY301
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SealedError(f"{path} is truncated, damaged, or no file of the kind {key} ({error})") from error
+    return places, about
 
 
 def _seal(path: Path) -> tuple[str, int]:

@@ -51,6 +51,15 @@ ADDED = {
     "dcl run calibration --sets II-01 --out runs/calibration": "--smoke",
     "dcl run table1-search --models baseline,A2 --out runs/search": "--dry-run",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/": "--dry-run",
+    "torchrun --nproc-per-node 8 --max-restarts 3 -m torch_dcl run imagenet --data data/imagenet": (
+        "--dry-run --device cpu"
+    ),
+    "dcl run imagenet --dry-run": "--device cpu",
+    "dcl run table1 --join --out runs/shared": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run imagenet --smoke --out runs/try": "--device cpu",
+    "dcl run imagenet --network torchvision:resnet50 --budget 0.7 --data data/imagenet --dry-run": (
+        "--device cpu --network torchvision:resnet18 --set crop=64"
+    ),
     "dcl data digits --sets II-01,III-10 --out data/digits": "--images 50",
     "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits": "--images 50",
     "dcl data digits --sets II-01": "--images 50",
@@ -64,6 +73,15 @@ ADDED = {
 
 # Commands with a word that the reader is meant to fill in.
 FILLED = {
+    "dcl data prepare imagenet ILSVRC2012/ data/imagenet": (
+        "dcl data prepare imagenet my-images data/imagenet --workers 1"
+    ),
+    "dcl data prepare imagenet ILSVRC2012/ data/imagenet --workers 16": (
+        "dcl data prepare imagenet my-images data/imagenet --workers 1"
+    ),
+    "dcl data prepare imagenet ILSVRC2012/ data/small --size 128 --per-class 100 --skip-corrupt": (
+        "dcl data prepare imagenet my-images data/small --size 128 --per-class 2 --skip-corrupt --workers 1"
+    ),
     "dcl plan my_package.nets:make --input-size 1,28,28": "dcl plan nets.py:make --input-size 3,28,28",
     "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist": (
         "dcl run knowledge --set network=nets.py:make --set weights=nets.py --data mnist --dry-run"
@@ -73,6 +91,7 @@ FILLED = {
 # Commands that are run before a page, for what its reader has by then.
 BEFORE = {
     "docs/command.md": [
+        "dcl data prepare imagenet my-images data/imagenet --workers 1",
         "dcl run table2 --smoke --networks lenet --models lenet --seeds 1 --out runs/lenet",
         "dcl run table2 --smoke --networks wrn --models wrn --seeds 1 --out runs/wrn",
     ],

@@ -47,3 +47,19 @@ def test_the_first_one_makes_the_folder_and_the_others_follow(tmp_path, monkeypa
     assert RunFolder.inspect(path).recipe == {"table": 1}
     with pytest.raises(RunError, match="--resume"), Rank(0, 2).open(path, {"table": 1}, resume=False):
         pass
+
+
+def test_a_rank_waits_for_weeks_unless_the_environment_sets_a_limit(monkeypatch):
+    import torch.distributed as dist
+
+    from torch_dcl.experiments import ranks
+
+    waited = []
+    monkeypatch.setattr(ranks, "join_group", lambda backend, seconds: waited.append((backend, seconds)))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.delenv("TORCH_DCL_TIMEOUT", raising=False)
+    Rank(0, 2).wait()
+    monkeypatch.setenv("TORCH_DCL_TIMEOUT", "90")
+    Rank(0, 2).wait()
+    assert waited == [("gloo", 30 * 24 * 3600), ("gloo", 90.0)]

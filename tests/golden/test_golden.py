@@ -30,6 +30,7 @@ SMOKE = {
     "chart": ("--set", "units=plain,dcl,star", "--set", "rates=0.01,0.03"),
     "demo": ("--set", "train_images=500", "--set", "epochs=2", "--seeds", "2"),
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
+    "imagenet": ("--models", "plain,dcl"),
     "relations": ("--data", "excerpt", "--models", "narrow,low-rank,summed,A2,power-1", "--set", "sizes=100,200"),
     "sort-of-clevr": ("--set", "units=plain,summed,glu,dcl"),
     "deep": (),
@@ -63,7 +64,7 @@ def _floats(text):
 def results_of(run):
     """What a run leaves in its files, without what depends on the clock and the machine."""
     names = ("table1", "search", "calibration", "filters", "curves", "knowledge", "tried", "table2", "chart", "demo",
-             "relations", "sort-of-clevr", "deep")  # fmt: skip
+             "relations", "sort-of-clevr", "deep", "imagenet")  # fmt: skip
     found = {}
     for name in names:
         file = run / f"{name}.json"
@@ -72,7 +73,8 @@ def results_of(run):
             keys = {"table1": ["cells"], "table2": ["cells", "absent", "scale"], "search": ["choice", "trials"],
                     "calibration": ["sets"], "chart": ["set", "points", "scale", "search_scale"],
                     "demo": ["set", "networks", "verdict", "knowledge"],
-                    "relations": ["set", "steps", "cells"], "sort-of-clevr": ["units"], "deep": ["units"]}  # fmt: skip
+                    "relations": ["set", "steps", "cells"], "sort-of-clevr": ["units"], "deep": ["units"],
+                    "imagenet": ["network", "models"]}  # fmt: skip
             content = {key: content[key] for key in keys.get(name, content)}
             found[name] = _without_clock(content)
     return found
@@ -83,7 +85,7 @@ def _without_clock(value):
         return {
             k: _without_clock(v)
             for k, v in value.items()
-            if k not in ("minutes", "seconds", "step_ms", "source", "title", "what")
+            if k not in ("minutes", "seconds", "step_ms", "source", "title", "what", "waiting")
         }
     return [_without_clock(v) for v in value] if isinstance(value, list) else value
 
@@ -144,7 +146,7 @@ def compare(now, then, where=""):
         assert now == then, f"{where} is {now!r}, was {then!r}"
 
 
-@pytest.mark.parametrize("name", slow_where(SMOKE, "figures|chart|deep"))
+@pytest.mark.parametrize("name", slow_where(SMOKE, "figures|chart|deep|imagenet"))
 def test_a_recipe_gives_the_numbers_it_always_gave(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for variable in ("TORCH_DCL_DATA", "RANK", "WORLD_SIZE"):

@@ -25,7 +25,8 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 DATA_HELP = (
-    "MNIST's folder. For table2, chart: sets (cifar10,cifar100,svhn), their folder, or both. For knowledge: any data."
+    "MNIST's folder. For table2, chart: sets (cifar10,cifar100,svhn), their folder, or both. For knowledge: any data. "
+    "For imagenet: a folder of images, tar or prepared shards, or synthetic."
 )
 
 
@@ -166,7 +167,9 @@ def _complete_recipe_or_run(incomplete: str) -> list[str]:
     "dcl run figures --set parts=filters,curves",
     "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist",
     "dcl ls table1 > mine.toml  &&  dcl run mine.toml --out runs/mine",
+    "dcl run imagenet --network torchvision:resnet50 --budget 0.7 --data data/imagenet --dry-run",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/",
+    "torchrun --nproc-per-node 8 --max-restarts 3 -m torch_dcl run imagenet --data data/imagenet",
 )
 def run(
     recipe: Annotated[
@@ -182,6 +185,13 @@ def run(
     ] = None,
     networks: Annotated[
         str | None, typer.Option(help="Of table2: lenet,bignet,wrn or all, each without and with DCL.", metavar="NAMES")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Of imagenet: alexnet, torchvision:NAME, timm:NAME, file.py:function.")
+    ] = None,
+    plan: Annotated[str | None, typer.Option(help="Of imagenet: a plan of dcl plan -o.", metavar="FILE")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Of imagenet: the part of the weights to keep at most, in place of a plan.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
@@ -199,8 +209,15 @@ def run(
     dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
+    join: Annotated[
+        bool,
+        typer.Option("--join", help="Share the run with others that were started like this; begin it if none was."),
+    ] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop after about this many minutes; resume later.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
+    log: Annotated[
+        str | None, typer.Option(help="Where to pass on losses and errors while it runs: tensorboard.")
+    ] = None,
     as_json: AsJsonEnd = False,
 ) -> None:
     """Run a recipe: the paper's tables and figures, on your machine."""
@@ -210,15 +227,24 @@ def run(
     for_machines(as_json)
     named: dict[str, Any] = {
         "sets": sets, "models": models, "networks": networks, "seeds": seeds, "epochs": epochs, "scale": scale,
-        "device": device, "data": data,
+        "device": device, "data": data, "network": network, "plan": plan, "budget": budget,
     }  # fmt: skip
     task = make_task(
-        recipe, named, pairs or [], out=out, smoke=smoke, resume=resume, minutes=minutes, dry=dry, trust=trust
+        recipe,
+        named,
+        pairs or [],
+        out=out,
+        smoke=smoke,
+        resume=resume,
+        minutes=minutes,
+        dry=dry,
+        trust=trust,
+        join=join,
     )
     if dry:
         dry_run(task, as_json=as_json)
     else:
-        run_task(task, as_json=as_json)
+        run_task(task, as_json=as_json, log=log)
 
 
 @app.command("ls", **SETTINGS)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several
+from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several, was_restarted
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
@@ -192,6 +192,8 @@ class Task:
     out: Path
     resume: bool = False
     seconds: float = math.inf
+    join: bool = False
+    """Whether the run is shared with other processes that were started with the same command."""
 
     def files(self) -> dict[str, bytes]:
         """Further files of the run folder: the settings to edit, and a seal of the code that they name."""
@@ -201,7 +203,7 @@ class Task:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"dcl run {shlex.quote(str(self.out))} --resume"
+        return f"dcl run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
 
 
 def make_task(
@@ -215,6 +217,7 @@ def make_task(
     minutes: float | None = None,
     dry: bool = False,
     trust: bool = False,
+    join: bool = False,
 ) -> Task:
     """Build a task from the arguments of ``dcl run``.
 
@@ -231,15 +234,18 @@ def make_task(
     folder = file.parent if file is not None and Path(given).is_dir() else None
     if out is None:
         out = folder or Path("runs", asked.name + ("-smoke" if smoke else ""))
-        if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several():
+        if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several() and not join:
             out = _fresh(out)
+    if join and resume:
+        raise UsageError("--join begins a run or takes part in it, so leave --resume out")
+    resume = resume or (was_restarted() and (out / "recipe.json").exists())
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
     from torch_dcl.experiments.protocol import find_recipe_type
 
     device = read_device(getattr(asked.config, "device", "cpu"))
     seconds = math.inf if minutes is None else 60 * minutes
-    return Task(asked, find_recipe_type(asked.name)(asked.config, device), out, resume, seconds)
+    return Task(asked, find_recipe_type(asked.name)(asked.config, device), out, resume, seconds, join)
 
 
 def _fresh(out: Path) -> Path:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
     "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
-    "say_state", "several", "split", "table_of",
+    "say_state", "several", "split", "table_of", "was_restarted",
 ]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -38,6 +38,11 @@ _aside = False
 def several() -> bool:
     """Whether torchrun started several processes."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def was_restarted() -> bool:
+    """Whether torchrun or Slurm started this process again after a failure, with the same command."""
+    return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def for_machines(asked: bool) -> None:

@@ -14,6 +14,7 @@ from torch_dcl.cli.console import (
     command,
     console,
     for_machines,
+    in_options,
     make_folder,
     nearest,
     print_json,
@@ -50,6 +51,7 @@ Mnist = Annotated[
     "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits",
     "dcl data sheet -o sheet.png",
     "dcl data check data/digits",
+    "dcl data prepare imagenet ILSVRC2012/ data/imagenet",
 )
 def data(context: typer.Context, as_json: AsJson = False) -> None:
     """List the data that is here, and where it is searched. Fetch, generate, draw and check it."""
@@ -159,6 +161,39 @@ def sheet(
         print_json({"sheet": str(output), "sets": names})
 
 
+@data_app.command(**SETTINGS)
+@command(
+    "dcl data prepare imagenet ILSVRC2012/ data/imagenet --workers 16",
+    "dcl data prepare imagenet ILSVRC2012/ data/small --size 128 --per-class 100 --skip-corrupt",
+)
+def prepare(
+    name: Annotated[str, typer.Argument(help="imagenet: any images in its layout.", metavar="imagenet")],
+    source: Annotated[Path, typer.Argument(help="A folder with train/CLASS/* and val/CLASS/*, or with tar shards.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write to; what is there is completed.")],
+    size: Annotated[int, typer.Option(help="Height and width of the prepared images.")] = 256,
+    shape: Annotated[
+        str, typer.Option(help="squash ignores the aspect ratio, as Caffe does; crop keeps it and cuts the centre.")
+    ] = "squash",
+    per_class: Annotated[int | None, typer.Option(help="Only the first images of each class.")] = None,
+    skip_corrupt: Annotated[
+        bool, typer.Option("--skip-corrupt", help="Leave out images that cannot be decoded, and count them.")
+    ] = False,
+    images_per_shard: Annotated[int, typer.Option(help="Images in a file.")] = 1024,
+    workers: Annotated[int, typer.Option(help="Processes that decode; 0 for one on every core.")] = 0,
+    as_json: AsJsonEnd = False,
+) -> None:
+    """Decode and resize images once, into hashed shards that `dcl run imagenet` reads without decoding."""
+    for_machines(as_json)
+    if name != "imagenet":
+        raise UsageError(f"there is nothing to prepare for {name!r}; {nearest(name, ['imagenet'])}")
+    done = prepare_shards(
+        source, folder, workers, size=size, shape=shape, per_class=per_class, skip_corrupt=skip_corrupt,
+        images_per_shard=images_per_shard,
+    )  # fmt: skip
+    if as_json:
+        print_json(done)
+
+
 @data_app.command("check", **SETTINGS)
 @command(
     "dcl data check data/digits",
@@ -176,14 +211,15 @@ def check_data(
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist; `dcl data digits` writes prepared files")
-        inside = sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
+        shards = path.is_dir() and (path / "imagenet.json").is_file()
+        inside = [path] if shards or not path.is_dir() else sorted(path.rglob("*.safetensors"))
         if not inside:
             raise UsageError(f"{path} holds no prepared file (*.safetensors)")
         files += inside
     rows, screen = [], console()
     for file in files:
         try:
-            words, sound = str(read_prepared(file)), True
+            words, sound = check_shards(file) if file.is_dir() else str(read_prepared(file)), True
         except DataError as error:
             words, sound = str(error), False
         rows.append({"file": str(file), "sound": sound, "about": words})
@@ -245,3 +281,46 @@ def show(*, as_json: bool) -> None:
     screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
     screen.print("Multi-digit sets are written when needed.")
     screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
+
+
+def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) -> dict[str, Any]:
+    """Write prepared shards with a bar; give counts, bytes and what was skipped."""
+    import dataclasses
+    import os
+
+    from torch_dcl.data import DataError, prepare_imagenet
+
+    screen = console()
+    screen.print(f"Preparing {source} in {folder}", markup=False)
+    with Bar(screen, 0, "shards") as bar:
+
+        def report(done: int, total: int) -> None:
+            if not done:
+                bar.begin_at(0, total)
+            bar.reach(done)
+
+        try:
+            done = prepare_imagenet(source, folder, workers=workers or os.cpu_count() or 1, report=report, **settings)
+        except (FileNotFoundError, DataError) as error:
+            raise UsageError(str(error)) from error
+        except ValueError as error:
+            options = ("size", "shape", "per-class", "images-per-shard", "workers")
+            raise UsageError(in_options(str(error), options)) from error
+    images = " + ".join(f"{count:,}" for count in done.images.values())
+    screen.print(
+        f"{images} images in {done.shards:,} shards, {done.bytes / 2**30:,.2f} GiB; {done.written:,} written now. "
+        f"Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
+    )  # fmt: skip
+    if done.skipped:
+        screen.print(f"{len(done.skipped):,} corrupt images were skipped, such as {done.skipped[0]}", markup=False)
+    return {**dataclasses.asdict(done), "folder": str(folder)}
+
+
+def check_shards(folder: Path) -> str:
+    """Hash all shards of a folder that `dcl data prepare` wrote; what they are, in words."""
+    from torch_dcl.data.imagenet.sources import Mapped
+
+    splits = [Mapped(folder, split) for split in ("train", "val")]
+    for split in splits:
+        split.check()
+    return "; ".join(split.about for split in splits)

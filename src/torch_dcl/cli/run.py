@@ -1,6 +1,7 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
+import functools
 import math
 import os
 import shlex
@@ -12,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import bullets, console, print_json, say_minutes, say_state, several, table_of
+from torch_dcl.cli.console import (
+    bullets,
+    console,
+    first_rank,
+    print_json,
+    say_minutes,
+    say_state,
+    several,
+    table_of,
+)
 from torch_dcl.experiments import protocol
 from torch_dcl.progress import Bar
 
@@ -27,8 +37,11 @@ RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
 
 
-def run_task(task: Task, *, as_json: bool = False) -> None:
-    """Run, print the result, and say where it is; with ``as_json`` end with the run's state."""
+def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> None:
+    """Run, print the result, and say where it is; with ``as_json`` end with the run's state.
+
+    ``log`` names a tracker that receives what the run records.
+    """
     from rich.text import Text
 
     from torch_dcl.experiments.ranks import StopRequest
@@ -37,7 +50,7 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
     screen, start, stop = console(), time.perf_counter(), StopRequest()
     screen.print(Text.assemble((task.asked.name, "bold"), f" on {task.recipe.device}"))
     try:
-        summary = _train(task, stop)
+        summary = _train(task, stop, log)
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
@@ -54,20 +67,27 @@ def run_task(task: Task, *, as_json: bool = False) -> None:
         raise typer.Exit(code)
 
 
-def _train(task: Task, stop: Any) -> "Summary":
+def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
+    from torch_dcl.experiments.join import run_joined
     from torch_dcl.experiments.runner import run
     from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
+    from torch_dcl.report.trackers import open_tracker
 
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
         stop.on_signal = bar.now
+        told = Listener(bar)
+        tracker = open_tracker(log, task.out, told) if log and first_rank() else None
         with stop:
-            summary = run(
-                task.recipe, task.out, resume=task.resume, seconds=task.seconds, should_stop=stop,
-                listener=Listener(bar), files=task.files(),
+            start = run_joined if task.join else functools.partial(run, resume=task.resume)
+            summary = start(
+                task.recipe, task.out, seconds=task.seconds, should_stop=stop, listener=tracker or told,
+                files=task.files(),
             )  # fmt: skip
+    if tracker is not None:
+        tracker.update()
     if summary.result is not None:
         _print(screen, task.recipe.shown(summary.result, screen.width))
         write_text(task.out / "result.txt", _as_text(task.recipe.shown(summary.result, 100)))
@@ -194,12 +214,12 @@ class Listener(protocol.Listener):
 
     def on_epoch(self, at: protocol.Progress) -> None:
         """Move the bar by the epochs of a fleet."""
-        if at.epoch == 0:
+        if at.epoch == 0 and at.loss is None:
             self._before, self._size = self._before + self._size, at.networks
             fleet = f"fleet {at.fleet} of {at.fleets}, " if at.fleets > 1 else ""
             self.bar.now(f"{fleet}{at.name}, {at.networks} network{'s' if at.networks > 1 else ''}")
         self.bar.inside(at.epoch, at.epochs, "epochs")
-        self.bar.reach(self._before + at.networks * at.epoch / at.epochs)
+        self.bar.reach(self._before + at.networks * (at.epoch + at.part) / at.epochs)
 
     def report(self, line: str) -> None:
         """Print a line that stays."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["below", "draw", "whole_number"]
+__all__ = ["below", "draw", "draw_key", "mix", "whole_number"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -31,9 +31,30 @@ def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
     Raises:
         TypeError: Seed or epoch is not a whole number.
     """
+    return mix(index * _signed(_GOLDEN) + draw_key(seed, purpose, epoch))
+
+
+def draw_key(seed: int, purpose: str, epoch: int) -> int:
+    """The 64 bits that seed, purpose and epoch are to `draw`.
+
+    Args:
+        seed: Any whole number.
+        purpose: The use of the numbers.
+        epoch: Any whole number.
+
+    Raises:
+        TypeError: Seed or epoch is not a whole number.
+    """
     seed, epoch = whole_number("seed", seed), whole_number("epoch", epoch)
-    key = hashlib.sha256(f"{seed}|{epoch}|{purpose}".encode()).digest()[:8]
-    x = index * _signed(_GOLDEN) + _signed(int.from_bytes(key, "little"))
+    return _signed(int.from_bytes(hashlib.sha256(f"{seed}|{epoch}|{purpose}".encode()).digest()[:8], "little"))
+
+
+def mix(x: Tensor) -> Tensor:
+    """The mixing function of splitmix64: every bit of the result depends on every bit of the argument.
+
+    Args:
+        x: int64; it is not changed.
+    """
     for shift, factor in _FACTORS:
         x = (x ^ _right(x, shift)) * _signed(factor)
     return x ^ _right(x, 31)

@@ -1,5 +1,6 @@
 """Image files: supported formats, refused files, and the conversion of every mode."""
 
+import io
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,11 @@ from torch_dcl.data.dataset import DataError
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["SUFFIXES", "read_image"]
+__all__ = ["MAX_BYTES", "SUFFIXES", "read_image"]
 
 SUFFIXES = {".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")  # no EPS, which would start Ghostscript
-_MAX_BYTES = 2**30  # of a file
+MAX_BYTES = 2**30  # of a file
 _BITS, _PHOTOMETRIC = 258, 262  # tags of TIFF
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -26,7 +27,7 @@ _KINDS = {
 }
 
 
-def read_image(path: Path, mode: str | None = None) -> "Image.Image":
+def read_image(path: Path | str, mode: str | None = None, *, data: bytes | None = None) -> "Image.Image":
     """Read one image file: BMP, GIF, JPEG, PNG, PPM, TIFF or WebP, whatever its suffix says.
 
     Of an animation or a file of several pages the first image is read. An EXIF orientation is not applied.
@@ -46,6 +47,7 @@ def read_image(path: Path, mode: str | None = None) -> "Image.Image":
     Args:
         path: The file.
         mode: `"RGB"` or `"L"`. By default the image keeps the mode that it is stored in.
+        data: The bytes of the file, where it is inside of another; the path is then its name in messages.
 
     Returns:
         The image, fully decoded.
@@ -57,8 +59,9 @@ def read_image(path: Path, mode: str | None = None) -> "Image.Image":
     from PIL import Image, UnidentifiedImageError
 
     try:
-        _check_file(path)
-        with Image.open(path, formats=_FORMATS) as file:
+        if data is None:
+            _check_file(Path(path))
+        with Image.open(path if data is None else io.BytesIO(data), formats=_FORMATS) as file:
             file.load()
             return file.copy() if mode is None else _convert(file, mode)
     except DataError:
@@ -77,8 +80,8 @@ def _check_file(path: Path) -> None:
     if not stat.S_ISREG(about.st_mode):
         kind = _KINDS.get(stat.S_IFMT(about.st_mode), "something else")
         raise DataError(f"{path} is {kind}, not an image file; remove it")
-    if about.st_size > _MAX_BYTES:
-        raise DataError(f"{path} has {about.st_size:,} bytes, an image file may have {_MAX_BYTES:,}; remove it")
+    if about.st_size > MAX_BYTES:
+        raise DataError(f"{path} has {about.st_size:,} bytes, an image file may have {MAX_BYTES:,}; remove it")
 
 
 def _convert(file: "Image.Image", mode: str) -> "Image.Image":

@@ -22,12 +22,13 @@ Size = tuple[int, ...]
 _OWN = "or is it your own? Then write module:function or file.py:function"
 
 
-def find_model(name: str) -> tuple["nn.Module", Size | None]:
+def find_model(name: str, **options: Any) -> tuple["nn.Module", Size | None]:
     """Build a network by name, with random weights.
 
     Args:
         name: ``torchvision:NAME``, ``timm:NAME``, ``module:function``, ``file.py:function``, or a bare name, which is
             looked for in torchvision first.
+        **options: For torchvision and timm, such as ``num_classes``; one's own function has none.
 
     Returns:
         The network, and the size of its input where that is known.
@@ -37,29 +38,29 @@ def find_model(name: str) -> tuple["nn.Module", Size | None]:
     """
     home, colon, rest = name.rpartition(":")
     if home == "torchvision":
-        return _torchvision(rest)
+        return _torchvision(rest, **options)
     if home == "timm":
-        return _timm(rest)
+        return _timm(rest, **options)
     if colon:
         return _own(home, rest)
     from torchvision.models import list_models
 
     ours = list_models()
     if name in ours:
-        return _torchvision(name)
+        return _torchvision(name, **options)
     theirs = _timm_names()
     if name in theirs:
-        return _timm(name)
+        return _timm(name, **options)
     where = f"torchvision{' or timm' if theirs else ''}"
     raise SettingError(f"there is no network {name!r} in {where}", name, [*ours, *theirs], _OWN)
 
 
-def _torchvision(name: str) -> tuple["nn.Module", Size | None]:
+def _torchvision(name: str, **options: Any) -> tuple["nn.Module", Size | None]:
     from torchvision.models import get_model, list_models
 
     if name not in (known := list_models()):
         raise SettingError(f"torchvision has no network {name!r}", name, known, _OWN)
-    model: nn.Module = get_model(name, weights=None)
+    model: nn.Module = get_model(name, weights=None, **options)
     return model, (3, 299, 299) if name == "inception_v3" else (3, 224, 224)
 
 
@@ -72,14 +73,14 @@ def _timm_names() -> list[str]:
     return names
 
 
-def _timm(name: str) -> tuple["nn.Module", Size | None]:
+def _timm(name: str, **options: Any) -> tuple["nn.Module", Size | None]:
     try:
         import timm
     except ImportError:
         raise SettingError("timm is not installed; pip install timm") from None
     if name.partition(".")[0] not in (known := timm.list_models()):
         raise SettingError(f"timm has no network {name!r}", name, known, _OWN)
-    model: nn.Module = timm.create_model(name, pretrained=False)
+    model: nn.Module = timm.create_model(name, pretrained=False, **options)
     about: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     return model, tuple(about.get("input_size") or (3, 224, 224))
 

@@ -9,8 +9,10 @@ import dataclasses
 import hashlib
 import importlib
 import math
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -114,7 +116,9 @@ class Progress:
     epoch: int
     epochs: int
     loss: float | None = None
-    """Of the last epoch in training, mean over the networks that have not diverged."""
+    """Of the last epoch in training, mean over the networks that have not diverged; None before the first step."""
+    part: float = 0.0
+    """Of the epoch that is under way, where a fleet pauses inside of one."""
 
 
 class Listener:
@@ -197,8 +201,22 @@ class Recipe(abc.ABC, Generic[C]):
     table_type: ClassVar[type | None] = None
     """The kind of table that it fills, if it fills one."""
 
+    every: float = 60.0
+    """Seconds between two checkpoints; they are written at ends of epochs, at pauses, and where a run is stopped."""
+    is_shared: ClassVar[bool] = False
+    """Whether all ranks train every network together; the first one runs the recipe, and the others `follow`."""
+
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
+
+    def follow(self, should_stop: Callable[[], bool]) -> bool:
+        """Do what the first rank says until it ends; whether it ended well."""
+        raise NotImplementedError
+
+    def leading(self, path: "str | os.PathLike[str]", should_stop: Callable[[], bool]) -> AbstractContextManager[Any]:
+        """What surrounds a run in the folder."""
+        del path, should_stop
+        return nullcontext()
 
     # What a run would take
 

@@ -3,7 +3,9 @@
 Every rank trains a share of the fleets, and all write one folder.
 """
 
+import atexit
 import contextlib
+import datetime
 import os
 import signal
 import threading
@@ -15,9 +17,12 @@ import torch
 
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Rank", "StopRequest"]
+__all__ = ["Rank", "StopRequest", "join_group", "leave_group"]
 
 T = TypeVar("T")
+TIMEOUT = "TORCH_DCL_TIMEOUT"
+"""The environment's word on how many seconds a rank waits for the others."""
+PATIENCE = 30 * 24 * 3600  # seconds: who ends early waits for the longest fleet; a rank that dies is noticed at once
 
 
 class Rank(NamedTuple):
@@ -63,7 +68,7 @@ class Rank(NamedTuple):
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            join_group("gloo", float(os.environ.get(TIMEOUT, PATIENCE)))
         dist.barrier()
 
     @contextlib.contextmanager
@@ -80,6 +85,32 @@ class Rank(NamedTuple):
             if not self.number:
                 self.wait()
             yield folder
+
+
+def join_group(backend: str, seconds: float) -> None:
+    """Meet the other ranks.
+
+    Args:
+        backend: Of torch.distributed.
+        seconds: How long a rank waits for another, here and later.
+    """
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=seconds)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    # A store of torchrun still has the addresses of ranks that ended before a restart.
+    name = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """Leave the other ranks; without this a process that ends early may crash in a thread of gloo."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _refuse_links(folder: Path) -> None:
@@ -118,6 +149,10 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+
+    def take(self, number: int) -> None:
+        """Stop as if this process had the signal that another one had."""
+        self.signal = signal.Signals(number)
 
     def _ask(self, number: int, _frame: object) -> None:
         self.signal = signal.Signals(number)

@@ -33,7 +33,6 @@ from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 __all__ = ["Failure", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
-EVERY = 60.0  # seconds between two checkpoints; they are written at the ends of epochs, and where a run is stopped
 KEPT = 2  # checkpoints of a fleet
 _NAME = re.compile(r"([0-9a-f]{12})-(\d+)-(\d+)\.safetensors")
 
@@ -60,7 +59,7 @@ def run(
     *,
     resume: bool = False,
     seconds: float = math.inf,
-    every: float = EVERY,
+    every: float | None = None,
     should_stop: Callable[[], bool] | None = None,
     listener: Listener | None = None,
     files: Mapping[str, bytes] | None = None,
@@ -75,7 +74,7 @@ def run(
         path: The run folder.
         resume: Whether to resume the run that the folder holds.
         seconds: Stop at the first end of an epoch after this time. Every call trains at least one epoch.
-        every: Seconds between two checkpoints.
+        every: Seconds between two checkpoints; None for what the recipe says.
         should_stop: Called before every step; when it returns True the fleets are saved and the run ends.
         listener: Receives the progress.
         files: Further files for a new folder, by name, such as the settings as TOML.
@@ -84,16 +83,19 @@ def run(
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
     """
     start, rank = time.perf_counter(), Rank.here()
-    listener = listener or Listener()
+    listener, should_stop = listener or Listener(), should_stop or (lambda: False)
     recipe.device = rank.device(recipe.device)
     recipe.prepare(listener.report if not rank.number else Listener().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
-    with rank.open(path, asked, resume=resume) as folder:
+    if recipe.is_shared and rank.number:
+        return Summary(recipe.follow(should_stop))
+    rank = Rank() if recipe.is_shared else rank
+    with recipe.leading(path, should_stop), rank.open(path, asked, resume=resume) as folder:
         for name, content in (files or {}).items() if not rank.number else ():
             if not (folder.path / name).exists():
                 write_bytes(folder.path / name, content)
-        sweep = _Sweep(recipe, folder, rank, start + seconds, every, should_stop or (lambda: False), listener)
-        sweep.noted = start
+        often = recipe.every if every is None else every
+        sweep = _Sweep(recipe, folder, rank, start + seconds, often, should_stop, listener, noted=start)
         try:
             complete = sweep.train_all()
         finally:
@@ -245,8 +247,7 @@ class _Sweep:
         while True:
             # All ranks see the same outcomes here: each has waited for the others.
             known = outcomes_of(self.folder)
-            jobs = self.recipe.jobs(known)
-            recipe = self.recipe
+            recipe, jobs = self.recipe, self.recipe.jobs(known)
             mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
             if not begun:
                 self._begin(known)
@@ -264,10 +265,9 @@ class _Sweep:
                 return False
 
     def _begin(self, known: Mapping[Job, Outcome]) -> None:
-        total = self.recipe.total()
         self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
         if known:
-            self.report(f"{len(known)} of {total} {self.recipe.unit} are done already")
+            self.report(f"{len(known)} of {self.recipe.total()} {self.recipe.unit} are done already")
 
     def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
         """Report checkpoints that no fleet resumes from, since jobs are divided differently now."""
@@ -370,8 +370,8 @@ class _Sweep:
         slowest = _slowest(fleets)
         last = [(fleet.history.train_loss or [[]])[-1] for fleet in fleets]
         losses = [loss for of_fleet in last for loss in of_fleet if math.isfinite(loss)]
-        mean = sum(losses) / len(losses) if losses else None
-        now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean)
+        mean, part = sum(losses) / len(losses) if losses else None, slowest.step / slowest.steps_per_epoch
+        now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean, part=part)
         if write:
             self.folder.append(f"metrics{self.rank.part}", {"time": _utc(), **dataclasses.asdict(now)})
         self.listener.on_epoch(now)

@@ -34,7 +34,9 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "environment", "lock_holder"]
+__all__ = [
+    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text",
+]  # fmt: skip
 
 FORMAT = 3
 _CHECK = "check"
@@ -89,7 +91,7 @@ class RunFolder:
                 held.enter_context(_locked(folder / f"lock{part}"))
             if not part:
                 _remove_leftovers(folder)
-            _check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
+            check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
             opened = cls(folder, recipe)
             opened.append(f"environment{part}", environment())
             yield opened
@@ -334,13 +336,18 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    """The content of recipe.json."""
+    from torch_dcl import __version__
+
+    return json.dumps({**recipe, "format": FORMAT, "version": __version__}, indent=1, sort_keys=True) + "\n"
+
+
+def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
+    """Write the recipe of a new folder; refuse one that was begun with another recipe, or is not to be resumed."""
     path = folder / "recipe.json"
     if not path.exists():
-        from torch_dcl import __version__
-
-        content = {**recipe, "format": FORMAT, "version": __version__}
-        write_text(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
+        write_text(path, recipe_text(recipe))
         return
     if not resume:
         raise RunError(f"{folder} holds a run already; resume it with --resume, or choose another folder")
@@ -354,7 +361,7 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"
         )
-    if changes := list(_differences(before.recipe, recipe)):
+    if changes := list(differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
         raise RunError(
@@ -362,13 +369,13 @@ def _check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None
         )
 
 
-def _differences(then: Any, now: Any, name: str = "") -> Iterator[str]:
+def differences(then: Any, now: Any, name: str = "", words: tuple[str, str] = ("then", "now")) -> Iterator[str]:
     """The differences of two pieces of plain data, each with its dotted name."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in {**then, **now}:
-            yield from _differences(then.get(key), now.get(key), f"{name}.{key}" if name else key)
+            yield from differences(then.get(key), now.get(key), f"{name}.{key}" if name else key, words)
     elif then != now:
-        yield f"{name}: {_short(then)} then, {_short(now)} now"
+        yield f"{name}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"
 
 
 def _short(value: Any) -> str:

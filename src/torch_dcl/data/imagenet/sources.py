@@ -1,0 +1,358 @@
+"""Where the images of a split come from: decoded on the fly, mapped from prepared shards, or kept on the device.
+
+A source gives uint8 images `[B, 3, size, size]` on the device, batch by batch, for lists of indices that the caller
+names. So the order is the caller's, and every source gives the same images for the same indices.
+"""
+
+import dataclasses
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torch_dcl.data.dataset import DataError
+from torch_dcl.data.draws import draw
+from torch_dcl.data.imagenet.gpu_decode import decode_on
+from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION, decode
+from torch_dcl.data.imagenet.samples import Samples, find_samples
+from torch_dcl.files import SealedError, check_seal, locate_sealed, sha256_bytes, sha256_file
+
+__all__ = ["Decoded", "Images", "Mapped", "Resident", "open_images", "synthetic_images"]
+
+AHEAD = 2  # batches that are made before they are needed, by each thread
+Wanted = Sequence[Sequence[int]]
+
+
+class Images(Protocol):
+    """The images of one split."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names."""
+
+    @property
+    def size(self) -> int:
+        """Height and width."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 `[N]`, on the CPU."""
+
+    @property
+    def about(self) -> str:
+        """What they are, for people."""
+
+    def content(self) -> str:
+        """A SHA-256 that is the same where the images are."""
+
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
+        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+
+
+def open_images(
+    root: str | Path, split: str, *, size: int = 256, shape: str = "squash", decoder: str = "pillow",
+    classes: int = 1000, images: int = 0,
+) -> Images:  # fmt: skip
+    """Open the images of one split.
+
+    Args:
+        root: A folder of class folders, of tar files or of prepared shards; or `"synthetic"`.
+        split: `"train"` or `"val"`.
+        size: Height and width that images are resized to. Prepared shards must have it.
+        shape: As for `prepare.decode`; prepared shards must have it.
+        decoder: `"pillow"` decodes in worker processes, `"gpu"` with nvJPEG, `"auto"` with the second where it is.
+        classes: Of synthetic images.
+        images: How many synthetic images there are; 0 for two batches of 256 of each split.
+
+    Raises:
+        FileNotFoundError: There is no such folder or split.
+        DataError: It holds something else.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split must be 'train' or 'val', not {split!r}")
+    if str(root) == "synthetic":
+        return synthetic_images(split, classes, size, images or 512)
+    place = Path(root)
+    if (place / MANIFEST).is_file():
+        return Mapped(place, split, size, shape)
+    if any(place.glob("train-*.safetensors")):
+        raise DataError(f"{place} holds shards without {MANIFEST}: run `dcl data prepare` again to complete them")
+    return Decoded(place, find_samples(place, split), size, shape, decoder)
+
+
+def in_order(make: Callable[[Sequence[int]], Tensor], wanted: Wanted, threads: int) -> Iterator[Tensor]:
+    """Make batches in threads, some ahead of the caller, and give them in order."""
+    if not threads:
+        yield from map(make, wanted)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        left, running = iter(wanted), deque[Future[Tensor]]()
+        try:
+            while True:
+                while len(running) < AHEAD * threads and (indices := next(left, None)) is not None:
+                    running.append(pool.submit(make, indices))
+                if not running:
+                    return
+                yield running.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _for_this_stream(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Batches that were made on other streams, whose memory those must not reuse before this one is done with it."""
+    for batch in batches:
+        if device.type == "cuda":
+            batch.record_stream(torch.cuda.current_stream(device))
+        yield batch
+
+
+# Decoded on the fly
+
+
+class _Files(Dataset[tuple[Tensor, int]]):
+    """Images of one size, decoded by Pillow in a worker."""
+
+    def __init__(self, samples: Samples, size: int, shape: str):
+        self.samples, self.size, self.shape = samples, size, shape
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: Sequence[int]) -> Tensor:
+        """All images of a batch."""
+        images = [torch.from_numpy(decode(self.samples, index, self.size, self.shape)) for index in indices]
+        return torch.stack(images) if images else torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Decoded:
+    """Encoded images, decoded and resized batch by batch."""
+
+    def __init__(self, root: Path, samples: Samples, size: int, shape: str, decoder: str):
+        if decoder not in ("auto", "pillow", "gpu"):
+            raise ValueError(f"decoder must be auto, pillow or gpu, not {decoder!r}")
+        self.root, self.samples, self.size, self.shape, self.decoder = root, samples, size, shape, decoder
+        self.classes, self.labels = samples.classes, torch.tensor(samples.labels)
+        what = "tar shards" if samples.members else "image folder"
+        self.about = f"{len(samples):,} images, {len(samples.classes):,} classes, {what} {root}, decoded on the fly"
+
+    def decoder_on(self, device: torch.device) -> str:
+        """Which decoder is used: pillow or gpu."""
+        return ("gpu" if device.type == "cuda" else "pillow") if self.decoder == "auto" else self.decoder
+
+    def content(self) -> str:
+        """The SHA-256 of the names, sizes and labels of the files, which are not read."""
+        return self.samples.signature(self.root)
+
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
+        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+        if self.decoder_on(device) == "gpu":
+            made = in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4))
+            yield from _for_this_stream(made, device)
+            return
+        loader = DataLoader(
+            _Files(self.samples, self.size, self.shape),
+            batch_sampler=[list(indices) for indices in wanted],
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            collate_fn=_as_it_is,
+        )
+        for images in loader:
+            yield images.to(device, non_blocking=True)
+
+
+# Prepared shards
+
+
+class Mapped:
+    """Prepared shards, mapped into memory: the system reads what is asked for, and keeps what fits."""
+
+    def __init__(self, folder: Path, split: str, size: int | None = None, shape: str | None = None):
+        self.folder, listed = folder, read_manifest(folder)
+        self.size, self.classes = int(listed["size"]), tuple(listed["classes"])
+        for name, given in (("size", size), ("shape", shape)):
+            if given is not None and listed[name] != given:
+                raise DataError(
+                    f"{folder} was prepared with {name} {listed[name]}, {given} is asked for; ask for the same, or "
+                    "prepare it again in another folder"
+                )
+        self.shards = listed["splits"][split]["shards"]
+        self.maps, labels = [], []
+        for shard in self.shards:
+            images, its_labels = _map_shard(folder / shard["file"], int(shard["images"]), self.size)
+            self.maps.append(images)
+            labels.append(its_labels)
+        self.labels = torch.from_numpy(np.concatenate(labels))
+        low, high = (int(extreme) for extreme in torch.aminmax(self.labels))
+        if low < 0 or high >= len(self.classes):
+            raise DataError(
+                f"{folder} has labels from {low} to {high} for {len(self.classes)} classes; prepare it again"
+            )
+        self.starts = np.cumsum([0, *(len(images) for images in self.maps)])
+        self.about = (
+            f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.maps):,} shards in {folder}"
+            + (f"; {len(listed['skipped']):,} corrupt images were skipped" if listed["skipped"] else "")
+        )
+
+    def content(self) -> str:
+        """The SHA-256 of the list of shards, which has theirs."""
+        return sha256_file(self.folder / MANIFEST)
+
+    def check(self, rank: int = 0, world: int = 1, threads: int = 4) -> None:
+        """Hash this rank's share of the shards.
+
+        Raises:
+            DataError: A shard changed since it was written; the message names it.
+        """
+
+        def one(shard: dict[str, Any]) -> None:
+            path = self.folder / shard["file"]
+            try:
+                found = check_seal(path)
+            except SealedError as error:
+                raise DataError(f"{error}; remove it and run `dcl data prepare` again") from error
+            if found != shard["sha256"]:
+                raise DataError(
+                    f"{path} is not the file that {MANIFEST} lists: its SHA-256 is {found}, not {shard['sha256']}; "
+                    "remove it and run `dcl data prepare` again"
+                )
+
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(one, self.shards[rank::world]):
+                pass
+
+    def take(self, indices: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
+        """Copy images into an array."""
+        shards = np.searchsorted(self.starts, indices, side="right") - 1
+        for place, (index, shard) in enumerate(zip(indices, shards.tolist(), strict=True)):
+            out[place] = self.maps[shard][index - self.starts[shard]]
+
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
+        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+        pinned = device.type == "cuda"
+
+        def make(indices: Sequence[int]) -> Tensor:
+            batch = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=pinned)
+            self.take(indices, batch.numpy())
+            if not pinned:
+                return batch
+            # Copied on a stream of its own, beside the steps of the network.
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                there = batch.to(device, non_blocking=True)
+            stream.synchronize()
+            return there
+
+        yield from _for_this_stream(in_order(make, wanted, workers), device)
+
+    def resident(self, device: torch.device) -> "Resident":
+        """All images on the device.
+
+        Raises:
+            DataError: They do not fit.
+        """
+        needed = len(self.labels) * 3 * self.size**2
+        if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]) * 0.9:
+            raise DataError(
+                f"{self.folder} has {needed / 2**30:,.1f} GiB of images and the GPU has {free / 2**30:,.1f} GiB free; "
+                "leave them on the disk, or prepare fewer or smaller ones"
+            )
+        images = torch.empty(len(self.labels), 3, self.size, self.size, dtype=torch.uint8, device=device)
+        for start, part in zip(self.starts.tolist(), self.maps, strict=False):
+            images[start : start + len(part)].copy_(torch.from_numpy(np.array(part)))
+        return Resident(images, self.labels, self.classes, f"{self.about}, kept on {device}", self.content())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The list of shards of a folder.
+
+    Raises:
+        DataError: It is damaged, or of another version.
+    """
+    file = folder / MANIFEST
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))
+        if listed["torch_dcl_imagenet"] != VERSION:
+            raise DataError(f"{file} is of version {listed['torch_dcl_imagenet']}, this release reads {VERSION}")
+        names = [shard["file"] for part in listed["splits"].values() for shard in part["shards"]]
+        sizes = [int(listed["size"]), *(int(s["images"]) for part in listed["splits"].values() for s in part["shards"])]
+        sound = all(os.path.basename(name) == name for name in names) and min(sizes) >= 0  # noqa: PTH119
+        sound = sound and set(listed["splits"]) == {"train", "val"} and isinstance(listed["skipped"], list)
+        if not sound or not all(isinstance(name, str) for name in listed["classes"]):
+            raise ValueError("its values make no sense")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file} is damaged ({error}); remove it and run `dcl data prepare` again") from error
+    return dict(listed)
+
+
+def _map_shard(path: Path, count: int, size: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    try:
+        places, _ = locate_sealed(path, KEY)
+    except (FileNotFoundError, SealedError) as error:
+        raise DataError(f"{error}; run `dcl data prepare` again") from error
+    kinds = {name: place[:2] for name, place in places.items()}
+    if kinds != {"images": ("U8", (count, 3, size, size)), "labels": ("I64", (count,))}:
+        raise DataError(f"{path} has other tensors than {MANIFEST} lists; remove it and run `dcl data prepare` again")
+    if not count:
+        return np.empty((0, 3, size, size), np.uint8), np.empty(0, np.int64)
+    images = np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size))
+    return images, np.array(np.memmap(path, "<i8", "r", places["labels"][2], (count,)))
+
+
+# On the device
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """Images that are kept on a device as a tensor, for which no loader is needed."""
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    about: str
+    hash: str
+
+    @property
+    def size(self) -> int:
+        """Height and width."""
+        return int(self.images.shape[-1])
+
+    def content(self) -> str:
+        """The SHA-256 of what they were made of."""
+        return self.hash
+
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
+        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+        del workers
+        images = self.images.to(device)
+        for indices in wanted:
+            yield images.index_select(0, torch.as_tensor(indices, dtype=torch.int64).to(device))
+
+
+def synthetic_images(split: str, classes: int, size: int, count: int) -> Resident:
+    """Random images whose colour tells the class, the same on every machine; they are kept in memory."""
+    index = torch.arange(count)
+    labels = index % classes
+    colours = draw(0, "synthetic colour", 0, torch.arange(3 * classes)).view(classes, 3) & 127
+    side = -(-size // 4)  # of noise in blocks of 4 × 4 pixels
+    noise = draw(0, f"synthetic {split}", 0, torch.arange(count * 3 * side * side)).view(count, 3, side, side) & 63
+    noise = noise.to(torch.uint8).repeat_interleave(4, 2).repeat_interleave(4, 3)[:, :, :size, :size]
+    images = colours.to(torch.uint8)[labels][:, :, None, None] + noise
+    about = f"{count:,} synthetic images, {classes:,} classes"
+    return Resident(
+        images, labels, tuple(map(str, range(classes))), about, sha256_bytes(about.encode(), split.encode())
+    )

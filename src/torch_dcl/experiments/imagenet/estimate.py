@@ -1,0 +1,81 @@
+"""What a training on large images would take: hours, shards and bytes, from a few steps on synthetic images."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_dcl.data.imagenet.prepare import shard_bytes
+from torch_dcl.data.imagenet.sources import open_images
+from torch_dcl.experiments.imagenet.team import Team
+from torch_dcl.experiments.protocol import Estimate, Job
+from torch_dcl.experiments.ranks import Rank
+
+if TYPE_CHECKING:
+    from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
+
+__all__ = ["estimate"]
+
+
+def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
+    """Hours from some steps on synthetic images, and the bytes of the images.
+
+    Args:
+        recipe: What would be run.
+        say_time: Seconds in words.
+    """
+    config = recipe.config
+    train, val = (_count(config, split) for split in ("train", "val"))
+    batch = min(config.batch, 256 if recipe.device.startswith("cuda") else 4)
+    few = dataclasses.replace(
+        config, batch=batch, accumulate=1, mix="none", data="synthetic", classes=train[1], images=2 * batch
+    )
+    speeds = {model: _images_per_second(type(recipe)(few, recipe.device), model) for model in config.models}
+    steps = config.steps if not config.epochs else config.epochs * (train[0] // config.batch)
+    seconds = {model: config.seeds * steps * config.batch / speed for model, speed in speeds.items()}
+    size, shards = shard_bytes(train[0] + val[0], config.resize), -(-train[0] // 1024) - (-val[0] // 1024)
+    epochs = steps * config.batch / max(1, train[0])
+    words = {
+        "recipe": recipe.name,
+        "networks": ", ".join(f"{config.network} {model} × {config.seeds}" for model in config.models),
+        "images": f"{train[0]:,} + {val[0]:,}, {train[1]:,} classes",
+        "shards": f"{shards:,} of 1,024 images at {config.resize}²: {size / 2**30:,.2f} GiB",
+        "training": f"{steps:,} steps of {config.batch:,} images, {epochs:,.1f} epochs",
+        "speed": ", ".join(f"{model} {speed:,.0f} images/s" for model, speed in speeds.items())
+        + f" on one {recipe.device}, batch {few.batch}, if images are ready",
+        "time": f"{say_time(sum(seconds.values()))} on one device",
+        "device": recipe.device,
+    }
+    plain = {"images": [train[0], val[0]], "classes": train[1], "bytes": size, "shards": shards,
+             "steps": steps, "seconds": seconds, "images_per_second": speeds}  # fmt: skip
+    return Estimate(words, plain)
+
+
+def _count(config: "ImageNetConfig", split: str) -> tuple[int, int]:
+    """Images and classes of a split; those of ILSVRC2012 where no data is named."""
+    if not config.data:
+        return {"train": 1_281_167, "val": 50_000}[split], 1000
+    images = open_images(
+        config.data, split, size=config.resize, shape=config.shape, classes=config.classes, images=config.images
+    )
+    return len(images.labels), len(images.classes)
+
+
+def _images_per_second(recipe: "ImageNet", model: str) -> float:
+    """The throughput of training steps on images that are ready."""
+    recipe.team = Team(Rank())
+    recipe.splits = {split: recipe.open_split(split) for split in ("train", "val")}
+    training = recipe.build(Job(model, "synthetic", 0, recipe.config.lr))
+    pieces = [piece for piece, _ in zip(training.batches.pieces(0), range(2), strict=False)]
+
+    def steps(count: int) -> float:
+        for number in range(count):
+            training.take_step(pieces[number % len(pieces)])
+        if training.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    start, count = steps(2), 20 if training.device.type == "cuda" else 1
+    return count * recipe.config.batch / (steps(count) - start)

@@ -1,0 +1,120 @@
+"""Trackers: listeners that pass on what a run folder records, such as to TensorBoard.
+
+A tracker of one's own derives from `Tracker` and says what to do with a record of ``metrics`` and of ``outcomes``.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_dcl.experiments.protocol import Listener, Progress
+from torch_dcl.experiments.settings import SettingError
+from torch_dcl.fleet.run_folder import RunError, RunFolder
+
+__all__ = ["TensorBoard", "Tracker", "open_tracker"]
+
+
+class Tracker(Listener):
+    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and passes on what it is told.
+
+    Args:
+        path: The run folder.
+        behind: A listener that is told the same.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
+        self.path, self.behind = Path(path), behind
+        self._seen = {"metrics": 0, "outcomes": 0}
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """The progress of some networks: ``name``, ``epoch``, ``part`` of the next one, ``loss``."""
+
+    def outcomes(self, record: Mapping[str, Any]) -> None:
+        """The ``outcomes`` of networks that are trained, each with its ``job`` and its ``error``."""
+
+    def begin(self, before: int, total: int) -> None:
+        """The run begins."""
+        self.behind.begin(before, total)
+
+    def on_epoch(self, at: Progress) -> None:
+        """Something may be new."""
+        self.behind.on_epoch(at)
+        self.update()
+
+    def report(self, line: str) -> None:
+        """A line of progress."""
+        self.behind.report(line)
+        self.update()
+
+    def update(self) -> None:
+        """Pass on what is new in the folder."""
+        try:
+            folder = RunFolder.inspect(self.path)
+        except RunError:  # it is not there yet
+            return
+        for name, seen in self._seen.items():
+            records = folder.read(name)
+            for record in records[seen:]:
+                getattr(self, name)(record)
+            self._seen[name] = len(records)
+
+
+class TensorBoard(Tracker):
+    """Losses, errors and curves as scalars, in the folder ``tensorboard`` of the run."""
+
+    def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
+        super().__init__(path, behind)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise SettingError("--log tensorboard needs the package: pip install tensorboard") from None
+        self._open: Any = SummaryWriter
+        self._writer: Any = None
+
+    @property
+    def writer(self) -> Any:
+        """What writes the scalars; its folder is made when there is a first one."""
+        self._writer = self._writer or self._open(os.fspath(self.path / "tensorboard"))
+        return self._writer
+
+    def metrics(self, record: Mapping[str, Any]) -> None:
+        """The loss, by thousandths of an epoch."""
+        if record["loss"] is not None:
+            at = round(1000 * (record["epoch"] + record.get("part", 0.0)))
+            self.writer.add_scalar(f"loss/{record['name']}", record["loss"], at)
+
+    def outcomes(self, record: Mapping[str, Any]) -> None:
+        """The error of each network, by its seed, and its curve by epochs."""
+        for outcome in record["outcomes"]:
+            job = outcome["job"]
+            name = f"{job['network']} on {job['data']}"
+            if outcome["error"] is not None:
+                self.writer.add_scalar(f"error/{name}", outcome["error"], job["seed"])
+            for point in outcome["extra"].get("curve", ()):
+                for key in ("top1", "top5", "train_loss"):
+                    if point.get(key) is not None:
+                        self.writer.add_scalar(f"{key}/{name}, seed {job['seed']}", point[key], int(point["epoch"]))
+
+    def update(self) -> None:
+        """Pass on what is new, and write it."""
+        super().update()
+        if self._writer is not None:
+            self._writer.flush()
+
+
+TRACKERS = {"tensorboard": TensorBoard}
+
+
+def open_tracker(name: str, path: str | os.PathLike[str], behind: Listener) -> Tracker:
+    """A tracker by its name.
+
+    Raises:
+        SettingError: There is none of that name, or its package is not installed.
+    """
+    if name not in TRACKERS:
+        near = difflib.get_close_matches(name, TRACKERS, 1, 0.4)
+        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(TRACKERS)}"
+        raise SettingError(f"there is no tracker {name!r}; {hint}")
+    return TRACKERS[name](path, behind)

@@ -1,0 +1,158 @@
+"""A run folder as a queue: claims, stale claims, and processes that share a run to the outcomes of one."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tests.experiments.test_runner import Told, Toy, ToyConfig, toy
+from typer.testing import CliRunner
+
+import torch_dcl
+from torch_dcl.cli.app import app
+from torch_dcl.experiments import join
+from torch_dcl.experiments.join import Claims, run_joined
+from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
+from torch_dcl.experiments.runner import _key, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.settings import SettingError
+from torch_dcl.fleet.run_folder import RunError, RunFolder
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(join.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(join.time, "sleep", lambda seconds: setattr(Clock, "now", Clock.now + seconds))
+    return Clock
+
+
+def found_in(path):
+    return sorted(outcomes_of(RunFolder.inspect(path)).values(), key=lambda outcome: str(outcome.job))
+
+
+def test_one_of_many_gets_a_claim_that_all_of_them_saw_free(tmp_path, monkeypatch):
+    together, really = threading.Barrier(16), os.open
+
+    def open_together(*args):
+        together.wait(60)
+        return really(*args)
+
+    monkeypatch.setattr(join.os, "open", open_together)
+    workers = [Claims(tmp_path, f"-{number}", 60) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(lambda claims: claims.take("fleet"), workers)) == 1
+
+
+def test_a_claim_is_stale_when_its_counter_stands_still_and_not_before(tmp_path, clock):
+    holder, other, third = (Claims(tmp_path, name, 60) for name in ("-a", "-b", "-c"))
+    assert holder.take("x")
+    assert not other.take("x")
+    for _ in range(5):
+        clock.now += 50
+        holder.beat()
+        assert not other.take("x")
+    clock.now += 59
+    assert not other.take("x")
+    clock.now += 1
+    assert not third.take("x"), "it has not looked at it for long enough itself"
+    assert other.take("x")
+    assert not third.take("x")
+    assert sorted(path.name for path in (tmp_path / "claims").iterdir()) == ["x.1", "x.2"]
+
+
+def test_what_is_given_back_is_free_at_once(tmp_path):
+    holder, other = (Claims(tmp_path, name, 60) for name in ("-a", "-b"))
+    assert holder.take("x")
+    assert not other.take("x")
+    holder.give_back()
+    assert other.take("x")
+
+
+def test_a_process_that_joins_alone_does_all(tmp_path):
+    whole = run(toy(), tmp_path / "whole").result
+    told = Told()
+    done = run_joined(toy(), tmp_path / "run", listener=told, files={"recipe.toml": b"seeds = 2\n"})
+    assert done.complete
+    assert done.result == whole
+    assert told.began == (0, 8)
+    assert (tmp_path / "run/recipe.toml").read_bytes() == b"seeds = 2\n"
+    assert run_joined(toy(), tmp_path / "run").complete
+
+
+def test_what_a_dead_process_held_is_taken_up_at_its_checkpoint(tmp_path, clock, monkeypatch):
+    whole = run(toy(), tmp_path / "whole").result
+    asked = iter(range(1000))
+    run_joined(toy(), tmp_path / "run", should_stop=lambda: next(asked) >= 9)
+    kept = list((tmp_path / "run/fleets").iterdir())
+    assert kept, "it was stopped inside of a fleet"
+    dead = Claims(tmp_path / "run", "-dead", 60)
+    known = outcomes_of(RunFolder.inspect(tmp_path / "run"))
+    recipe = toy()
+    recipe.prepare(lambda _: None)
+    for fleet in plan_fleets(recipe.jobs(known), recipe.group, recipe.at_once):
+        assert dead.take(_key(fleet))
+    trained = []
+    real = Toy.fleet
+    monkeypatch.setattr(Toy, "fleet", lambda self, jobs: trained.append(jobs) or real(self, jobs))
+    told = Told()
+    before = clock.now
+    done = run_joined(toy(), tmp_path / "run", patience=60, listener=told)
+    assert done.complete
+    assert clock.now - before >= 60
+    assert any("resumed after" in line for line in told.lines)
+    assert done.result == whole
+
+
+def test_a_fleet_that_fails_does_not_end_the_others_and_is_said_so(tmp_path, monkeypatch):
+    real = Toy.fleet
+
+    def failing(self, jobs):
+        if jobs[0].network == "wide":
+            raise RuntimeError("no room")
+        return real(self, jobs)
+
+    monkeypatch.setattr(Toy, "fleet", failing)
+    done = run_joined(toy(), tmp_path / "run")
+    assert not done.complete
+    assert [failure.error for failure in done.failures] == ["RuntimeError: no room"]
+    monkeypatch.setattr(Toy, "fleet", real)
+    assert run_joined(toy(), tmp_path / "run").complete
+
+
+def test_other_settings_and_a_recipe_of_shared_ranks_are_refused(tmp_path):
+    run_joined(toy(), tmp_path / "run")
+    with pytest.raises(RunError, match="begun with other settings"):
+        run_joined(Toy(ToyConfig(seeds=3)), tmp_path / "run")
+    with pytest.raises(SettingError, match="start it with torchrun"):
+        run_joined(ImageNet(ImageNetConfig(data="synthetic")), tmp_path / "other")
+    done = CliRunner().invoke(app, ["run", "demo", "--join", "--resume"], prog_name="dcl")
+    assert (done.exit_code, "leave --resume out" in done.output) == (2, True)
+
+
+@pytest.mark.slow
+def test_processes_that_join_share_the_work_and_give_the_numbers_of_one(tmp_path):
+    command = ["-m", "torch_dcl", "run", "demo", "--set", "train_images=200", "--set", "test_images=50",
+               "--set", "epochs=2", "--set", "seeds=2", "--set", "batch=50"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(Path(torch_dcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+    def start(*words):
+        return subprocess.Popen([sys.executable, *command, *words], cwd=tmp_path, env=environment)
+
+    assert start("--out", "one").wait(300) == 0
+    workers = [start("--out", "many", "--join") for _ in range(3)]
+    assert [worker.wait(300) for worker in workers] == [0, 0, 0]
+    assert [(a.job, a.error, a.test_loss) for a in found_in(tmp_path / "many")] == [
+        (b.job, b.error, b.test_loss) for b in found_in(tmp_path / "one")
+    ]
+    fleets = [record["fleet"] for record in RunFolder.inspect(tmp_path / "many").read("outcomes")]
+    assert len(fleets) == len(set(fleets)), "no fleet was trained twice"
+    one, many = (json.loads((tmp_path / name / "demo.json").read_text())["verdict"] for name in ("one", "many"))
+    assert one == many
