@@ -7,7 +7,7 @@ kernels with the options that a compiler drops. Outside a compiler `unit` runs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,69 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
-from torch_dcl.kernels import host, launch, record, unit
+from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norms
-from torch_dcl.kernels.launcher import is_traced, recording
+from torch_dcl.kernels.launcher import is_traced
+from torch_dcl.kernels.operations import LIBRARY, call_of, operation, prefix_of_operations
 from torch_dcl.kernels.plans import Known, plan_for
 
 __all__ = ["fuse", "linear", "project", "turn"]
-
-_LIBRARY = torch.library.Library("torch_dcl", "FRAGMENT")
-_closed: dict[str, Callable[..., Any]] = {}
-"""What closed operations compute, by name."""
-
-
-def operation(name: str, *, closed: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted.
-
-    Args:
-        name: Of the operation.
-        closed: Whether to have it closed to compilers as well, by another name.
-    """
-
-    def register(function: Callable[..., Any]) -> Any:
-        if kernels.INTERPRETED:
-            made = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=())(function)
-            made.register_fake(function)
-        else:
-            made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=())(function)
-        if closed:
-            _LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=())}")
-            torch.library.register_fake(f"torch_dcl::closed_{name}", _shapes_of(function))
-            _LIBRARY.impl(f"closed_{name}", torch.library.fallthrough_kernel, "Autograd")
-            _closed[f"closed_{name}"] = function
-        return made
-
-    return register
-
-
-def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on fake tensors, without its launches."""
-
-    @functools.wraps(function)
-    def fake(*given: Any) -> Any:
-        before, recording.silent = recording.silent, True
-        try:
-            return function(*given)
-        finally:
-            recording.silent = before
-
-    return fake
-
-
-@torch.compiler.assume_constant_result
-def _prefix() -> str:
-    """Which operations a compiler is to call: the closed ones where they can be replayed."""
-    library = host.wait()
-    if library is None:
-        return ""
-    for name in list(_closed):
-        record.serve(library, name, _closed.pop(name))
-    return "closed_"
-
-
-def _call(name: str, prefix: str) -> Any:
-    return getattr(torch.ops.torch_dcl, prefix + name)
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -96,11 +40,11 @@ def project(
     norms: Norms | None,
 ) -> Tensor:  # fmt: skip
     """Stage 2 as operations: branch outputs to z, and the running statistics of norms updated."""
-    rows, prefix, learns = launch.by_position(y, channels).contiguous(), _prefix(), torch.is_grad_enabled()
+    rows, prefix, learns = launch.by_position(y, channels).contiguous(), prefix_of_operations(), torch.is_grad_enabled()
     if norms is None:
         given = (rows, weight, bias, T, eps, pairs, keep)
         if not learns:
-            z = _call("infer", prefix)(*given)
+            z = call_of("infer", prefix)(*given)
         elif prefix:
             z = _ClosedProject.apply(*given)[0]
         else:
@@ -110,7 +54,7 @@ def project(
     groups += [list(norms.means), list(norms.variances)] if norms.fixed else [[], []]
     settings = (T, eps, pairs, norms.eps)
     if norms.fixed and not learns:
-        z = _call("normed_infer", prefix)(rows, weight, bias, *groups, *settings)
+        z = call_of("normed_infer", prefix)(rows, weight, bias, *groups, *settings)
         return launch.at_positions(y, channels, z)
     if prefix:
         counts = [len(group) for group in groups]
@@ -339,8 +283,8 @@ def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 # Gluon: a compiler would write these kernels anew as Triton, so they stay closed, in the cheapest way that torch has.
 
-_LIBRARY.define("hopper_project(Tensor y, Tensor weight, Tensor? bias, float eps) -> Tensor")
-_LIBRARY.define(
+LIBRARY.define("hopper_project(Tensor y, Tensor weight, Tensor? bias, float eps) -> Tensor")
+LIBRARY.define(
     "hopper_project_backward(Tensor grad, Tensor y, Tensor weight, Tensor? bias, float eps, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)"
 )
@@ -360,8 +304,8 @@ def _hopper_project_backward(
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
 
 
-_LIBRARY.impl("hopper_project", _hopper_project, "CUDA")
-_LIBRARY.impl("hopper_project_backward", _hopper_project_backward, "CUDA")
+LIBRARY.impl("hopper_project", _hopper_project, "CUDA")
+LIBRARY.impl("hopper_project_backward", _hopper_project_backward, "CUDA")
 
 
 @torch.library.register_fake("torch_dcl::hopper_project")
@@ -396,7 +340,7 @@ def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     y, low, bias, pre = ctx.saved_tensors
-    found = _call("project_backward", prefix)(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
+    found = call_of("project_backward", prefix)(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
     return *found[:2], None if bias is None else found[2], *(None,) * 4
 
 
@@ -410,7 +354,7 @@ def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _normed_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     given = (*ctx.saved_tensors, ctx.dtype, *ctx.settings, ctx.fixed)
-    dy, dweight, rest = _call("normed_project_backward", prefix)(grad, *given)
+    dy, dweight, rest = call_of("normed_project_backward", prefix)(grad, *given)
     bias, gammas, betas, running = ctx.has
     T, each = ctx.settings[0], rest.unbind(0)
     none: list[None] = [None] * running
@@ -450,7 +394,7 @@ def _project_vmap(
     prefix: str, info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     rows = _one_by_one((y, weight, bias), in_dims, info.batch_size)
-    found = [_call("project", prefix)(*row, *settings) for row in rows]
+    found = [call_of("project", prefix)(*row, *settings) for row in rows]
     return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0, 0, 0)
 
 

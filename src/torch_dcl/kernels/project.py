@@ -13,9 +13,8 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.launch import DEEPEST, Norms
+from torch_dcl.kernels.launch import DEEPEST, Norms, product_, products
 from torch_dcl.kernels.launcher import Launch, is_traced, kept
-from torch_dcl.kernels.products import product_, products
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
 __all__ = [

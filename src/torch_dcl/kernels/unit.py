@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
-from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launch import Norms, products
 from torch_dcl.kernels.launcher import recording
 from torch_dcl.kernels.plans import Known, Plan, plan_for
-from torch_dcl.kernels.products import products
 
 __all__ = ["Settings", "Stage", "again", "construct", "gradient_type", "run", "weight_gradient"]
 
