@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torch_dcl.cli.app import app
-from torch_dcl.experiments.protocol import Silent
+from torch_dcl.experiments.protocol import Listener
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.experiments.runner import run
 from torch_dcl.report.trackers import Tracker
@@ -45,7 +45,7 @@ class Noting(Tracker):
 
 def test_every_record_reaches_a_tracker_once(tmp_path):
     config = ImageNetConfig(network="net.py:make", data="synthetic", models=("plain",), seeds=2, device="cpu", **SMALL)
-    tracker = Noting(tmp_path / "run", Silent())
+    tracker = Noting(tmp_path / "run", Listener())
     done = run(ImageNet(config), tmp_path / "run", listener=tracker)
     tracker.update()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
