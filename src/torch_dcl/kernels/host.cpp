@@ -4,7 +4,8 @@
 // metadata, settings of torch, and values in the dictionaries of modules. What learns becomes one node of autograd,
 // whose backward pass is a tape as well; Python records it with the first gradient, and computes second derivatives.
 //
-// An operation of torch can be served by tapes too, which is what compiled networks call: one for each kind of arguments.
+// An operation of torch can be served by tapes too, which is what compiled networks call: one for each kind of
+// arguments.
 //
 // `record.py` makes tapes and programs. Nothing here knows what a unit computes.
 
@@ -64,8 +65,8 @@ using Slots = std::vector<int>;  // -1 is no tensor
 
 // ---------------------------------------------------------------------------------------------------------- CUDA
 
-using LaunchKernel = int (*)(
-    void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+using LaunchKernel = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                             void**);
 using CurrentStream = int32_t (*)(int32_t, void**);
 
 template <typename Function>
@@ -74,7 +75,8 @@ Function find(const char* library, const char* name) {
   return handle == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(handle, name));
 }
 
-void launch(void* function, const std::array<unsigned, 3>& grid, unsigned threads, unsigned shared, int device, void** values) {
+void launch(void* function, const std::array<unsigned, 3>& grid, unsigned threads, unsigned shared, int device,
+            void** values) {
   static const auto start = find<LaunchKernel>("libcuda.so.1", "cuLaunchKernel");
   static const auto current = find<CurrentStream>("libtorch_cuda.so", "aoti_torch_get_current_cuda_stream");
   TORCH_CHECK(start != nullptr && current != nullptr, "CUDA's driver is not loaded");
@@ -166,7 +168,8 @@ class Tape {
  public:
   Tape(size_t inputs, size_t slots, Slots outputs) : inputs_(inputs), slots_(slots), outputs_(std::move(outputs)) {}
 
-  void operation(const std::string& name, const std::string& overload, const py::sequence& given, Slots results, Slots last) {
+  void operation(const std::string& name, const std::string& overload, const py::sequence& given, Slots results,
+                 Slots last) {
     auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
     Operation made{handle, {}, {}, {}, std::move(results)};
     size_t i = 0;
@@ -187,9 +190,8 @@ class Tape {
     steps_.push_back({std::move(made), std::move(last)});
   }
 
-  void kernel(
-      py::object call, Slots tensors, uint64_t function, std::array<unsigned, 3> grid, unsigned threads, unsigned shared,
-      int device, const std::vector<std::pair<std::string, py::object>>& values, Slots last) {
+  void kernel(py::object call, Slots tensors, uint64_t function, std::array<unsigned, 3> grid, unsigned threads,
+              unsigned shared, int device, const std::vector<std::pair<std::string, py::object>>& values, Slots last) {
     Kernel made;
     made.call = std::move(call);
     made.tensors = std::move(tensors);
@@ -271,7 +273,8 @@ class Tape {
       std::array<void*, most> addresses;
       std::copy(kernel.values.begin(), kernel.values.end(), values.begin());
       uint64_t bits = 0;
-      for (const auto& [at, slot] : kernel.pointers) bits |= values[at] = reinterpret_cast<uint64_t>(slots[slot].data_ptr());
+      for (const auto& [at, slot] : kernel.pointers)
+        bits |= values[at] = reinterpret_cast<uint64_t>(slots[slot].data_ptr());
       if ((bits & 15) == 0) {
         for (size_t i = 0; i < kernel.values.size(); ++i) addresses[i] = &values[i];
         launch(kernel.function, kernel.grid, kernel.threads, kernel.shared, kernel.device, addresses.data());
@@ -301,7 +304,7 @@ struct Metadata {
   bool holds(const Tensor& tensor) const {
     if (!tensor.defined()) return !defined;
     return defined && tensor.key_set() == keys && tensor.scalar_type() == dtype && tensor.device() == device &&
-        tensor.sizes() == sizes && tensor.strides() == strides;
+           tensor.sizes() == sizes && tensor.strides() == strides;
   }
 
   bool defined;
@@ -372,9 +375,9 @@ struct Program {
   at::ScalarType autocast_dtype = at::kFloat, dtype = at::kFloat;
   std::shared_ptr<Tape> tape;
   Slots differentiable;  // of the inputs, in the order of their gradients
-  Slots saved;  // inputs, behind them outputs of the tape (the result is the first of these), or -1
-  Slots held;  // inputs without gradients that second derivatives want
-  py::object backward;  // (grad, saved, held, needs, create_graph) -> gradients, tape or None
+  Slots saved;           // inputs, behind them outputs of the tape (the result is the first of these), or -1
+  Slots held;            // inputs without gradients that second derivatives want
+  py::object backward;   // (grad, saved, held, needs, create_graph) -> gradients, tape or None
 
   std::mutex mutex;
   std::vector<Backward> known;
@@ -451,8 +454,8 @@ Pointer make_node() {
 // Whether something is at work that must see every operation: a mode, a transform, a tracer.
 bool observed() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-      c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
 class Programs {
@@ -483,7 +486,8 @@ class Programs {
     py::object own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(layer.ptr(), nullptr));
     variable_list inputs;
     for (auto program = programs_.rbegin(); program != programs_.rend(); ++program) {
-      if ((*program)->learns != learns || (*program)->autocast != autocast || !(*program)->metadata[0].holds(*x)) continue;
+      if ((*program)->learns != learns || (*program)->autocast != autocast || !(*program)->metadata[0].holds(*x))
+        continue;
       if (autocast && (*program)->autocast_dtype != at::autocast::get_autocast_dtype(kind)) continue;
       if (!gather(**program, own.ptr(), *x, inputs)) continue;
       auto chosen = *program;
@@ -631,7 +635,8 @@ class Served : public c10::OperatorKernel {
     return a.isNone() && b.isNone();
   }
 
-  variable_list record(const std::vector<IValue>& arguments, const variable_list& tensors, const std::vector<IValue>& others) {
+  variable_list record(const std::vector<IValue>& arguments, const variable_list& tensors,
+                       const std::vector<IValue>& others) {
     py::gil_scoped_acquire locked;
     py::list given;
     for (const auto& argument : arguments) {
@@ -668,7 +673,8 @@ class Served : public c10::OperatorKernel {
 void serve(const std::string& name, const std::string& key, py::object record, py::object tf32) {
   auto* library = new torch::Library(  // for good
       torch::Library::IMPL, "torch_dcl", c10::parseDispatchKey(key), __FILE__, __LINE__);
-  library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Served>(std::move(record), std::move(tf32))));
+  library->impl(name.c_str(),
+                torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Served>(std::move(record), std::move(tf32))));
 }
 
 }  // namespace
@@ -677,7 +683,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("serve", &serve);
   py::class_<Slot>(m, "Slot").def(py::init<int>());
   py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
-      .def(py::init([](size_t inputs, size_t slots, Slots outputs) { return share(new Tape(inputs, slots, std::move(outputs))); }))
+      .def(py::init([](size_t inputs, size_t slots, Slots outputs) {
+        return share(new Tape(inputs, slots, std::move(outputs)));
+      }))
       .def("operation", &Tape::operation)
       .def("kernel", &Tape::kernel)
       .def("run", [](const Tape& tape, const std::vector<py::object>& inputs) {
@@ -695,7 +703,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__call__", &Programs::run)
       // A copy of a layer, or one from a file, records its own.
       .def("__deepcopy__", [](const Programs&, const py::object&) { return py::none(); })
-      .def("__reduce__", [](const Programs&) {
-        return py::make_tuple(py::type::of(py::none()), py::tuple());
-      });
+      .def("__reduce__", [](const Programs&) { return py::make_tuple(py::type::of(py::none()), py::tuple()); });
 }
