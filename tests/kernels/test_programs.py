@@ -22,11 +22,10 @@ LAYERS = slow_where(cases.LAYERS, "without|strided|over all|parameters|many rows
 def test_a_replayed_layer_has_the_bits_of_the_recorded_one(interpreter, name, half):
     found = interpreter(cases.replayed_case, name, half, "cpu")
     assert found.pop("equal")
-    if (
-        name == "convolution in torch's layout"
-    ):  # in float32 without tensor cores kernels do not pay, else z is transposed
-        assert found.pop("node") != "DCLUnitBackward"
-        assert found["programs"] == (0 if half is None else 2)
+    if half is None and name in ("convolution in torch's layout", "one dimension"):
+        assert found["programs"] == 0  # without tensor cores no kernel takes images whose channels are not last
+    elif name == "convolution in torch's layout":  # a unit between two transpositions
+        assert (found["programs"], found["node"]) == (2, "_TurnBackward")
     else:
         assert found == {"programs": 2, "failed": 0, "node": "DCLUnitBackward"}
 
