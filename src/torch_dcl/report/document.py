@@ -81,7 +81,8 @@ def on_page(grid: Grid) -> dict[str, Any]:
         for line in grid.lines
     ]
     heads = [head.removeprefix("<") for head in grid.heads]
-    return {"heads": [head[:1].upper() + head[1:] for head in heads], "rows": rows}
+    left = [i for i, head in enumerate(grid.heads) if head.startswith("<")]
+    return {"heads": [head[:1].upper() + head[1:] for head in heads], "rows": rows, "left": left}
 
 
 def _lined(name: str) -> Markup:
