@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl.functional import check_eps, draw_pair
 from torch_dcl.kernels import dispatch
 from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, project_and_fuse
-from torch_dcl.norms import batch_norms
+from torch_dcl.norms import described, join_norms, normalise
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -83,8 +84,8 @@ class ConceptFusion(nn.Module):
         spatial: How many spatial dimensions follow the channels; 0 puts the channels last, as in ``nn.Linear``.
         strategy: "deterministic" fuses all branches; "stochastic" one drawn pair in training, all pairs in eval.
         eps: ε of the fusion; None takes the paper's.
-        norm_layer: Called with K2, makes the normalisation of one branch's response before its ReLU. Its scale carries
-            the variance of the start; a norm without one starts at unit variance.
+        norm_layer: Called with T·K2, makes the normalisation of all responses before their ReLU, one branch's channels
+            behind the other's. Its scale carries the variance of the start; a norm without one starts at unit variance.
         bias: Whether each branch has a bias.
         device: Where the parameters live.
         dtype: Of which type they are.
@@ -113,11 +114,10 @@ class ConceptFusion(nn.Module):
         self.eps = check_eps(eps, self.fused)
         self.weight = nn.Parameter(torch.empty(sum(widths), out_channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(T, out_channels, device=device, dtype=dtype)) if bias else None
-        self.norm = None
+        self.norm: nn.Module | None = None
         check_factory("norm_layer", norm_layer, "nn.BatchNorm2d")
         if norm_layer is not None:
-            norms = [norm_layer(out_channels) for _ in widths]
-            self.norm = nn.ModuleList(norm.to(device=device, dtype=dtype) for norm in norms)
+            self.norm = norm_layer(T * out_channels).to(device=device, dtype=dtype)
         self.advanced = False  # whether somebody has taken charge of the step, see torch_dcl.stochastic
         if strategy == "stochastic":
             self.register_buffer("key", torch.zeros(3, dtype=torch.int64, device=device))
@@ -161,6 +161,8 @@ class ConceptFusion(nn.Module):
     ) -> None:  # fmt: skip
         """As torch does it. A state dict without ε, as older ones are, leaves ε as it is; a wrong ε is named."""
         name = f"{prefix}_extra_state"
+        if isinstance(self.norm, _BatchNorm):
+            join_norms(state_dict, f"{prefix}norm.", self.branches)
         try:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -181,26 +183,24 @@ class ConceptFusion(nn.Module):
         """
         lean, spread = self.start()
         for W, M in zip(torch.split(self.weight, list(self.widths)), self.widths, strict=True):
-            bound = math.sqrt(3 / (M * incoming)) * (1.0 if self.norm else spread)
+            bound = math.sqrt(3 / (M * incoming)) * (spread if self.norm is None else 1.0)
             nn.init.uniform_(W.detach(), -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
-        for norm in self.norm or ():
-            reset(norm)
-            gamma = getattr(norm, "weight", None)
-            if isinstance(gamma, Tensor):
-                nn.init.constant_(gamma, spread)
-        for shift in self._shifts:
-            if lean and isinstance(shift, Tensor):
-                nn.init.constant_(shift, lean * spread)
+        reset(self.norm)
+        gamma = getattr(self.norm, "weight", None)
+        if isinstance(gamma, Tensor):
+            nn.init.constant_(gamma, spread)
+        if lean and isinstance(self._shift, Tensor):
+            nn.init.constant_(self._shift, lean * spread)
         if self.strategy == "stochastic":
             self.key.zero_()
             self.active.copy_(draw_pair(self.key, self.branches))
 
     @property
-    def _shifts(self) -> list[Tensor | None]:
-        """What adds a constant to the responses: the biases, or those of the norms."""
-        return [self.bias] if self.norm is None else [getattr(norm, "bias", None) for norm in self.norm]
+    def _shift(self) -> Tensor | None:
+        """What adds a constant to the responses: the biases, or those of the norm."""
+        return self.bias if self.norm is None else getattr(self.norm, "bias", None)
 
     def start(self, mean_square: float | None = None) -> tuple[float, float]:
         """How responses start before their ReLU: their mean in units of their standard deviation, and the latter.
@@ -208,24 +208,25 @@ class ConceptFusion(nn.Module):
         Args:
             mean_square: Of z, to be met; None meets the variance of a ReLU layer as `reset_parameters` does.
         """
-        lean = LEAN if self.fused > 1 and all(isinstance(shift, Tensor) for shift in self._shifts) else 0.0
+        lean = LEAN if self.fused > 1 and isinstance(self._shift, Tensor) else 0.0
         # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
-        return lean, response_spread(self.fused, self.eps, 1.0 if self.norm else 1 / 3, lean, mean_square)
+        return lean, response_spread(self.fused, self.eps, 1 / 3 if self.norm is None else 1.0, lean, mean_square)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """The branches of stage 1, one by one."""
         return torch.split(y, list(self.widths), dim=-1 - self.spatial)
 
-    def project(self, t: int, y: Tensor) -> Tensor:
-        """The response of branch t before its ReLU."""
-        start = sum(self.widths[:t])
-        W = self.weight[start : start + self.widths[t]]
-        pre = _project(y, W, None if self.bias is None else self.bias[t], self.widths[t], self.spatial)
-        return pre if self.norm is None else self.norm[t](pre)
-
     def respond(self, y: Tensor) -> list[Tensor]:
         """All T responses before their ReLU, from the output of stage 1."""
-        return [self.project(t, y_t) for t, y_t in enumerate(self.split(y))]
+        pre = self._project(y, self.weight, self.bias, self.widths)
+        return pre if self.norm is None else normalise(self.norm, pre, y.dim() - 1 - self.spatial)
+
+    def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> list[Tensor]:
+        """The responses of some branches, before a norm."""
+        biases = (None,) * len(widths) if bias is None else bias.unbind(0)
+        of_y = torch.split(y, list(widths), y.dim() - 1 - self.spatial)
+        parts = zip(of_y, torch.split(weight, list(widths)), biases, widths, strict=True)
+        return [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
 
     def forward(self, y: Tensor) -> Tensor:
         """Fuse the output of stage 1, all branches in it."""
@@ -246,10 +247,7 @@ class ConceptFusion(nn.Module):
         if self._in_rows(y, weight, widths, pairs=pairs):
             keep = self.spatial == 0
             return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
-        biases = (None,) * len(widths) if bias is None else bias.unbind(0)
-        of_y, of_weight = torch.split(y, list(widths), channels), torch.split(weight, list(widths))
-        parts = zip(of_y, of_weight, biases, widths, strict=True)
-        pre = [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
+        pre = self._project(y, weight, bias, widths)
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
     def _in_rows(self, y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
@@ -269,11 +267,11 @@ class ConceptFusion(nn.Module):
         widths, stochastic = self.widths, self.strategy == "stochastic"
         if stochastic and self.training:
             weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
-        norms = None
-        if self.norm is not None and (norms := batch_norms(list(self.norm))) is None:
+        norm = None
+        if self.norm is not None and (norm := described(self.norm)) is None:
             return None
         pairs = stochastic and not self.training
-        return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norms, pairs=pairs)
+        return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norm, pairs=pairs)
 
     def _active_bias(self) -> Tensor | None:
         return None if self.bias is None else self.bias.index_select(0, self.active)

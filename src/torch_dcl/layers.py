@@ -10,7 +10,7 @@ key                      shape                      what it is
 ``branch_activation.*``  as the activation has it   only with a ``branch_activation`` that has parameters
 ``fusion.weight``        ``[ΣM, K2]``               W: row m of branch t weighs ``y_m`` in all K2 outputs
 ``fusion.bias``          ``[T, K2]``                one bias a branch, unless ``bias=False``
-``fusion.norm.t.*``      as ``norm_layer`` has it   the normalisation of branch t, with ``norm_layer``
+``fusion.norm.*``        ``[T·K2]``, usually        the normalisation of all responses, with ``norm_layer``
 ``fusion.key``           ``[3]`` int64              seed, layer, step of the draw (stochastic strategy)
 ``fusion.active``        ``[2]`` int64              the two branches drawn for this step (stochastic strategy)
 ``fusion._extra_state``  ``[]`` float64             ε, on the CPU; a state dict without it leaves ε as it is
@@ -61,6 +61,8 @@ class _DCL(nn.Module):
     branch: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     fusion: ConceptFusion
     branch_activation: nn.Module | None
+    marks_output = False
+    """Whether z is marked for a ReLU behind the layer that serves other places too; see `passes_relu`."""
 
     def reset_parameters(self) -> None:
         """Initialise both stages; see :meth:`ConceptFusion.reset_parameters`."""
@@ -74,6 +76,12 @@ class _DCL(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z."""
+        z = self._compute(x)
+        if self.marks_output:
+            z._dcl_positive = True  # type: ignore[attr-defined]
+        return z
+
+    def _compute(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if not compiling and (z := replayed(self, x)) is not None:
             return z
@@ -203,8 +211,8 @@ class DCLLinear(_DCL):
             training step and, in eval, takes the mean over all pairs; see :mod:`torch_dcl.stochastic` for who
             advances the step.
         eps: ε inside the root; None takes the paper's ``10^-T`` (``10^-2`` for the pairs of the stochastic strategy).
-        norm_layer: Makes a normalisation of K2 channels for each branch's response before its ReLU, for example
-            ``nn.BatchNorm1d``.
+        norm_layer: Called with T·K2, makes a normalisation of the responses of all branches before their ReLU, for
+            example ``nn.BatchNorm1d``.
         branch_activation: Makes an activation after stage 1, for example ``nn.ReLU``. The paper's definition has
             none, the last line of its derivation shows one. With it, stage 1 has a bias.
 
@@ -388,6 +396,14 @@ class DCLConv3d(_DCLConv):
     """A 3-d convolution with its ReLU, as T branches fused at each position; see :class:`DCLConv2d`."""
 
     _plain, _spatial = nn.Conv3d, 3
+
+
+def passes_relu(z: Tensor) -> bool:
+    """Whether z comes straight from a layer that marked it as positive. The mark is taken away: it is for one ReLU."""
+    if not getattr(z, "_dcl_positive", False):
+        return False
+    z._dcl_positive = False  # type: ignore[attr-defined]
+    return True
 
 
 def _check_channels(**channels: int) -> None:

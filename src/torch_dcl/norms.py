@@ -1,48 +1,67 @@
-"""Whether modules only compute what their class says, and batch norms as what they compute: for the kernels."""
+"""Batch norms of the branches: as the kernels take them, branch by branch in plain torch, and in older state dicts.
 
-from collections.abc import Sequence
-from typing import Any
+One norm of T·K2 channels normalises the responses of all branches: a channel's statistics are its own.
+"""
+
+from collections.abc import MutableMapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
-from torch_dcl.kernels.dispatch import Norms
+from torch_dcl.kernels.dispatch import Norm
 
-__all__ = ["batch_norms", "called_plainly"]
+__all__ = ["called_plainly", "described", "join_norms", "normalise"]
 
 
-def batch_norms(norms: Sequence[nn.Module]) -> Norms | None:
-    """Batch norms as what they compute; None where they are not plain ones, or not alike."""
-    first = norms[0]
-    if not isinstance(first, _BatchNorm):
+def described(norm: nn.Module) -> Norm | None:
+    """A batch norm as what it computes; None where it is not a plain one."""
+    if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
         return None
-    training, momentum = first.training, first.momentum
-    alike = training, first.eps, momentum, first.track_running_stats
-    columns: list[tuple[Any, ...]] = []
-    for norm in norms:
-        if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
-            return None
-        if (norm.training, norm.eps, norm.momentum, norm.track_running_stats) != alike or norm._modules:
-            return None  # the last is a parametrized one
-        columns.append((norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked))
-    if isinstance(first, nn.SyncBatchNorm) and training and _is_distributed():
+    if norm._modules:
+        return None  # a parametrized one
+    training = norm.training
+    if isinstance(norm, nn.SyncBatchNorm) and training and _is_distributed():
         return None  # it exchanges its statistics with other processes
-    gammas, betas, means, variances, counts = zip(*columns, strict=True)
-    fixed = not training and means[0] is not None
-    if not fixed and not (training and first.track_running_stats):
-        means = variances = counts = ()
-    groups: list[tuple[Any, ...]] = []
-    for group in (gammas, betas, means, variances, counts):
-        missing = [t is None for t in group]
-        if any(missing):
-            if not all(missing) or group is means or group is variances or (group is counts and not fixed):
-                return None
-            group = ()  # noqa: PLW2901
-        groups.append(group)
-    gammas, betas, means, variances, counts = groups
-    return Norms(gammas, betas, means, variances, counts, alike[1], momentum, fixed)
+    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    fixed = not training and mean is not None
+    if not fixed and not (training and norm.track_running_stats):
+        mean = variance = count = None
+    if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):
+        return None
+    return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed)
+
+
+def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Tensor]:
+    """The responses of all branches, normalised: without putting them side by side where a batch norm is plain."""
+    if type(norm).forward is not _BatchNorm.forward or norm._modules or not called_plainly(norm):
+        return list(norm(torch.cat(list(pre), channels)).chunk(len(pre), channels))
+    assert isinstance(norm, _BatchNorm)
+    norm._check_input_dim(pre[0])  # type: ignore[no-untyped-call]
+    momentum = norm.momentum or 0.0
+    tracks = norm.training and norm.track_running_stats
+    if tracks and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            momentum = 1.0 / float(norm.num_batches_tracked)
+    by_batch = norm.training or (norm.running_mean is None and norm.running_var is None)
+    running = (norm.running_mean, norm.running_var) if tracks or not by_batch else (None, None)
+    columns = ((None,) * len(pre) if t is None else t.chunk(len(pre)) for t in (*running, norm.weight, norm.bias))
+    return [
+        F.batch_norm(p, mean, variance, gamma, beta, by_batch, momentum, norm.eps)
+        for p, mean, variance, gamma, beta in zip(pre, *columns, strict=True)
+    ]
+
+
+def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
+    """Join the tensors of one batch norm a branch, as older state dicts have them, to those of a norm of all."""
+    for name in [key.removeprefix(f"{prefix}0.") for key in state if key.startswith(f"{prefix}0.")]:
+        keys = [f"{prefix}{t}.{name}" for t in range(T)]
+        if all(key in state for key in keys):
+            parts = [state.pop(key) for key in keys]
+            state[prefix + name] = torch.cat(parts) if parts[0].dim() else parts[0]
 
 
 _PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)

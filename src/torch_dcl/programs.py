@@ -25,9 +25,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _REPLACED = ("forward", "_compiled_call_impl")
 _GLOBAL_HOOKS = [name for name in vars(modules) if name.startswith("_global_") and name.endswith("_hooks")]
 _OF_BRANCH = ("stride", "padding", "dilation", "padding_mode")
-_OF_NORM = ("training", "eps", "momentum", "track_running_stats")
-_GROUPS = (("_parameters", "weight"), ("_parameters", "bias"), ("_buffers", "running_mean"),
-           ("_buffers", "running_var"), ("_buffers", "num_batches_tracked"))  # fmt: skip
+_SETTINGS_OF_NORM = ("training", "eps", "momentum", "track_running_stats")
+_OF_NORM = (("_parameters", "weight"), ("_parameters", "bias"), ("_buffers", "running_mean"),
+            ("_buffers", "running_var"), ("_buffers", "num_batches_tracked"))  # fmt: skip
 _TRIES = 4
 """Kinds of calls that could not be recorded, after which a layer is left alone."""
 _REMEMBERED = 64
@@ -105,18 +105,17 @@ def _sources(layer: Any, unit: Recorded) -> Iterator[tuple[dict[str, Any], str]]
     yield layer.branch._parameters, "weight"
     yield layer.fusion._parameters, "weight"
     yield layer.fusion._parameters if "bias" in layer.fusion._parameters else vars(layer.fusion), "bias"
-    norms = list(layer.fusion.norm or ())
     at = 4
-    for place, key in _GROUPS:
-        # A group of tensors that the norms do not have, or that does not count, is left out.
-        if norms and at < len(unit.inputs) and getattr(norms[0], place).get(key) is unit.inputs[at]:
-            yield from ((getattr(norm, place), key) for norm in norms)
-            at += len(norms)
+    for place, key in _OF_NORM:
+        # A tensor that the norm does not have, or that does not count, is left out.
+        if at < len(unit.inputs) and getattr(layer.fusion.norm, place).get(key) is unit.inputs[at]:
+            yield getattr(layer.fusion.norm, place), key
+            at += 1
 
 
 def _conditions(layer: Any, unit: Recorded) -> Iterator[Condition]:
     """What must hold besides the tensors' sizes, types and layouts, and the settings that C++ looks at itself."""
-    branch, fusion, norms = layer.branch, layer.fusion, list(layer.fusion.norm or ())
+    branch, fusion, norm = layer.branch, layer.fusion, layer.fusion.norm
     yield "equal", layer._modules, "branch", branch
     yield "equal", layer._modules, "fusion", fusion
     yield "equal", None, "branch_activation", None  # None stands for the layer's own dictionary
@@ -126,13 +125,11 @@ def _conditions(layer: Any, unit: Recorded) -> Iterator[Condition]:
         yield "equal", vars(fusion), "training", fusion.training
     yield "equal", vars(fusion), "eps", fusion.eps
     yield from (("equal", vars(branch), name, vars(branch)[name]) for name in _OF_BRANCH if name in vars(branch))
-    if norms:
-        yield "equal", fusion._modules, "norm", fusion.norm
-        yield "equal", vars(fusion.norm), "_modules", fusion.norm._modules.copy()
-    for norm in norms:
+    if norm is not None:
+        yield "equal", fusion._modules, "norm", norm
         yield "empty", vars(norm), "_modules", None
-        yield from (("equal", vars(norm), name, vars(norm)[name]) for name in _OF_NORM)
-    for module in (branch, fusion, *norms):
+        yield from (("equal", vars(norm), name, vars(norm)[name]) for name in _SETTINGS_OF_NORM)
+    for module in (branch, fusion) if norm is None else (branch, fusion, norm):
         own = vars(module)
         yield "type", module, "", type(module)
         yield from (("empty", own, name, None) for name in _HOOKS)

@@ -193,8 +193,9 @@ def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
         rows += [(p, by_row.view(-1, *(1,) * (p.dim() - 1))) for p in parameters]
         if fusion.bias is not None:
             rows.append((fusion.bias, idle[:, None]))
-        for t, norm in enumerate(fusion.norm or ()):
-            rows += [(p, idle[t]) for p in norm.parameters()]
+        if fusion.norm is not None:
+            by_channel = idle.repeat_interleave(fusion.out_channels)
+            rows += [(p, by_channel) for p in fusion.norm.parameters() if p.shape == by_channel.shape]
     return [(parameter, _shard_like(parameter, mask)) for parameter, mask in rows]
 
 

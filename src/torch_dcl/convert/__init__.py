@@ -5,7 +5,7 @@ from torch_dcl.convert.checkpoint import CheckpointError, load_model, save_model
 from torch_dcl.convert.fit import FitReport
 from torch_dcl.convert.planner import plan
 from torch_dcl.convert.rows import Choice, Comparison, Plan, Row, Timing
-from torch_dcl.convert.units import AbsorbedNorm, AbsorbedReLU
+from torch_dcl.convert.units import AbsorbedNorm, AbsorbedReLU, SharedReLU
 
 __all__ = [
     "AbsorbedNorm",
@@ -17,6 +17,7 @@ __all__ = [
     "FitReport",
     "Plan",
     "Row",
+    "SharedReLU",
     "Timing",
     "convert_",
     "load_model",

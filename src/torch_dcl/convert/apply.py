@@ -15,7 +15,6 @@ from torch_dcl.convert.table import count, tabulate
 from torch_dcl.convert.trial import Trial
 from torch_dcl.convert.units import (
     AbsorbedNorm,
-    AbsorbedReLU,
     build,
     carry_flags,
     is_idle,
@@ -25,6 +24,7 @@ from torch_dcl.convert.units import (
     names_of,
     norm_obstacle,
     obstacle,
+    stand_in,
     swap,
     thawed,
 )
@@ -80,7 +80,8 @@ def convert_(
     device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a
     branch with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` stays in
     its place. z is positive, so that a ReLU behind it has nothing to do: one that serves this layer alone becomes an
-    :class:`AbsorbedReLU`, others stay. A module with several names is replaced once and stays shared. A
+    :class:`AbsorbedReLU`, one that serves other places too a :class:`SharedReLU`. A module with
+    several names is replaced once and stays shared. A
     ``nn.TransformerEncoderLayer`` around a replaced layer, and a ``nn.TransformerEncoder`` around that, lose their
     fused inference path, which would not call the layer. An optimiser made before holds the old parameters: make it
     after.
@@ -201,12 +202,16 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
 def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:
     """Put every layer in the place of its unit."""
     names = names_of(model)
-    for (_, module, norm, relu), layer in zip(units, layers, strict=True):
+    stand_ins: dict[nn.Module, nn.Module] = {}
+    for (row, module, norm, relu), layer in zip(units, layers, strict=True):
         swap(model, names[module], layer)
         if norm is not None:
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
-        if relu is not None:
-            swap(model, names[relu], AbsorbedReLU().train(relu.training))
+        if isinstance(relu, nn.ReLU):
+            layer.marks_output = row.shares_relu
+            stand_ins[relu] = stand_in(relu, shared=row.shares_relu)
+    for relu, new in stand_ins.items():
+        swap(model, names[relu], new)
 
 
 def _fit_units(

@@ -21,6 +21,7 @@ from torch_dcl.convert.snapshot import all_or_nothing
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     AbsorbedReLU,
+    SharedReLU,
     build,
     carry_flags,
     is_frozen_norm,
@@ -30,12 +31,14 @@ from torch_dcl.convert.units import (
     norm_obstacle,
     norm_settings,
     obstacle,
+    stand_in,
     swap,
 )
 from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
 from torch_dcl.functional import check_eps
 from torch_dcl.layers import _DCL
+from torch_dcl.norms import join_norms
 
 __all__ = ["CheckpointError", "load_model", "save_model"]
 
@@ -132,6 +135,9 @@ def _load(
     own_name, places = OwnNames(model), names_of(model)
     changes = _rebuild(own_name, content, path)
     _reconcile_epsilon(tensors, content, path)
+    for entry in content["layers"] if content["version"] == 1 else ():
+        for name in entry["names"] if entry["norm"] is not None and entry["norm"]["type"] in NORMS else ():
+            join_norms(tensors, f"{name}.fusion.norm.".removeprefix("."), len(entry["widths"]))
     _check_fit(model, own_name, changes, tensors, path)
     if changes and not replaceable:
         raise ValueError("DistributedDataParallel holds the layers that the file replaces; load the network before it")
@@ -150,15 +156,17 @@ def _load(
 
 def _describe(model: nn.Module) -> dict[str, Any]:
     """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
-    layers, absorbed, relus = [], [], []
+    layers, absorbed, relus, shared = [], [], [], []
     for module, names in OwnNames(model).of.items():
         if isinstance(module, AbsorbedNorm):
             absorbed.append(names)
         elif isinstance(module, AbsorbedReLU):
             relus.append(names)
+        elif isinstance(module, SharedReLU):
+            shared.append(names)
         elif isinstance(module, _DCL):
             layers.append({"names": names, **_describe_layer(module)})
-    return {"layers": layers, "absorbed": absorbed, "relus": relus}
+    return {"layers": layers, "absorbed": absorbed, "relus": relus, "shared_relus": shared}
 
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
@@ -170,7 +178,8 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
         "bias": layer.fusion.bias is not None,
         "stage1": {name: _as_json(getattr(layer.branch, name)) for name in _GEOMETRY if hasattr(layer.branch, name)},
         "activation": None if layer.branch_activation is None else _describe_part(layer.branch_activation),
-        "norm": None if layer.fusion.norm is None else _describe_part(layer.fusion.norm[0]),
+        "norm": None if layer.fusion.norm is None else _describe_part(layer.fusion.norm),
+        "marks_output": layer.marks_output,
     }
 
 
@@ -232,8 +241,9 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
         layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
         if layer is not module:
             changes[module] = layer
-        # ε is state: a layer that is there already takes over the file's.
-        difference = _difference({**_describe_layer(layer), "eps": entry["eps"]}, entry)
+        # ε is state: a layer that is there already takes over the file's. Its ReLU is where the network has it.
+        own = {**_describe_layer(layer), "eps": entry["eps"], "marks_output": entry.get("marks_output")}
+        difference = _difference(own, entry)
         if difference:
             raise _misfit(path, f"{entry['names'][0]!r} has {difference}")
         try:
@@ -252,12 +262,13 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
             raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
     _carry_all(changes, norms)
     changes |= {norm: AbsorbedNorm().train(norm.training) for norm in norms}
-    for places in content["relus"]:
+    relus = [(places, False) for places in content["relus"]]
+    for places, shared in [*relus, *((places, True) for places in content.get("shared_relus") or ())]:
         relu = _place(names, places, path)
         if not isinstance(relu, nn.ReLU | AbsorbedReLU):
             raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
-        if is_idle(relu):
-            changes[relu] = AbsorbedReLU().train(relu.training)
+        if isinstance(relu, nn.ReLU) and is_idle(relu):
+            changes[relu] = stand_in(relu, shared=shared)
     for module, places in names.of.items():
         if isinstance(module, AbsorbedNorm) and module not in absorbed:
             raise _misfit(path, f"the batch norm {places[0]!r} is in a DCL layer there, not in the file")
@@ -287,9 +298,13 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     try:
         like = None if norm is None else NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
-        return build(module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"])
+        layer = build(
+            module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"]
+        )
     except (TypeError, ValueError) as error:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {error}") from error
+    layer.marks_output = bool(entry.get("marks_output"))
+    return layer
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:

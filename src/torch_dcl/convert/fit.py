@@ -141,10 +141,9 @@ def match_(
         if fusion.bias is not None:
             fusion.bias.fill_(lean * spread)
         return scale
-    for each in fusion.norm:
-        for value, parameter in ((spread, each.weight), (lean * spread, each.bias)):
-            if isinstance(parameter, Tensor):
-                parameter.fill_(value)
+    for value, parameter in ((spread, fusion.norm.weight), (lean * spread, fusion.norm.bias)):
+        if isinstance(parameter, Tensor):
+            parameter.fill_(value)
     return scale
 
 
@@ -277,7 +276,7 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
         if fusion.norm is not None:
             seen = Q if task.data is None else task.data[0] @ Q / math.sqrt(len(task.data[0]))
             statistics = (unit.scale * mean, unit.scale**2 * (seen @ W).double().square().sum(0))
-            _settle(fusion.norm[t], *statistics, unit.scale * constant)  # type: ignore[arg-type]
+            _settle(fusion.norm, t, *statistics, unit.scale * constant)  # type: ignore[arg-type]
             constant = torch.zeros_like(constant)
         if fusion.bias is not None:
             fusion.bias[t].copy_(unit.scale * constant)
@@ -286,19 +285,20 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
             raise ValueError(f"the fitted {name} leaves the range of {tensor.dtype}; convert the network in float32")
 
 
-def _settle(norm: _BatchNorm, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
-    """Let the batch norm of a response with these statistics add ``constant`` in eval, and do nothing else."""
+def _settle(norm: _BatchNorm, t: int, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
+    """Let the batch norm of branch t, with these statistics, add ``constant`` in eval, and do nothing else."""
+    own = slice(t * len(mean), (t + 1) * len(mean))
     if norm.affine:
-        norm.weight.copy_((variance + norm.eps).sqrt())
+        norm.weight[own].copy_((variance + norm.eps).sqrt())
     else:
         variance = torch.full_like(variance, 1 - norm.eps)
     if norm.bias is None:
         mean = -constant
     else:
-        norm.bias.copy_(constant + mean)
+        norm.bias[own].copy_(constant + mean)
     if norm.running_mean is not None and norm.running_var is not None:
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(variance)
+        norm.running_mean[own].copy_(mean)
+        norm.running_var[own].copy_(variance)
 
 
 def _check(
@@ -307,7 +307,7 @@ def _check(
     """Refuse what cannot be fitted, with the remedy."""
     if not isinstance(plain, nn.Linear | _ConvNd) or isinstance(plain, _ConvTransposeNd):
         raise TypeError(f"a {type(plain).__name__} has no DCL layer to start; use Linear, Conv1d, Conv2d or Conv3d")
-    for each in (norm, *(layer.fusion.norm or ())):
+    for each in (norm, layer.fusion.norm):
         if each is not None and not isinstance(each, _BatchNorm):
             raise TypeError(f"a {type(each).__name__} cannot be fitted; use a batch norm or none")
     if layer.branch_activation is not None:

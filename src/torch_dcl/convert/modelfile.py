@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 __all__ = ["KEY", "NORMS", "PLAN", "VERSION", "CheckpointError", "digest_of", "find_flaw", "read_checked"]
 
-VERSION = 1
+VERSION = 2
+"""1 had a batch norm for each branch, and knew nothing of shared ReLUs."""
 KEY = "torch_dcl"
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 NORMS = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
@@ -179,14 +180,19 @@ _LAYER = {
     "stage1": _is_geometry,
     "activation": _is_optional_part,
     "norm": _is_optional_part,
+    "marks_output": _or_none(_is_flag),
 }
 _FORM = {
     "layers": [_LAYER],
     "absorbed": [_LAYER["names"]],
     "relus": [_LAYER["names"]],
+    "shared_relus": _or_none(_each(_LAYER["names"])),
     "shared": lambda value: type(value) is dict and all(_is_text(name) for name in value.values()),
 }
-"""What version 1 writes: a dictionary has these keys, a list items of one form, and for any other value this holds."""
+"""What is written: a dictionary has these keys, a list items of one form, and for any other value this holds.
+
+What only later versions write may be missing.
+"""
 
 _are_counts, _are_texts = _each(_is_count), _each(_is_text)
 _is_comparison = _or_none(lambda value: _each(_is_number)(value) and len(value) == 3 and min(value[:2]) > 0)
@@ -196,6 +202,7 @@ _ROW = {
     **dict.fromkeys(("weights", "weights_after", "parameters", "parameters_after"), _is_count),
     **dict.fromkeys(("norm", "relu"), _or_none(_is_text)),
     **dict.fromkeys(("eps", "paying_ratio"), _or_none(_is_number)),
+    "shares_relu": _or_none(_is_flag),
     "aliases": _are_texts,
     "kernel": _are_counts,
     "widths": _are_counts,

@@ -14,7 +14,7 @@ from torch_dcl.convert.measure import device_name, measure_network, measure_unit
 from torch_dcl.convert.rows import GROWS, Mode, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
-from torch_dcl.convert.units import build, is_idle, kind_of, names_of, norm_obstacle, obstacle
+from torch_dcl.convert.units import SharedReLU, build, is_idle, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.layers import _DCL
 
@@ -127,7 +127,8 @@ def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[st
         norm, reason = (None, refusal) if refusal else _unit(calls, seen)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, wish)
         if not reason:
-            row = replace(row, relu=_own_relu(calls, seen, names))
+            relu, shares = _relu_behind(calls, seen, names)
+            row = replace(row, relu=relu, shares_relu=shares)
         if not reason and not row.widths:
             reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
@@ -169,12 +170,15 @@ def _paying_ratio(row: Row, round_to: int) -> float | None:
     return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
-def _own_relu(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> str | None:
-    """The name of the ReLU behind a unit, if it is a module that nothing else calls or looks at."""
+def _relu_behind(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
+    """The name of the ReLU behind a unit, if it is a module without hooks; whether it serves other places too."""
     relu = calls[0].relu
-    if relu is None or any(call.relu is not relu for call in calls) or seen.part_calls[relu] != len(calls):
-        return None
-    return names[relu][0] if is_idle(relu) else None
+    if relu is None or any(call.relu is not relu for call in calls) or not is_idle(relu):
+        return None, False
+    shares = isinstance(relu, SharedReLU) or seen.part_calls[relu] != len(calls)
+    if shares and any(call.moved for call in calls):  # it would not know the tensor
+        return None, False
+    return names[relu][0], shares
 
 
 def _weight_sharers(model: nn.Module) -> dict[int, int]:

@@ -118,7 +118,9 @@ class Row:
     channels_last: bool = True
     """Whether the channels of its output are last in memory, as the kernels of a GPU take them."""
     relu: str | None = None
-    """The ReLU that serves this layer alone, and that z, being positive, does not need."""
+    """The ReLU behind this layer, which z, being positive, does not need."""
+    shares_relu: bool = False
+    """Whether that ReLU serves other places too."""
     paying_ratio: float | None = None
     """Of a unit that would not shrink: the largest ratio at which it would, if there is one."""
     comparison: Comparison | None = None

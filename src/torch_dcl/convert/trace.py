@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torch_dcl.convert.units import is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
+from torch_dcl.convert.units import RELUS, is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
 
 __all__ = ["Call", "Trace", "trace"]
 
@@ -75,6 +75,8 @@ class Call:
     """The batch norm between the layer and its ReLU."""
     relu: nn.Module | None = None
     """The ReLU, where it is a module and the only one."""
+    moved: bool = False
+    """Whether something moves or selects values before the ReLU, so that it gets another tensor."""
     needs_grad: bool = True
     """Whether a backward pass goes on through its input; not so in the first layer."""
     reason: str = ""
@@ -133,7 +135,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.layers = [m for m in model.modules() if isinstance(m, LAYERS)]
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) or is_frozen_norm(m)]
-        self.relus = [m for m in model.modules() if type(m) is nn.ReLU]
+        self.relus = [m for m in model.modules() if type(m) in RELUS]
         self.owner = {id(p): m for m in self.layers for p in m.parameters(recurse=False)}
         self.events: list[_Event] = []
         self.calls: list[tuple[_Event, Call]] = []
@@ -251,7 +253,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module = event.module
             if module is None:
                 continue
-            call.norm, relus, call.reason = _follow(event.makes[0], readers, live, kept)
+            call.norm, relus, call.reason, call.moved = _follow(event.makes[0], readers, live, kept)
             call.relu = relus.pop() if len(relus) == 1 else None
             call.needs_grad = not trained.isdisjoint(event.reads)
             if not call.reason and call.norm is not None and len(call.output_shape) != layer_weight(module).dim():
@@ -268,20 +270,20 @@ def _is_trained(module: nn.Module | None) -> bool:
 
 def _is_done_by(op: str, module: nn.Module) -> bool:
     """Whether an operation is what this batch norm or ReLU is there for."""
-    return op.removesuffix("_") == "relu" if type(module) is nn.ReLU else op == "batch_norm"
+    return op.removesuffix("_") == "relu" if isinstance(module, nn.ReLU) else op == "batch_norm"
 
 
 def _follow(
     value: int, readers: dict[int, list[_Event]], live: set[int], kept: Set[int]
-) -> tuple[nn.Module | None, set[nn.Module | None], str]:
-    """From a value to its ReLU: the batch norm on the way, the ReLUs, and the reason if something else is met."""
+) -> tuple[nn.Module | None, set[nn.Module | None], str, bool]:
+    """From a value to its ReLU: the batch norm, the ReLUs, the reason if something else is met, whether it moves."""
     norm: nn.Module | None = None
     relus: set[nn.Module | None] = set()
     todo, moved, scaled = [value], False, False
     while todo:
         value = todo.pop()
         if value in live:
-            return norm, relus, _KEPT if value in kept else _OUTPUT
+            return norm, relus, _KEPT if value in kept else _OUTPUT, moved
         for event in readers[value]:
             op = event.op.removesuffix("_")
             if op == "relu":
@@ -289,9 +291,9 @@ def _follow(
                 continue
             if op == "batch_norm":
                 if norm is not None or moved or len(readers[value]) > 1:
-                    return norm, relus, "a batch norm follows, but not it alone"
+                    return norm, relus, "a batch norm follows, but not it alone", moved
                 if event.module is None:
-                    return norm, relus, "its batch norm is used functionally"
+                    return norm, relus, "its batch norm is used functionally", moved
                 norm = event.module
                 todo.extend(event.makes)
             elif _MOVES.fullmatch(op):
@@ -301,12 +303,13 @@ def _follow(
                 moved = scaled = True
                 todo.extend(event.makes)
             elif op.startswith("_scaled_dot_product") or "attention" in op:
-                return norm, relus, "feeds attention"
+                return norm, relus, "feeds attention", moved
             else:
-                return norm, relus, _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
+                reason = _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
+                return norm, relus, reason, moved
     if not relus:
-        return norm, relus, "its output is not used"
-    return norm, relus, "is multiplied with a number" if scaled else ""
+        return norm, relus, "its output is not used", moved
+    return norm, relus, "is multiplied with a number" if scaled else "", moved
 
 
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:

@@ -10,11 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from torch_dcl.fusion import Strategy
-from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, passes_relu
 
 __all__ = [
     "AbsorbedNorm",
     "AbsorbedReLU",
+    "SharedReLU",
     "build",
     "carry_flags",
     "is_idle",
@@ -24,6 +25,7 @@ __all__ = [
     "norm_obstacle",
     "norm_settings",
     "obstacle",
+    "stand_in",
     "swap",
 ]
 
@@ -52,6 +54,17 @@ class AbsorbedReLU(nn.Identity):
     """Stands where a ReLU stood behind a layer that is a DCL layer now, whose output is positive by itself."""
 
 
+class SharedReLU(nn.ReLU):
+    """Stands where a ReLU stood that serves DCL layers and other places too, as the one of a residual block does.
+
+    What comes straight from such a DCL layer is positive and passes as it is; everything else is rectified.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input where it is positive by itself, else its ReLU."""
+        return input if passes_relu(input) else super().forward(input)
+
+
 def is_watched(module: nn.Module) -> bool:
     """Whether somebody hooked into a module, who would miss it."""
     return any(getattr(module, hooks) for hooks in _HOOKS)
@@ -59,7 +72,17 @@ def is_watched(module: nn.Module) -> bool:
 
 def is_idle(module: nn.Module | None) -> bool:
     """Whether this is a ReLU that may go, once nothing but positive values comes to it."""
-    return type(module) is nn.ReLU and not is_watched(module)
+    return type(module) in RELUS and not is_watched(module)  # type: ignore[arg-type]
+
+
+RELUS = (nn.ReLU, SharedReLU)
+
+
+def stand_in(relu: nn.ReLU, *, shared: bool) -> nn.Module:
+    """What takes the place of a ReLU behind a DCL layer: itself, where it is a stand-in already."""
+    if isinstance(relu, SharedReLU):
+        return relu
+    return (SharedReLU(relu.inplace) if shared else AbsorbedReLU()).train(relu.training)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module] | None:
@@ -229,8 +252,8 @@ def carry_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
         else:
             old = module.bias if name.endswith("bias") else weight
         parameter.requires_grad_(weight.requires_grad if old is None else old.requires_grad)
-    for new in layer.fusion.norm or ():
-        new.train(layer.training if norm is None else norm.training)
+    if layer.fusion.norm is not None:
+        layer.fusion.norm.train(layer.training if norm is None else norm.training)
 
 
 def leave_fast_paths(model: nn.Module) -> None:

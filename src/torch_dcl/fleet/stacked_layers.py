@@ -236,10 +236,7 @@ class StackedFusion(StackedLayer):
         super().__init__(layers)
         self.layer = 0
         norms = [layer.norm for layer in layers]
-        self.norm = None
-        if norms[0] is not None:
-            T = len(norms[0])
-            self.norm = nn.ModuleList(build_stacked([norm[t] for norm in norms], "fusion.norm") for t in range(T))
+        self.norm = None if norms[0] is None else build_stacked(norms, "fusion.norm")
 
     def advance(self, seed: Tensor, step: Tensor) -> None:
         """Draw the active branches of a step, as `torch_dcl.advance_branches_` does in a plain network."""
@@ -262,7 +259,8 @@ class StackedFusion(StackedLayer):
         if self.norm is not None:
             if bias is not None:
                 pre, bias = pre + operations.lowered(bias, pre)[:, :, None], None
-            pre = torch.stack([norm(pre[:, t]) for t, norm in enumerate(self.norm)], 1)
+            normed = self.norm(pre.transpose(1, 2).flatten(2))
+            pre = normed.unflatten(2, (plain.branches, -1)).transpose(1, 2).contiguous()
         return pre, bias
 
     def forward(self, y: Tensor) -> Tensor:

@@ -261,21 +261,21 @@ def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUIC
 
 
 @triton.jit
-def scale_and_shift(mean, rstd, gamma, beta, n, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
-    """A norm of the outputs n, as what it does to responses."""
+def scale_and_shift(mean, rstd, gamma, beta, n, t, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
+    """A norm of the outputs n of branch t, as what it does to responses."""
     scale = rstd
     if GAMMA:
-        scale *= tl.load(gamma + n, mask=n < N, other=0.0).to(tl.float32)
+        scale *= tl.load(gamma + t * N + n, mask=n < N, other=0.0).to(tl.float32)
     shift = -mean * scale
     if BETA:
-        shift += tl.load(beta + n, mask=n < N, other=0.0).to(tl.float32)
+        shift += tl.load(beta + t * N + n, mask=n < N, other=0.0).to(tl.float32)
     return scale, shift
 
 
 @triton.jit
-def fixed_statistics(mean, variance, bias, epsilon, n, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
-    """The running mean of the outputs n, less the bias before it, and the inverse of their deviation."""
-    of = tl.load(mean + n, mask=n < N, other=0.0).to(tl.float32)
+def fixed_statistics(mean, variance, bias, epsilon, n, t, N: tl.constexpr, BIAS: tl.constexpr):
+    """The running mean of the outputs n of branch t, less the bias before it, and the inverse of their deviation."""
+    of = tl.load(mean + t * N + n, mask=n < N, other=0.0).to(tl.float32)
     if BIAS:
         of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
-    return of, 1.0 / tl.sqrt_rn(tl.load(variance + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)
+    return of, 1.0 / tl.sqrt_rn(tl.load(variance + t * N + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch, ops
 from torch_dcl.kernels import unit as unit_
-from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
-    "Norms", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note",
+    "Norm", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note",
     "project_and_fuse", "projects", "turn", "turns", "unit", "watch",
 ]  # fmt: skip
 
@@ -96,7 +96,7 @@ def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
 
 def unit(
     x: Tensor, theta: Tensor, stage: Stage, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float,
-    norms: Norms | None, *, pairs: bool,
+    norm: Norm | None, *, pairs: bool,
 ) -> Tensor | None:  # fmt: skip
     """Both stages of a layer as one operation; None where kernels cannot compute them.
 
@@ -108,7 +108,7 @@ def unit(
         bias: ``[T, K2]`` or None.
         widths: M(t).
         eps: ε.
-        norms: Of the responses.
+        norm: Of the responses.
         pairs: Whether to take the mean over pairs instead of fusing all.
     """
     T, spatial = len(widths), stage.spatial
@@ -122,20 +122,20 @@ def unit(
     if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
         return None  # torch has an error for it
     channels = x.dim() - 1 - spatial
-    if (spatial and channels != 1) or (norms is not None and not _norms_fit(x, widths, spatial, dtype)):
+    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, widths, spatial, dtype)):
         return None  # a single image, for example
     if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
         return None
     note("project_and_fuse", "kernel")
     if not spatial and theta.dtype is not dtype and theta.requires_grad and torch.is_grad_enabled():
         note("linear", "kernel")
-    keep = norms is None and (not spatial or widths[0] > _widest(dtype))
+    keep = norm is None and (not spatial or widths[0] > _widest(dtype))
     if torch.compiler.is_compiling():
         y = _compiled_stage(x, theta, stage, dtype)
-        z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norms)
+        z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
         return turn(z, channels, last=False) if spatial and _apart(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
-    return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norms)
+    return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
 
 
 def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
@@ -146,8 +146,8 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     return unit_.construct(x, low, stage)
 
 
-def _norms_fit(x: Tensor, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels can normalise: channels where batch norms have them, and not too many of them."""
+def _norm_fits(x: Tensor, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels can normalise: channels where a batch norm has them, and not too many of them."""
     return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and x.shape[0] > 0
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
 
 __all__ = [
-    "DEEPEST", "Norms", "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "lies_as", "product_",
+    "DEEPEST", "Norm", "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "lies_as", "product_",
     "products", "reference_fuse", "responses", "room_for", "takes_hopper", "turn",
 ]  # fmt: skip
 
@@ -25,18 +25,18 @@ DEEPEST = 128
 """Filters of a branch up to which a gradient of its weights, or of its outputs, fits into registers."""
 
 
-class Norms(NamedTuple):
-    """The batch norms of T branches: their tensors, one for each branch or none, and their settings."""
+class Norm(NamedTuple):
+    """The batch norm of all branches: its tensors, ``[T·K2]`` if they are there, and its settings."""
 
-    gammas: Sequence[Tensor]
-    betas: Sequence[Tensor]
-    means: Sequence[Tensor]
-    variances: Sequence[Tensor]
-    counts: Sequence[Tensor]
+    gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
+    variance: Tensor | None
+    tracked: Tensor | None
     eps: float
     momentum: float | None
     fixed: bool
-    """Whether they normalise by their running statistics; else by the batch's, and the running ones, if any, follow."""
+    """Whether it normalises by its running statistics; else by the batch's, and the running ones, if any, follow."""
 
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:

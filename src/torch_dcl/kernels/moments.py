@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
-from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch
-from torch_dcl.kernels.project import three, total_of
+from torch_dcl.kernels.project import total_of
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
 __all__ = ["Statistics"]
@@ -91,10 +91,11 @@ def _moments(
 
 
 @triton.jit
-def _know(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr,
-          BETA: tl.constexpr):  # fmt: skip
+def _know(
+    known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
+):
     """Write what the projection's kernels read of a norm, and what its backward kernel does."""
-    scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, N, GAMMA, BETA)
+    scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, t, N, GAMMA, BETA)
     inside, to = n < N, known + t * N + n
     tl.store(to, scale, mask=inside)
     tl.store(to + T * N, shift, mask=inside)
@@ -103,11 +104,18 @@ def _know(known, mean, rstd, gamma, beta, n, t: tl.constexpr, N: tl.constexpr, T
 
 
 @triton.jit
-def _statistics_of(
+def _statistics(
     moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
-    t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
-    BETA: tl.constexpr, TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
+
+    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
+    to have them the mean over all batches.
+    """
+    epsilon, momentum = single(epsilon), single(momentum)
+    t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     inside = n < N
@@ -140,52 +148,25 @@ def _statistics_of(
         factor = tl.zeros((), tl.float32) + momentum
         if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
             factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
-        elif tl.program_id(0) == 0:
+        elif (tl.program_id(0) == 0) & (t == 0):
             tl.store(tracked, tl.load(tracked) + 1)
-        before = tl.load(running_mean + n, mask=inside, other=0.0).to(tl.float32)
+        of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
+        before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
         after = before + factor * (mean - before)
-        tl.store(running_mean + n, after.to(running_mean.dtype.element_ty), mask=inside)
-        before = tl.load(running_var + n, mask=inside, other=0.0).to(tl.float32)
+        tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
+        before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
         after = before + factor * (variance - before)
-        tl.store(running_var + n, after.to(running_var.dtype.element_ty), mask=inside)
+        tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _statistics(
-    moments, y, w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, c0, c1, c2, known, low,
-    P, epsilon, momentum,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
-    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
-
-    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
-    to have them the mean over all batches.
-    """
-    epsilon, momentum = single(epsilon), single(momentum)
-    if tl.program_id(1) == 0:
-        _statistics_of(
-            moments, y, w, bias, g0, b0, m0, v0, c0, known, low, P, epsilon, momentum,
-            0, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
-        )  # fmt: skip
-    elif tl.program_id(1) == 1:
-        _statistics_of(
-            moments, y, w, bias, g1, b1, m1, v1, c1, known, low, P, epsilon, momentum,
-            1, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
-        )  # fmt: skip
-    elif T == 3:
-        _statistics_of(
-            moments, y, w, bias, g2, b2, m2, v2, c2, known, low, P, epsilon, momentum,
-            2, N, M, T, BIAS, GAMMA, BETA, TRACK, BK, BN,
-        )  # fmt: skip
-
-
-@triton.jit
-def _fixed_of(
+def _fixed(
     w, bias, gamma, beta, running_mean, running_var, known, low, epsilon,
-    t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr,
-    BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
+    """Scale, shift, mean (less the bias) and inverse deviation from the running statistics; the weights rounded."""
+    epsilon, t = single(epsilon), tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     at = (t * M + m)[:, None] * N + n[None, :]
@@ -194,22 +175,6 @@ def _fixed_of(
     if tl.program_id(2) == 0:
         mean, rstd = fixed_statistics(running_mean, running_var, bias, epsilon, n, t, N, BIAS)
         _know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
-
-
-@triton.jit
-def _fixed(
-    w, bias, g0, g1, g2, b0, b1, b2, m0, m1, m2, v0, v1, v2, known, low, epsilon,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Scale, shift, mean (less the bias) and inverse deviation from the running statistics; the weights rounded."""
-    epsilon = single(epsilon)
-    if tl.program_id(1) == 0:
-        _fixed_of(w, bias, g0, b0, m0, v0, known, low, epsilon, 0, N, M, T, BIAS, GAMMA, BETA, BM, BN)
-    elif tl.program_id(1) == 1:
-        _fixed_of(w, bias, g1, b1, m1, v1, known, low, epsilon, 1, N, M, T, BIAS, GAMMA, BETA, BM, BN)
-    elif T == 3:
-        _fixed_of(w, bias, g2, b2, m2, v2, known, low, epsilon, 2, N, M, T, BIAS, GAMMA, BETA, BM, BN)
 
 
 @triton.jit
@@ -266,7 +231,7 @@ def _gradients(
 
 
 class Statistics:
-    """The launches for norms of one size: of the batch's statistics, or of fixed ones, and of their gradients.
+    """The launches for a norm of one size: of the batch's statistics, or of fixed ones, and of their gradients.
 
     Args:
         P: Positions.
@@ -274,21 +239,21 @@ class Statistics:
         T: Branches.
         N: Outputs.
         device: Where.
-        norms: Their settings; of their tensors only which there are.
-        bias: Whether there are biases before them.
+        norm: Its settings; of its tensors only which there are.
+        bias: Whether there are biases before it.
         track: Whether to update running statistics.
     """
 
     def __init__(
-        self, P: int, M: int, T: int, N: int, device: torch.device, norms: Norms, *, bias: bool, track: bool
+        self, P: int, M: int, T: int, N: int, device: torch.device, norm: Norm, *, bias: bool, track: bool
     ) -> None:
-        self.P, self.M, self.T, self.N, self.fixed = P, M, T, N, norms.fixed
-        self.cumulative = track and norms.momentum is None
+        self.P, self.M, self.T, self.N, self.fixed = P, M, T, N, norm.fixed
+        self.cumulative = track and norm.momentum is None
         self.track = track
         self._differentiate: Launch | None = None
         BK = max(16, next_power_of_2(M))
-        flags = {"BIAS": bias, "GAMMA": bool(norms.gammas), "BETA": bool(norms.betas)}
-        sizes = {"N": N, "M": M, "T": T, **flags, "epsilon": norms.eps}
+        flags = {"BIAS": bias, "GAMMA": norm.gamma is not None, "BETA": norm.beta is not None}
+        sizes = {"N": N, "M": M, "T": T, **flags, "epsilon": norm.eps}
         if self.fixed:
             values = {**sizes, "BM": 32, "BN": 128}
             self._find = Launch(_fixed, (cdiv(N, 128), T, cdiv(M, 32)), values, {"num_warps": 4, **OPTIONS})
@@ -296,7 +261,7 @@ class Statistics:
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if track else 0
-        values = {**sizes, "P": P, "momentum": norms.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
+        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
         options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
         self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
 
@@ -314,14 +279,14 @@ class Statistics:
         grid = (cdiv(P, share), tiles * tiles, 1 if together else T)
         return Launch(_moments, grid, values, {"num_warps": 4, "num_stages": 3, **OPTIONS})
 
-    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms) -> tuple[Tensor, Tensor]:
-        """What the projection and its backward pass know of their norms, and the weights in the type of y.
+    def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        """What the projection and its backward pass know of their norm, and the weights in the type of y.
 
         Args:
             y: ``[P, T·M]``.
             weight: ``[T·M, N]``, contiguous.
             bias: ``[T, N]``, contiguous, or None.
-            norms: Their tensors; running statistics are updated in place if they are to be tracked.
+            norm: Its tensors; running statistics are updated in place if they are to be tracked.
 
         Returns:
             Scale, shift, mean, inverse deviation, and the batch's mean and variance if they are not tracked, each
@@ -332,22 +297,16 @@ class Statistics:
         of_bias = low if bias is None else bias
         if self.fixed:
             known = torch.empty(4 * T * N, dtype=torch.float32, device=device)
-            self._find(
-                weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
-                *three(norms.means, known), *three(norms.variances, known), known, low,
-            )  # fmt: skip
+            self._find(weight, of_bias, *(known if t is None else t for t in norm[:4]), known, low)
             return known, low
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
         known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
         self._add(y, parts)
         moments = parts if self.parts == 1 else total_of(parts, self.parts)
-        running = (norms.means, norms.variances, norms.counts) if self.track else ((), (), ())
-        self._find(
-            moments, y, weight, of_bias, *three(norms.gammas, known), *three(norms.betas, known),
-            *three(running[0], known), *three(running[1], known), *three(running[2], known), known, low,
-        )  # fmt: skip
-        if self.cumulative:
-            torch._foreach_add_(list(norms.counts), 1)
+        tensors = norm[:5] if self.track else (*norm[:2], None, None, None)
+        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in tensors), known, low)
+        if self.cumulative and norm.tracked is not None:
+            norm.tracked.add_(1)
         return known, low
 
     def gradients(
@@ -363,11 +322,11 @@ class Statistics:
             dtype: Of the weights' gradient.
 
         Returns:
-            The gradient of the weights ``[T·M, N]``; and in float32 ``[5·T, N]`` those of γ, β and biases, and the
+            The gradient of the weights ``[T·M, N]``; and in float32 ``[5, T·N]`` those of γ, β and biases, and the
             slopes of `passes.backward_rows`.
         """
         dw = torch.empty(low.shape, dtype=dtype, device=low.device)
-        numbers = torch.empty(5 * self.T, self.N, dtype=torch.float32, device=low.device)
+        numbers = torch.empty(5, self.T * self.N, dtype=torch.float32, device=low.device)
         if self._differentiate is None:
             self._differentiate = self._launch_gradients(*sums.shape[:2], *dws.shape[:2])
         self._differentiate(sums, dws, known, low, dw, numbers)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from torch_dcl import kernels
 from torch_dcl.kernels import launch, unit
-from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.operations import LIBRARY, call_of, operation, prefix_of_operations
 from torch_dcl.kernels.plans import Known, plan_for
@@ -37,46 +37,40 @@ def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
 
 def project(
     y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
-    norms: Norms | None,
+    norm: Norm | None,
 ) -> Tensor:  # fmt: skip
-    """Stage 2 as operations: branch outputs to z, and the running statistics of norms updated."""
+    """Stage 2 as operations: branch outputs to z, and the running statistics of a norm updated."""
     rows, prefix, learns = launch.by_position(y, channels).contiguous(), prefix_of_operations(), torch.is_grad_enabled()
-    if norms is None:
-        given = (rows, weight, bias, T, eps, pairs, keep)
+    if norm is None:
+        plain = (rows, weight, bias, T, eps, pairs, keep)
         if not learns:
-            z = call_of("infer", prefix)(*given)
+            z = call_of("infer", prefix)(*plain)
         elif prefix:
-            z = _ClosedProject.apply(*given)[0]
+            z = _ClosedProject.apply(*plain)[0]
         else:
-            z = torch.ops.torch_dcl.project(*given)[0]
+            z = torch.ops.torch_dcl.project(*plain)[0]
         return launch.at_positions(y, channels, z)
-    groups = [list(norms.gammas), list(norms.betas)]
-    groups += [list(norms.means), list(norms.variances)] if norms.fixed else [[], []]
-    settings = (T, eps, pairs, norms.eps)
-    if norms.fixed and not learns:
-        z = call_of("normed_infer", prefix)(rows, weight, bias, *groups, *settings)
+    running = (norm.mean, norm.variance) if norm.fixed else (None, None)
+    given = (rows, weight, bias, norm.gamma, norm.beta, *running, T, eps, pairs, norm.eps)
+    if norm.fixed and not learns:
+        z = call_of("normed_infer", prefix)(*given)
         return launch.at_positions(y, channels, z)
-    if prefix:
-        counts = [len(group) for group in groups]
-        z, known, _ = _ClosedNormed.apply(rows, weight, bias, settings, counts, *(t for group in groups for t in group))
-    else:
-        z, known, _ = torch.ops.torch_dcl.normed_project(rows, weight, bias, *groups, *settings)
-    if norms.means and not norms.fixed:
+    z, known, _ = _ClosedNormed.apply(*given) if prefix else torch.ops.torch_dcl.normed_project(*given)
+    if norm.mean is not None and norm.variance is not None and norm.tracked is not None and not norm.fixed:
         with torch.no_grad():
-            _follow(norms, known.detach()[: 6 * T * weight.shape[1]].view(6, T, -1))
+            found = known.detach()[4 * T * weight.shape[1] : 6 * T * weight.shape[1]].view(2, -1)
+            _follow([norm.mean, norm.variance], norm.tracked, norm.momentum, list(found.unbind(0)))
     return launch.at_positions(y, channels, z)
 
 
-def _follow(norms: Norms, statistics: Tensor) -> None:
-    """Move running statistics towards those of the batch, as batch norms do: all at once, in one compiled kernel."""
-    running, counts = [*norms.means, *norms.variances], list(norms.counts)
-    torch._foreach_add_(counts, 1)
-    apart = torch._foreach_sub([*statistics[4].unbind(0), *statistics[5].unbind(0)], running)
-    if norms.momentum is not None:
-        torch._foreach_add_(running, apart, alpha=norms.momentum)
-        return
-    shares = [1.0 / count.float() for count in counts]
-    torch._foreach_addcmul_(running, apart, [share.expand_as(r) for share, r in zip(2 * shares, running, strict=True)])
+def _follow(running: list[Tensor], count: Tensor, momentum: float | None, found: list[Tensor]) -> None:
+    """Move running statistics towards those of the batch, as batch norms do: both at once, in one compiled kernel."""
+    count += 1
+    apart = torch._foreach_sub(found, running)
+    if momentum is not None:
+        torch._foreach_add_(running, apart, alpha=momentum)
+    else:
+        torch._foreach_addcmul_(running, apart, [(1.0 / count.float()).expand_as(r) for r in running])
 
 
 class _ClosedProject(torch.autograd.Function):
@@ -94,26 +88,17 @@ class _ClosedProject(torch.autograd.Function):
 
 
 class _ClosedNormed(torch.autograd.Function):
-    """The same behind norms, whose tensors come one by one."""
+    """The same behind a norm."""
 
     @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], counts: list[int],
-        *tensors: Tensor,
-    ) -> Any:  # fmt: skip
-        groups, start = [], 0
-        for count in counts:
-            groups.append(list(tensors[start : start + count]))
-            start += count
-        given = (y, weight, bias, *groups, *settings)
+    def forward(ctx: Any, *given: Any) -> Any:
         found = torch.ops.torch_dcl.closed_normed_project(*given)
         _normed_setup(ctx, given, found)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dy, dweight, dbias, gammas, betas, means, variances, *_ = _normed_autograd("closed_", ctx, grads[0])
-        return dy, dweight, dbias, None, None, *gammas, *betas, *means, *variances
+        return _normed_autograd("closed_", ctx, grads[0])
 
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
@@ -236,13 +221,13 @@ def _op_project_backward(
 
 @operation("normed_project", closed=True)
 def _op_normed_project(
-    y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
-    variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
+    y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
+    variance: Tensor | None, T: int, eps: float, pairs: bool, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """z, what `moments` knows of the norms, and the weights; by running means and variances, if they are given."""
-    norms = Norms(gammas, betas, means, variances, (), norm_eps, 0.0, fixed=bool(means))
-    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norms, track=False)
-    z, (low, known) = plan.forward(y, weight, bias, norms)
+    """z, what `moments` knows of the norm, and the weights; by running mean and variance, if they are given."""
+    norm = Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=mean is not None)
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm, track=False)
+    z, (low, known) = plan.forward(y, weight, bias, norm)
     assert low is not None
     assert known is not None
     return z, known, low
@@ -250,13 +235,13 @@ def _op_normed_project(
 
 @operation("normed_infer", closed=True)
 def _op_normed_infer(
-    y: Tensor, weight: Tensor, bias: Tensor | None, gammas: list[Tensor], betas: list[Tensor], means: list[Tensor],
-    variances: list[Tensor], T: int, eps: float, pairs: bool, norm_eps: float,
+    y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
+    variance: Tensor | None, T: int, eps: float, pairs: bool, norm_eps: float,
 ) -> Tensor:  # fmt: skip
-    """z by running means and variances, where nothing learns."""
-    norms = Norms(gammas, betas, means, variances, (), norm_eps, 0.0, fixed=True)
-    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norms, track=False)
-    return plan.forward(y, weight, bias, norms, learns=False)[0]
+    """z by running mean and variance, where nothing learns."""
+    norm = Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=True)
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm, track=False)
+    return plan.forward(y, weight, bias, norm, learns=False)[0]
 
 
 @operation("normed_project_backward", closed=True)
@@ -264,8 +249,8 @@ def _op_normed_project_backward(
     grad: Tensor, y: Tensor, known: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    norms = Norms((), (), (), (), (), 0.0, 0.0, fixed=fixed)
-    plan = plan_for(y, low, None, 1, T, eps, pairs, False, norms, track=False)
+    norm = Norm(None, None, None, None, None, 0.0, 0.0, fixed=fixed)
+    plan = plan_for(y, low, None, 1, T, eps, pairs, False, norm, track=False)
     dy, dweight, _, numbers = plan.backward(grad.contiguous(), y, None, (low, known), dtype)
     assert numbers is not None
     return dy, dweight, numbers
@@ -345,21 +330,19 @@ def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any
 
 
 def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    y, weight, bias, gammas, betas, means, _, *settings, _ = inputs
+    y, weight, bias, gamma, beta, mean, _, *settings, _ = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(y, *output[1:])
-    ctx.settings, ctx.fixed, ctx.dtype = settings, len(means) > 0, unit.gradient_type(y.dtype, weight)
-    ctx.has = bias is not None, len(gammas) > 0, len(betas) > 0, len(means)
+    ctx.settings, ctx.fixed, ctx.dtype = settings, mean is not None, unit.gradient_type(y.dtype, weight)
+    ctx.has = gamma is not None, beta is not None, bias is not None
 
 
 def _normed_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     given = (*ctx.saved_tensors, ctx.dtype, *ctx.settings, ctx.fixed)
     dy, dweight, rest = call_of("normed_project_backward", prefix)(grad, *given)
-    bias, gammas, betas, running = ctx.has
-    T, each = ctx.settings[0], rest.unbind(0)
-    none: list[None] = [None] * running
-    of_bias = rest[2 * T : 3 * T] if bias else None
-    return dy, dweight, of_bias, [*each[:T]] * gammas, [*each[T : 2 * T]] * betas, none, none, *(None,) * 4
+    each = rest.unbind(0)
+    gamma, beta, bias = (found if has else None for found, has in zip(each, ctx.has, strict=False))
+    return dy, dweight, None if bias is None else bias.view(ctx.settings[0], -1), gamma, beta, *(None,) * 6
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -24,7 +24,7 @@ from torch_dcl.kernels.arithmetic import (
     single,
 )
 
-__all__ = ["add_parts_", "backward", "backward_rows", "forward", "infer"]
+__all__ = ["add_parts_", "add_through_statistics_", "backward", "backward_rows", "forward", "infer"]
 
 
 @triton.jit
@@ -154,30 +154,30 @@ def _normed_columns(
     """`_columns` behind a norm of fixed statistics, from the norm itself."""
     weights, _, _ = _columns(w, bias, n, kind, t, N, M, T, False, 0, BN, BK)
     of, rstd = fixed_statistics(mean, variance, bias, epsilon, n, t, N, BIAS)
-    scale, shift = scale_and_shift(of, rstd, gamma, beta, n, N, GAMMA, BETA)
+    scale, shift = scale_and_shift(of, rstd, gamma, beta, n, t, N, GAMMA, BETA)
     return weights, scale, shift
 
 
 @triton.jit
 def infer(
-    y, w, bias, out, g0, g1, g2, e0, e1, e2, m0, m1, m2, v0, v1, v2, P, eps, floor, epsilon,
+    y, w, bias, out, gamma, beta, mean, variance, P, eps, floor, epsilon,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     GAMMA: tl.constexpr, BETA: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """z behind norms of fixed statistics, where nothing learns: every program looks at the norms itself."""
+    """z behind a norm of fixed statistics, where nothing learns: every program looks at the norm itself."""
     eps, floor, epsilon = single(eps), single(floor), single(epsilon)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     w0, s0, b0 = _normed_columns(
-        w, bias, g0, e0, m0, v0, epsilon, n, y.dtype.element_ty, 0, N, M, T, BIAS, GAMMA, BETA, BN, BK
+        w, bias, gamma, beta, mean, variance, epsilon, n, y.dtype.element_ty, 0, N, M, T, BIAS, GAMMA, BETA, BN, BK
     )
     w1, s1, b1 = _normed_columns(
-        w, bias, g1, e1, m1, v1, epsilon, n, y.dtype.element_ty, 1, N, M, T, BIAS, GAMMA, BETA, BN, BK
+        w, bias, gamma, beta, mean, variance, epsilon, n, y.dtype.element_ty, 1, N, M, T, BIAS, GAMMA, BETA, BN, BK
     )
     w2, s2, b2 = w1, s1, b1
     if T == 3:
         w2, s2, b2 = _normed_columns(
-            w, bias, g2, e2, m2, v2, epsilon, n, y.dtype.element_ty, 2, N, M, T, BIAS, GAMMA, BETA, BN, BK
+            w, bias, gamma, beta, mean, variance, epsilon, n, y.dtype.element_ty, 2, N, M, T, BIAS, GAMMA, BETA, BN, BK
         )
     moderate = float("nan")
     if QUICK > 0:
@@ -219,15 +219,16 @@ def _store_part(
 
 @triton.jit
 def _backward_pass(
-    grad, y, w, bias, dpre, parts, P, eps, floor, CAREFUL: tl.constexpr, INSIDE: tl.constexpr, KEEP: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
+    grad, y, w, bias, dpre, parts, dy, P, eps, floor, CAREFUL: tl.constexpr, INSIDE: tl.constexpr, KEEP: tl.constexpr,
+    WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of this program's outputs over its positions; whether everything was moderate, as 0 or NaN.
 
     Into ``parts`` go the sums for the biases, and those for the weights if they are added up INSIDE. The gradients of
-    the responses are written if a later product wants them, which is to KEEP them.
+    the responses are written if a later product wants them, which is to KEEP them. A program that has the WHOLE of the
+    outputs writes the gradients of the branches' outputs as well, but for what comes through the batch's statistics.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
@@ -273,6 +274,15 @@ def _backward_pass(
         if INSIDE:
             dw0 = tl.dot(tl.trans(rows0), da.to(kind), dw0, input_precision=PRECISION)
             dw1 = tl.dot(tl.trans(rows1), db.to(kind), dw1, input_precision=PRECISION)
+        if WHOLE:
+            if NORM:
+                da *= s0[None, :]
+                db *= s1[None, :]
+            k = tl.arange(0, BK)
+            to = dy + p[:, None] * (T * M) + k[None, :]
+            inside = (p < P)[:, None] & (k < M)[None, :]
+            tl.store(to, tl.dot(da.to(kind), tl.trans(w0), input_precision=PRECISION).to(kind), mask=inside)
+            tl.store(to + M, tl.dot(db.to(kind), tl.trans(w1), input_precision=PRECISION).to(kind), mask=inside)
     total0 = tl.sum(tl.sum(sum0, 0), 0)
     total1 = tl.sum(tl.sum(sum1, 0), 0)
     total2 = tl.sum(tl.sum(sum2, 0), 0)
@@ -282,8 +292,8 @@ def _backward_pass(
 
 @triton.jit
 def backward(
-    grad, y, w, bias, dpre, parts, found, P, eps, floor, FOUND: tl.constexpr, INSIDE: tl.constexpr,
-    KEEP: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr,
+    grad, y, w, bias, dpre, parts, dy, found, P, eps, floor, FOUND: tl.constexpr, INSIDE: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -294,12 +304,12 @@ def backward(
         moderate = _met(found)
     elif QUICK > 0:
         moderate = _backward_pass(
-            grad, y, w, bias, dpre, parts, P, eps, floor, False, INSIDE, KEEP,
+            grad, y, w, bias, dpre, parts, dy, P, eps, floor, False, INSIDE, KEEP, WHOLE,
             N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
     if moderate != 0:
         _backward_pass(
-            grad, y, w, bias, dpre, parts, P, eps, floor, True, INSIDE, KEEP,
+            grad, y, w, bias, dpre, parts, dy, P, eps, floor, True, INSIDE, KEEP, WHOLE,
             N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
 
@@ -395,6 +405,39 @@ def backward_rows(
             grad, y, w, bias, slopes, dy, P, eps, floor, True,
             N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
+
+
+@triton.jit
+def add_through_statistics_(
+    y, known, w, slopes, dy, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of a branch's outputs what comes through the batch's statistics.
+
+    That is the same linear map of y at every position, W · diag(slope) · Wᵀ, and a constant: see `moments`. It is taken
+    around the means of y, which may be large, and P times as large as it is, for half types to hold it.
+    """
+    t = tl.program_id(1)
+    n = tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    kind = y.dtype.element_ty
+    positions = tl.zeros((), tl.float32) + P
+    inside = (k < M)[:, None] & (n < N)[None, :]
+    W = tl.load(w + (t * M + k)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(slopes + (3 * T + t) * N + n, mask=n < N, other=0.0)
+    shift = tl.load(slopes + (4 * T + t) * N + n, mask=n < N, other=0.0)
+    mean = tl.load(known + (2 * T + t) * N + n, mask=n < N, other=0.0)
+    means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
+    linear = tl.dot(W * (slope * positions)[None, :], tl.trans(W), input_precision="tf32x3").to(kind)
+    constant = tl.sum(W * (slope * mean + shift)[None, :], 1)
+    for m in range(tl.program_id(0), tl.cdiv(P, BM), tl.num_programs(0)):
+        p = tl.arange(0, BM).to(tl.int64) + m * BM
+        there = (p < P)[:, None] & (k < M)[None, :]
+        at = p[:, None] * (T * M) + t * M + k[None, :]
+        around = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
+        total = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        total += tl.dot(around, linear) / positions + constant[None, :]
+        tl.store(dy + at, total.to(kind), mask=there)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.kernels import launch
-from torch_dcl.kernels.launch import Norms
+from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch, kept
 
 __all__ = ["Known", "Plan", "plan_for"]
@@ -31,8 +31,8 @@ class Plan:
         T: Branches.
         eps: ε.
         pairs: Whether to take the mean over pairs instead of fusing all.
-        keep: Whether to keep the responses for the backward pass; not behind norms.
-        norms: `Norms` with types in the place of tensors, and whether there are biases before them; or None.
+        keep: Whether to keep the responses for the backward pass; not behind a norm.
+        norm: `Norm` with types in the place of tensors, and whether there are biases before it; or None.
         tf32: Whether products of float32 may be of TF32.
         track: Whether to update running statistics.
     """
@@ -40,7 +40,7 @@ class Plan:
     def __init__(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, N: int,
         of_weight: torch.dtype, of_bias: torch.dtype | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
-        norms: tuple[Any, ...] | None, tf32: bool, track: bool,
+        norm: tuple[Any, ...] | None, tf32: bool, track: bool,
     ) -> None:  # fmt: skip
         from torch_dcl.kernels import moments, project  # noqa: PLC0415
 
@@ -51,7 +51,7 @@ class Plan:
             P *= size
         self.P, self.width, self.M = P, width, width // T
         self.rounds = of_weight is not dtype
-        """Whether weights are of another type, as they are under autocast; that of the norms' tensors is a part of what
+        """Whether weights are of another type, as they are under autocast; that of the norm's tensors is a part of what
         tells plans apart."""
         self.last = channels == len(shape) - 1
         """Whether the channels are the last dimension, as in a linear layer, so that there is one layout."""
@@ -62,25 +62,25 @@ class Plan:
         self.z_shape = (*shape[:channels], N, *shape[channels + 1 :])
         self.z_stride = launch.room_for(self.z_shape, channels)
         self.statistics = None
-        norm = 0
-        if norms is not None:
-            settings = Norms(*norms[:-1])
-            norm, of_bias = 2 - settings.fixed, torch.float32
-            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norms[-1], track=track)
+        kind = 0
+        if norm is not None:
+            settings = Norm(*norm[:-1])
+            kind, of_bias = 2 - settings.fixed, torch.float32
+            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norm[-1], track=track)
         self._inference: Launch | None = None
-        self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, norm, tf32)
+        self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, kind, tf32)
 
     def forward(
-        self, y: Tensor, weight: Tensor, bias: Tensor | None, norms: Norms | None, *, learns: bool = True
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, learns: bool = True
     ) -> tuple[Tensor, Known]:
         """z, and what backward wants if anything learns; the device of y must be the current one."""
         rows = launch.turn(y, self.channels, True, y.dtype) if self.turned else y
         z = torch.empty_strided(self.z_shape, self.z_stride, dtype=y.dtype, device=y.device)
         known: Known
-        if norms is not None and norms.fixed and not learns:
-            known = self._infer(rows, weight.contiguous(), None if bias is None else bias.contiguous(), z, norms)
-        elif self.statistics is not None and norms is not None:
-            about, low = self.statistics(rows, weight.contiguous(), None if bias is None else bias.contiguous(), norms)
+        if norm is not None and norm.fixed and not learns:
+            known = self._infer(rows, weight.contiguous(), None if bias is None else bias.contiguous(), z, norm)
+        elif self.statistics is not None and norm is not None:
+            about, low = self.statistics(rows, weight.contiguous(), None if bias is None else bias.contiguous(), norm)
             self.projection(rows, low, about, z)
             known = (low, about)
         else:
@@ -89,16 +89,12 @@ class Plan:
             z = launch.turn(z, self.channels, False, z.dtype)
         return z, known
 
-    def _infer(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, norms: Norms) -> Known:
-        """Write z behind norms of fixed statistics; there is nothing to know, for nothing learns."""
-        from torch_dcl.kernels.project import three  # noqa: PLC0415
-
+    def _infer(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, norm: Norm) -> Known:
+        """Write z behind a norm of fixed statistics; there is nothing to know, for nothing learns."""
         if self._inference is None:
-            self._inference = self.projection.launch_inference(norms, bias=bias is not None)
+            self._inference = self.projection.launch_inference(norm, bias=bias is not None)
         if self.P:
-            tensors = (norms.gammas, norms.betas, norms.means, norms.variances)
-            of_bias = y if bias is None else bias
-            self._inference(y, weight, of_bias, z, *(t for part in tensors for t in three(part, y)))
+            self._inference(y, weight, y if bias is None else bias, z, *(y if t is None else t for t in norm[:4]))
         return None, None
 
     def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, learns: bool) -> Known:
@@ -127,7 +123,7 @@ class Plan:
     def backward(
         self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The gradients of branch outputs, weights and biases; behind norms all that `moments` gives instead of these.
+        """The gradients of branch outputs, weights and biases; behind a norm all that `moments` gives instead of these.
 
         Args:
             grad: Of z.
@@ -158,14 +154,18 @@ class Plan:
         projection, statistics = self.projection, self.statistics
         assert statistics is not None
         assert about is not None
-        dpre, parts = projection.response_gradients(grad, y, low, about)
+        dpre, parts, dy = projection.response_gradients(grad, y, low, about)
         dws = (
             parts
             if projection.inside
             else project.weight_gradient(project.as_rows(y, self.width), dpre, torch.float32)[None]
         )
         dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
-        return projection.by_rows(grad, y, low, about, numbers), dweight, numbers
+        if dy is None:
+            dy = projection.by_rows(grad, y, low, about, numbers)
+        elif not statistics.fixed:
+            projection.add_through_statistics(dy, y, low, about, numbers)
+        return dy, dweight, numbers
 
     def _gradients(
         self, grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype
@@ -191,18 +191,13 @@ _plan = kept(Plan)
 
 def plan_for(
     y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
-    norms: Norms | None, *, track: bool = True,
+    norm: Norm | None, *, track: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan for these, made once for all that have their sizes, types, layouts and settings."""
     key: tuple[Any, ...] | None = None
-    if norms is not None:
-        gammas, betas, means, variances, counts, epsilon, momentum, fixed = norms
-        track = track and not fixed and len(means) > 0
-        key = (
-            gammas[0].dtype if gammas else None, betas[0].dtype if betas else None, means[0].dtype if means else None,
-            variances[0].dtype if means else None, counts[0].dtype if counts else None, epsilon, momentum, fixed,
-            bias is not None,
-        )  # fmt: skip
+    if norm is not None:
+        track = track and not norm.fixed and norm.mean is not None
+        key = (*(None if t is None else t.dtype for t in norm[:5]), *norm[5:], bias is not None)
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(
         y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,

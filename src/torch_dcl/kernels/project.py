@@ -5,7 +5,6 @@ as it goes, where registers allow; the gradient of the branch outputs takes a se
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import passes
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.launch import DEEPEST, Norms, product_, products
+from torch_dcl.kernels.launch import DEEPEST, Norm, product_, products
 from torch_dcl.kernels.launcher import Launch, is_traced, kept
 from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
@@ -25,13 +24,14 @@ __all__ = [
     "by_branch",
     "by_weights",
     "projection",
-    "three",
     "total_of",
     "weight_gradient",
 ]
 
 _SHALLOW = 64
 """Filters of a branch up to which nothing is short."""
+_WHOLE = 128
+"""Outputs up to which a program can have all of them, with four times fewer filters of a branch."""
 ON_CHIP = 210_000
 """Bytes of shared memory that a program may take, of 227 KiB."""
 _MANY = 2048
@@ -40,12 +40,16 @@ _MANY = 2048
 Tiles = tuple[tuple[int, int], int, dict[str, Any]]
 
 
-def _tiles(P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside: bool | None = None) -> Tiles:
+def _tiles(
+    P: int, M: int, T: int, N: int, size: int, side_by_side: int, inside: bool | None = None, *, whole: bool = False
+) -> Tiles:
     """Grid, outputs of a tile and options of a kernel that keeps outputs; what did best on an H200."""
     half, BK = size == 2, max(16, next_power_of_2(M))
     BN, warps, stages, registers, at_once = 64 if half and BK <= DEEPEST else 32, 4, 1, None, 2
     scarce = half and _SHALLOW < BK <= DEEPEST  # more threads with fewer registers each
-    if inside:
+    if whole:
+        BN, warps, stages = max(16, next_power_of_2(N)), 8, 2
+    elif inside:
         BN, stages, registers, at_once = (32, 3, 168, 3) if BK <= _SHALLOW else (32, 2, None, 2)
     elif inside is not None:
         stages = 2 if T == 2 else 1
@@ -101,6 +105,8 @@ class Projection:
         """Whether the gradients of the responses are written for products to come."""
         self.rows = bool(norm) or not self.keep
         """Whether a kernel forms the gradients of the branch outputs, from those of z."""
+        self.whole = self.inside and self.rows and M <= _WHOLE // 4 and N <= _WHOLE
+        """Whether it is the same kernel, whose programs have all outputs."""
         self._made: dict[object, Launch] = {}
 
     def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, low: Tensor | None = None) -> None:
@@ -118,15 +124,15 @@ class Projection:
         if self.P:
             launch(y, weight, y if bias is None else bias, z, y if low is None else low, y)
 
-    def launch_inference(self, norms: Norms, *, bias: bool) -> Launch:
-        """The same behind norms of fixed statistics, from the norms themselves: of their tensors only which there are.
+    def launch_inference(self, norm: Norm, *, bias: bool) -> Launch:
+        """The same behind a norm of fixed statistics, from the norm itself: of its tensors only which there are.
 
-        The launch takes y, weights, biases, z, and of the norms γ, β, means and variances of `three` branches each.
+        The launch takes y, weights, biases, z, and of the norm γ, β, means and variances.
         """
         grid, BN, options = _tiles(*self._sizes)
         values = {name: value for name, value in self._values.items() if name != "NORM"}
-        values |= {"BN": BN, "BIAS": bias, "GAMMA": bool(norms.gammas), "BETA": bool(norms.betas)}
-        return Launch(passes.infer, grid, {**values, "epsilon": norms.eps}, options)
+        values |= {"BN": BN, "BIAS": bias, "GAMMA": norm.gamma is not None, "BETA": norm.beta is not None}
+        return Launch(passes.infer, grid, {**values, "epsilon": norm.eps}, options)
 
     def again(self, found: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """z once more with care where another kernel's programs, of 64 by 64, found values that are too large."""
@@ -141,29 +147,51 @@ class Projection:
         self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gradients of branch outputs, weights and biases, the latter two in ``dtype``."""
-        dpre, parts = self.response_gradients(grad, y, weight, bias)
-        dy = self.by_rows(grad, y, weight, bias, None) if self.rows else by_weights(dpre, weight, y)
+        dpre, parts, dy = self.response_gradients(grad, y, weight, bias)
+        if dy is None:
+            dy = self.by_rows(grad, y, weight, bias, None) if self.rows else by_weights(dpre, weight, y)
         if self.inside:
             dbias, dw = add_parts(parts, self.T, dtype)
         else:
             dbias, dw = parts.sum(0).to(dtype), weight_gradient(as_rows(y, len(weight)), dpre, dtype)
         return dy, dw, None if bias is None else dbias
 
-    def response_gradients(self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradients of the responses ``[T, P, K2]``, if they are kept; and the sums of all programs."""
+    def response_gradients(
+        self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gradients of the responses ``[T, P, K2]``, if they are kept; the sums of all programs.
+
+        And, where programs have all outputs, the gradients of the branch outputs: behind a norm of the batch's
+        statistics without what comes through these.
+        """
         launch = self._made.get("backward")
         if launch is None:
-            grid, BN, options = _tiles(*self._sizes, self.inside)
+            grid, BN, options = _tiles(*self._sizes, self.inside, whole=self.whole)
             values = {**self._values, "BN": BN, "FOUND": False, "INSIDE": self.inside, "KEEP": self.keep}
+            values["WHOLE"] = self.whole
             self._made["backward"] = launch = Launch(passes.backward, grid, values, options)
         P, T, N = self.P, self.T, self.N
         dpre = torch.empty(T, P, N, dtype=y.dtype, device=y.device) if self.keep else grad
         empty = torch.empty if P else torch.zeros  # of no position nothing is written
         rows = T * (self.M + 1) if self.inside else T
         parts = empty(launch.grid[1], rows, N, dtype=torch.float32, device=y.device)
+        dy = torch.empty_like(y) if self.whole else None
         if P:
-            launch(grad, y, weight, y if bias is None else bias, dpre, parts, y)
-        return dpre, parts
+            launch(grad, y, weight, y if bias is None else bias, dpre, parts, y if dy is None else dy, y)
+        return dpre, parts, dy
+
+    def add_through_statistics(self, dy: Tensor, y: Tensor, weight: Tensor, about: Tensor, slopes: Tensor) -> None:
+        """Complete the gradients of the branch outputs behind a norm of the batch's statistics."""
+        launch = self._made.get("statistics")
+        if launch is None:
+            P, M, T, N, _, side_by_side = self._sizes
+            values = {"P": P, "N": N, "M": M, "T": T, "BM": 128, "BK": self._values["BK"]}
+            values["BN"] = max(16, next_power_of_2(N))
+            grid = (max(1, min(cdiv(P, 128), 4 * side_by_side)), T)
+            options = {"num_warps": 4, "num_stages": 3, **OPTIONS}
+            self._made["statistics"] = launch = Launch(passes.add_through_statistics_, grid, values, options)
+        if self.P:
+            launch(y, about, weight, slopes, dy)
 
     def gradients_again(
         self, found: Tensor, dpre: Tensor | None, parts: Tensor, grad: Tensor, y: Tensor, weight: Tensor,
@@ -172,11 +200,11 @@ class Projection:
         """Gradients once more with care where another kernel's programs, of 64 by 64, found too large values."""
         launch = self._made.get("gradients again")
         if launch is None:
-            values = {**self._values, "BN": 64, "FOUND": True, "INSIDE": True, "KEEP": dpre is not None}
+            values = {**self._values, "BN": 64, "FOUND": True, "INSIDE": True, "KEEP": dpre is not None, "WHOLE": False}
             options = {"num_warps": 4, "num_stages": 1, **OPTIONS}
             launch = Launch(passes.backward, (found.shape[1], found.shape[0]), values, options)
             self._made["gradients again"] = launch
-        launch(grad, y, weight, y if bias is None else bias, grad if dpre is None else dpre, parts, found)
+        launch(grad, y, weight, y if bias is None else bias, grad if dpre is None else dpre, parts, y, found)
 
     def by_rows(self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, slopes: Tensor | None) -> Tensor:
         """The gradient of the branch outputs, without the gradients of the responses."""
@@ -205,13 +233,6 @@ class Projection:
 
 projection = kept(Projection)
 """The same, made once."""
-
-
-def three(tensors: Sequence[Tensor], otherwise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One pointer for each of up to three branches."""
-    if not tensors:
-        return otherwise, otherwise, otherwise
-    return tensors[0], tensors[1], tensors[-1]
 
 
 def as_rows(y: Tensor, channels: int) -> Tensor:

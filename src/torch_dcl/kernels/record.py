@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
     """A unit's forward pass, as `unit` describes it for a program."""
 
     inputs: list[Tensor | None]
-    """Input, filters, weights, biases, and the tensors of the norms, group by group."""
+    """Input, filters, weights, biases, and the tensors of the norm."""
     tape: Any
     dtype: torch.dtype
     """What is computed in, and so the type of the first input."""

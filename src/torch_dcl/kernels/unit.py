@@ -1,4 +1,4 @@
-"""A DCL unit, both stages and the batch norms between them, as one node of autograd.
+"""A DCL unit, both stages and the batch norm between them, as one node of autograd.
 
 Outside a compiler this is all that runs of a layer whose kernels can. Casts to the type of autocast are part of it, and
 the gradients of float32 weights come as float32 straight from the products that add them up so. A second derivative is
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
-from torch_dcl.kernels.launch import Norms, products
+from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import recording
 from torch_dcl.kernels.plans import Known, Plan, plan_for
 
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
 
 
 def run(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None
 ) -> Tensor:
     """z of inputs, or of branch outputs, in the type that is computed in.
 
@@ -61,13 +61,17 @@ def run(
         weight: ``[ΣM, K2]``.
         bias: ``[T, K2]``.
         settings: The rest.
-        norms: Of the responses.
+        norm: Of the responses.
     """
     if not torch.is_grad_enabled():
-        return _compute(x, theta, weight, bias, settings, norms, False)[0]
-    parameters = () if norms is None else (*norms.gammas, *norms.betas)
-    z: Tensor = _Unit.apply(x, theta, weight, bias, settings, norms, *parameters)
+        return _compute(x, theta, weight, bias, settings, norm, False)[0]
+    z: Tensor = _Unit.apply(x, theta, weight, bias, settings, norm, *_given(norm, 0, 2))
     return z
+
+
+def _given(norm: Norm | None, first: int, last: int) -> list[Tensor]:
+    """Those of a norm's five tensors that are there, from one to another: γ, β, mean, variance, count."""
+    return [] if norm is None else [t for t in norm[first:last] if isinstance(t, Tensor)]
 
 
 _Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Known]
@@ -75,44 +79,43 @@ _Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Known]
 
 
 def _compute(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None,
     learns: bool,
 ) -> _Computed:  # fmt: skip
     """The forward pass, recorded if it is wanted."""
     units = recording.units
     library = None if units is None or recording.log is not None else host.library()
     if units is None or library is None:
-        return _forward(x, theta, weight, bias, settings, norms, learns)
-    groups: Sequence[Sequence[Tensor]] = ((), (), (), (), ()) if norms is None else norms[:5]
-    inputs = [x, theta, weight, bias, *(t for group in groups for t in group)]
+        return _forward(x, theta, weight, bias, settings, norm, learns)
+    inputs = [x, theta, weight, bias, *_given(norm, 0, 5)]
     found: _Computed
     found, tape = record.tape_of(
-        library, inputs, lambda: _forward(x, theta, weight, bias, settings, norms, learns),
+        library, inputs, lambda: _forward(x, theta, weight, bias, settings, norm, learns),
         lambda found: [found[0], *_kept_of(found, inputs)],
     )  # fmt: skip
     z, low, y, plan, known = found
     numbers = {id(t): i for i, t in enumerate([*inputs, z, *_kept_of(found, inputs)]) if t is not None}
     saved = [-1 if t is None else numbers[id(t)] for t in (*inputs[:4], low, y, *known)]
-    own = list(range(4, 4 + len(groups[0]) + len(groups[1])))
-    held = [4 + len(own) + i for i in range(len(groups[2]) + len(groups[3]))]
-    backward = functools.partial(_replayed_backward, plan, settings, norms and _Norms.of(norms))
+    own = list(range(4, 4 + len(_given(norm, 0, 2))))
+    held = [4 + len(own) + i for i in range(len(_given(norm, 2, 4)))]
+    backward = functools.partial(_replayed_backward, plan, settings, norm and _Normed.of(norm))
     units.append(record.Recorded(
         inputs, tape, settings.dtype, learns, [0, 1, 2, 3, *own], [*saved, *own], held, backward,
     ))  # fmt: skip
     return found
 
 
-class _Norms(NamedTuple):
-    """What a backward pass knows of norms besides their tensors."""
+class _Normed(NamedTuple):
+    """What a backward pass knows of a norm besides its tensors."""
 
-    gammas: int
-    betas: int
+    gamma: bool
+    beta: bool
     eps: float
     fixed: bool
 
     @classmethod
-    def of(cls, norms: Norms) -> "_Norms":
-        return cls(len(norms.gammas), len(norms.betas), norms.eps, norms.fixed)
+    def of(cls, norm: Norm) -> "_Normed":
+        return cls(norm.gamma is not None, norm.beta is not None, norm.eps, norm.fixed)
 
 
 def _kept_of(found: _Computed, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -122,7 +125,7 @@ def _kept_of(found: _Computed, inputs: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def _forward(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: Norms | None,
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None,
     learns: bool,
 ) -> _Computed:  # fmt: skip
     stage, channels, T, eps, pairs, keep, dtype = settings
@@ -130,11 +133,11 @@ def _forward(
     if theta is not None and stage is not None:
         low = theta if theta.dtype is dtype else theta.to(dtype)
         y = construct(x, low, stage)
-    plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norms)
-    if norms is not None and not norms.fixed and plan.P == 1:
+    plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
+    if norm is not None and not norm.fixed and plan.P == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
     with kernels.on_device_of(x):
-        z, known = plan.forward(y, weight, bias, norms, learns=learns)
+        z, known = plan.forward(y, weight, bias, norm, learns=learns)
     return z, low, y, plan, known
 
 
@@ -153,32 +156,31 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings,
-        norms: Norms | None, *parameters: Tensor,
+        norm: Norm | None, *parameters: Tensor,
     ) -> Tensor:  # fmt: skip
-        z, low, y, ctx.plan, known = _compute(x, theta, weight, bias, settings, norms, True)
+        z, low, y, ctx.plan, known = _compute(x, theta, weight, bias, settings, norm, True)
         ctx.save_for_backward(x, theta, weight, bias, low, y, *known, *parameters)
-        ctx.settings, ctx.norms = settings, norms
+        ctx.settings, ctx.norm = settings, norm
         return z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, norms = ctx.saved_tensors, ctx.norms  # once: activation checkpointing allows no more
-        running = () if norms is None else (*norms.means, *norms.variances)
+        saved, norm = ctx.saved_tensors, ctx.norm  # once: activation checkpointing allows no more
         found = _gradients(
-            ctx.plan, ctx.settings, norms and _Norms.of(norms), grads[0], saved, running, ctx.needs_input_grad,
-            torch.is_grad_enabled(),
+            ctx.plan, ctx.settings, norm and _Normed.of(norm), grads[0], saved, _given(norm, 2, 4),
+            ctx.needs_input_grad, torch.is_grad_enabled(),
         )  # fmt: skip
         return *found[:4], None, None, *found[4:]
 
 
 def _gradients(
-    plan: Plan, settings: Settings, norms: _Norms | None, grad: Tensor, saved: Sequence[Any], running: Sequence[Tensor],
+    plan: Plan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: Sequence[Any], running: Sequence[Tensor],
     needs: Sequence[bool], twice: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of input, filters, weights and biases, and of the norms' γ and β."""
+    """The gradients of input, filters, weights and biases, and of the norm's γ and β."""
     x, theta, weight, bias, low, y, *known = saved
     if twice:  # a second derivative is wanted: plain torch has one
-        return _differentiable(grad, x, theta, weight, bias, settings, norms, running, known[2:])
+        return _differentiable(grad, x, theta, weight, bias, settings, norm, running, known[2:])
     dtype = settings.dtype
     to = gradient_type(dtype, weight)
     with kernels.on_device_of(x):
@@ -187,19 +189,19 @@ def _gradients(
         dtheta = None
         if low is not None and settings.stage is not None:
             dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, theta.dtype if _WIDE else dtype)
-    if numbers is None or norms is None:
+    if numbers is None or norm is None:
         return [dx, dtheta, dweight, dbias]
-    T, each = settings.T, numbers.unbind(0)
-    dnorm = (*(each[:T] if norms.gammas else ()), *(each[T : 2 * T] if norms.betas else ()))
-    return [dx, dtheta, dweight, None if bias is None else numbers[2 * T : 3 * T], *dnorm]
+    dgamma, dbeta, dbias, *_ = numbers.unbind(0)
+    dnorm = ([dgamma] if norm.gamma else []) + ([dbeta] if norm.beta else [])
+    return [dx, dtheta, dweight, None if bias is None else dbias.view(settings.T, -1), *dnorm]
 
 
 def _replayed_backward(
-    plan: Plan, settings: Settings, norms: _Norms | None, grad: Tensor, saved: list[Tensor | None],
+    plan: Plan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: list[Tensor | None],
     running: list[Tensor], needs: list[bool], twice: bool,
 ) -> tuple[list[Tensor | None], Any]:  # fmt: skip
     """The gradients of a replayed forward pass, and a tape of how they were computed."""
-    compute = functools.partial(_gradients, plan, settings, norms, grad, saved, running, needs, twice)
+    compute = functools.partial(_gradients, plan, settings, norm, grad, saved, running, needs, twice)
     library = host.library()
     if twice or library is None:
         return compute(), None
@@ -244,19 +246,19 @@ def again(reference: Any, grad: Tensor, inputs: Sequence[Tensor], settings: tupl
 
 def _differentiable(
     grad: Tensor, x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings,
-    norms: _Norms | None, running: Sequence[Tensor], parameters: Sequence[Tensor],
+    norm: _Normed | None, running: Sequence[Tensor], parameters: Sequence[Tensor],
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of a unit in plain torch, so that they have gradients of their own."""
     inputs = [x, theta, weight, bias, *parameters]
     given = [t for t in inputs if t is not None and t.requires_grad]
     with torch.enable_grad():
-        z = _reference(x, theta, weight, bias, settings, norms, running, parameters)
+        z = _reference(x, theta, weight, bias, settings, norm, running, parameters)
     found = iter(torch.autograd.grad(z, given, grad, create_graph=True))
     return [None if t is None or not t.requires_grad else next(found) for t in inputs]
 
 
 def _reference(
-    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norms: _Norms | None,
+    x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norm: _Normed | None,
     running: Sequence[Tensor], parameters: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """What `run` gives, in plain torch."""
@@ -264,14 +266,11 @@ def _reference(
     y = x if theta is None or stage is None else construct(x, theta.to(dtype), stage)
     low = None if bias is None else bias.to(dtype)
     pre = launch.responses(y, weight.to(dtype), low, [y.shape[channels] // T] * T, channels)
-    if norms is not None:
-        gammas = parameters[:T] if norms.gammas else [None] * T
-        betas = parameters[len(parameters) - T :] if norms.betas else [None] * T
-        known = zip(running[:T], running[T:], strict=True) if norms.fixed else [(None, None)] * T
-        pre = [
-            F.batch_norm(p.movedim(channels, 1), mean, var, gamma, beta, not norms.fixed, 0.0, norms.eps).movedim(
-                1, channels
-            )
-            for p, gamma, beta, (mean, var) in zip(pre, gammas, betas, known, strict=True)
-        ]
+    if norm is not None:
+        side_by_side = torch.cat([p.movedim(channels, 1) for p in pre], 1)
+        mean, variance = running if norm.fixed else (None, None)
+        gamma = parameters[0] if norm.gamma else None
+        beta = parameters[-1] if norm.beta else None
+        normed = F.batch_norm(side_by_side, mean, variance, gamma, beta, not norm.fixed, 0.0, norm.eps)
+        pre = [p.movedim(1, channels) for p in normed.chunk(T, 1)]
     return launch.reference_fuse(pre, eps, pairs)
