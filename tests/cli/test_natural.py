@@ -37,7 +37,9 @@ def with_settings(asked, settings):
 
 
 # 20 images to train on, two epochs of the LeNet variant
-SHORT = ("--models", "lenet,lenet+dcl", "--seeds", "2", "--set", "scale=0.0134", "--set", "batch=5")
+SHORT = (
+    "--models", "lenet,lenet+dcl", "--seeds", "2", "--set", "scale=0.0134", "--set", "batch=5", "--set", "factorial=no",
+)  # fmt: skip
 
 
 def put_cifar(folder, name="cifar10"):
@@ -117,8 +119,8 @@ def test_a_dry_run_counts_and_writes_nothing(dcl, dcl_for_machines, folder):
     put_cifar(folder / "data")
     words = ("run", "table2", "--networks", "lenet", "--data", "cifar10,svhn", "--seeds", "4", "--set", "scale=0.1")
     found, _ = dcl_for_machines(*words, "--dry-run", "--json")
-    assert found["networks"] == 12  # three columns
-    assert found["images"] == 12 * 15 * 50_000
+    assert found["networks"] == 12 + 8  # three columns, and the combinations of LeNet's options
+    assert found["images"] == 12 * 15 * 50_000 + 8 * 15 * 45_000
     assert found["available"] == ["cifar10"]
     assert "train_32x32.mat" in found["absent"]["svhn"]
     assert found["minutes"] == pytest.approx(found["images"] / found["images_per_s"]["lenet"] / 60)

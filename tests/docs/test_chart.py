@@ -111,3 +111,13 @@ def test_what_is_said_of_the_rates_of_the_chart():
         "star",
         "bilinear",
     }
+
+
+def test_where_chart_and_table_disagree_on_the_same_network_the_page_has_the_difference():
+    cells = {(cell["set"], cell["column"]): cell for cell in results("table2.json")["cells"]}
+    theirs, point = cells["cifar10", "bignet"], CHARTS["cifar10"]["plain"]
+    assert point["lr"] == 0.01  # the table's
+    (shown,) = re.findall(
+        r"errs in (\S+) % where the table has (\S+): (\S+) points, .*? of (\[.*?\])", " ".join(RESULTS)
+    )
+    agree(" ".join(shown), mean_error(point), mean_error(theirs), *paired(point, theirs))

@@ -147,7 +147,7 @@ def test_a_run_of_table_2_that_has_not_ended_has_the_table_so_far(tmp_path):
     path = tmp_path / "run"
     config = Table2Config(
         models=("lenet", "lenet+dcl"), data=("cifar10",), seeds=2, scale=1e-9, root=MADE_UP, train_images=10,
-        test_images=5, batch=5,
+        test_images=5, batch=5, factorial=False,
     )  # fmt: skip
     made = run_recipe(Table2(config), path).result
     assert read_run(path).table == made

@@ -166,6 +166,23 @@ def test_a_run_that_is_asked_to_stop_saves_between_two_steps_and_trains_none_twi
     assert len(steps) == 4 * STEPS * EPOCHS
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_fleets_that_would_not_end_in_time_are_not_begun_where_that_is_asked(tmp_path, monkeypatch, ends):
+    clock, train = [0.0], runner.train_concurrently
+
+    def train_slowly(*given):  # ten seconds an epoch, so twenty a fleet
+        train(*given)
+        clock[0] += 10.0
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(runner, "train_concurrently", train_slowly)
+    monkeypatch.setattr(Toy, "ends_fleets", ends)
+    assert not run(toy(), tmp_path, seconds=25.0).complete
+    assert len(outcomes_of(RunFolder.inspect(tmp_path))) == 2  # one fleet
+    assert [file.name[13:] for file in tmp_path.glob("fleets/*")] == ([] if ends else ["00001-000000.safetensors"])
+    assert clock == [20.0 if ends else 30.0]
+
+
 def test_a_run_whose_time_is_up_goes_on_by_an_epoch_a_call(whole, tmp_path):
     calls, summary = 0, runner.Summary(False)
     while not summary.complete:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,19 +17,24 @@ import torch
 from tests.data.test_sources import write_cifar
 from tests.halves import slow
 
+from torch_dcl import DCLConv2d
 from torch_dcl.data import load, svhn
 from torch_dcl.experiments.natural_data import NOT_AVAILABLE, NaturalConfig, make_fleet
 from torch_dcl.experiments.natural_networks import (
     COLUMNS,
+    LENET_OPTIONS,
     build,
     caffe_factors,
+    check_recipes,
     inputs_of,
+    nearest,
+    network_of,
     paper_error,
     recipe_of,
     weights,
 )
 from torch_dcl.experiments.paper_numbers import TABLE2
-from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
+from torch_dcl.experiments.recipes.table2 import Table2, Table2Config, join_table2
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.experiments.table import Table, TableError
@@ -36,8 +42,10 @@ from torch_dcl.experiments.table import load as load_table
 from torch_dcl.experiments.table import save as save_table
 from torch_dcl.fleet.run_folder import RunError
 from torch_dcl.models import count_weights
+from torch_dcl.models.lenet_cifar import WithinChannelNorm
 from torch_dcl.report import as_markdown
 
+ROOT = Path(__file__).parents[2]
 LENETS = ("lenet", "lenet+dcl", "lenet+dcl3s")
 SHORT = 0.02  # three epochs of the LeNet variant
 
@@ -51,7 +59,10 @@ def root(tmp_path_factory):
 
 
 def run(path, root, *, settings=None, **options):
-    asked = {"models": ("lenet", "lenet+dcl"), "data": ("cifar10", "svhn"), "seeds": 2, "scale": SHORT, "batch": 5}
+    asked = {
+        "models": ("lenet", "lenet+dcl"), "data": ("cifar10", "svhn"), "seeds": 2, "scale": SHORT, "batch": 5,
+        "factorial": False,
+    }  # fmt: skip
     return run_recipe(Table2(Table2Config(root=str(root), **(asked | (settings or {})))), path, **options).result
 
 
@@ -100,6 +111,7 @@ def test_a_shortened_recipe_keeps_its_phases_in_proportion():
 def test_caffes_biases_learn_twice_as_fast_and_do_not_decay():
     assert caffe_factors("fc1.fusion.bias") == (2.0, 0.0)
     assert caffe_factors("conv1.weight") == (1.0, 1.0)
+    assert caffe_factors("fc2.weight", classifier=250.0) == (1.0, 250.0)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +236,103 @@ def test_a_file_that_is_no_table_is_refused_with_the_place(whole, tmp_path, chan
         load_table(tmp_path / "table2.json")
 
 
+# LeNet's options
+
+
+def test_a_norm_within_channels_is_caffe_s():
+    x = 40 * torch.randn(2, 3, 5, 4, dtype=torch.float64)
+    found = WithinChannelNorm()(x)
+    for place in ((0, 0, 0, 0), (1, 2, 4, 3), (0, 1, 2, 2)):
+        n, c, h, w = place
+        around = x[n, c, max(0, h - 1) : h + 2, max(0, w - 1) : w + 2]
+        assert float(found[place]) == pytest.approx(float(x[place] / (1 + 5e-5 / 9 * around.square().sum()) ** 0.75))
+    low = x.bfloat16()
+    assert torch.equal(WithinChannelNorm()(low), WithinChannelNorm()(low.float()).bfloat16())
+
+
+def test_options_change_network_decay_and_crops_and_nothing_else(root):
+    data, plain = load("cifar10", root=root), dataclasses.replace(recipe_of("lenet", "cifar10"), batch=5)
+    fleets = {
+        option: make_fleet("lenet+dcl", [3], data, plain.with_options([option]), NaturalConfig())
+        for option in ("none", *LENET_OPTIONS)
+    }
+    starts = [dict(fleet.network(0).named_parameters()) for fleet in fleets.values()]
+    assert all(torch.equal(start[name], value) for start in starts for name, value in starts[0].items())
+    norms = {o: sum(isinstance(m, WithinChannelNorm) for m in f.network(0).modules()) for o, f in fleets.items()}
+    assert norms == {"none": 0, "norms": 2, "decay": 0, "crops": 0}
+    assert {option: fleet.inputs.pad for option, fleet in fleets.items()} == {**dict.fromkeys(fleets, 0), "crops": 4}
+    for option, fleet in fleets.items():
+        factors = {name: decay for name, (_, decay) in fleet._factors.items() if name.endswith("weight")}
+        assert factors.pop("fc2.weight") == (250.0 if option == "decay" else 1.0)
+        assert set(factors.values()) == {1.0}
+
+
+def test_options_are_chosen_by_the_plain_network_on_training_images_nearest_to_the_paper(root, tmp_path, monkeypatch):
+    seen = []
+    real = Table2.judge
+    monkeypatch.setattr(Table2, "judge", lambda recipe, jobs: seen.append((jobs, real(recipe, jobs))) or seen[-1][1])
+    table = run(tmp_path / "run", root, settings={"factorial": True})
+    data = load("cifar10", root=root)
+    trials = [(jobs, judged["cifar10"][0]) for jobs, judged in seen if jobs[0].phase == "choose"]
+    assert [jobs[0].network for jobs, _ in trials] == ["lenet"] * 8
+    known = {image.numpy().tobytes() for image in data.train_images}
+    assert all(image.numpy().tobytes() in known for _, images in trials for image in images)
+    assert len(table.lenet) == 8
+    assert next(iter(table.lenet)) == "none"
+    assert len({cell.recipe for cell in table.cells}) == 1
+    chosen = nearest(table.lenet)
+    assert all(
+        (LENET_OPTIONS[name] in table.protocol["lenet on cifar10"]) == (name in chosen) for name in LENET_OPTIONS
+    )
+
+
+def test_the_nearest_options_are_those_with_the_least_relative_distance_over_the_sets():
+    errors = {
+        "none": {"cifar10": 16.62, "cifar100": 43.15}, "norms": {"cifar10": 14.0, "cifar100": 30.0},
+        "norms+crops": {"cifar10": 14.5, "cifar100": 44.0}, "decay": {"cifar10": 100.0, "cifar100": 44.77},
+    }  # fmt: skip
+    assert nearest(errors) == ("norms", "crops")
+    assert nearest({"none": errors["none"], "decay": errors["decay"]}) == ()
+
+
+def test_wrn_has_fewer_seeds_and_two_columns_of_its_own():
+    config = Table2Config()
+    assert [config.seeds_of(column) for column in ("lenet", "bignet+dcl", "wrn+dcl-group3")] == [5, 5, 3]
+    assert Table2Config(seeds=2).seeds_of("wrn") == 2
+    classes, group = (build(f"wrn+{name}", 10, 0) for name in ("dcl-classes", "dcl-group3"))
+    assert classes.fc.widths == (10, 10)
+    replaced = {name: module for name, module in group.named_modules() if isinstance(module, DCLConv2d)}
+    assert list(replaced) == ["group3.0.conv1", "group3.1.conv1"]
+    assert all(module.fusion.norm is not None for module in replaced.values())
+    assert all(paper_error(f"wrn+{name}", "cifar10") is None for name in ("dcl-classes", "dcl-group3"))
+
+
+# Where a cell comes from
+
+
+def test_cells_name_their_commit_and_their_recipe_and_agree_within_a_network(whole, root, tmp_path):
+    table, _ = whole
+    assert len({cell.recipe for cell in table.cells}) == 1
+    assert all(len(cell.recipe) == 12 and cell.commit for cell in table.cells)
+    other = run(tmp_path / "run", root, settings={"models": ("lenet+dcl3s",), "scale": SHORT / 2})
+    alone = dataclasses.replace(other, scale=SHORT, title=table.title)
+    assert other.cells[0].recipe != table.cells[0].recipe
+    with pytest.raises(
+        TableError, match=r"lenet on cifar10 was trained by different recipes \(lenet by .*; run its col"
+    ):
+        join_table2([table, alone])
+
+
+def test_the_stored_table_s_recipes_agree_with_each_other_and_with_the_code():
+    table = load_table(ROOT / "results" / "table2.json")
+    check_recipes(table.cells)
+    for cell in table.cells:
+        assert (
+            str(recipe_of(network_of(cell.column), cell.set))
+            in table.protocol[f"{network_of(cell.column)} on {cell.set}"]
+        )
+
+
 # Breaks, other data, ranks
 
 
@@ -257,6 +366,8 @@ def test_another_recipe_in_the_same_folder_is_refused(whole, root):
         ({"networks": ["vgg"]}, "there is no network 'vgg'; known are lenet, bignet, wrn"),
         ({"data": ["mnist"]}, "there is no set 'mnist'; known are cifar10, cifar100, svhn"),
         ({"seeds": 10**9}, "seeds must be at least 1 and at most 1,000, not 1,000,000,000"),
+        ({"lenet": ["crop"]}, "there is no option 'crop'; known are norms, decay, crops"),
+        ({"lenet": ["crops"]}, "the factorial chooses LeNet's options; give factorial=no with lenet=crops"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused(settings, message):
@@ -272,7 +383,7 @@ torch.set_num_threads(1)
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
 from torch_dcl.experiments.runner import run
 config = Table2Config(root={str(root)!r}, models=("lenet", "lenet+dcl"), data=("cifar10", "svhn"), seeds=2,
-                      scale={SHORT}, batch=5)
+                      scale={SHORT}, batch=5, factorial=False)
 run(Table2(config), {str(tmp_path / "run")!r})
 """
     with socket.socket() as free:
@@ -307,7 +418,7 @@ def test_every_column_trains_on_cifar_and_on_svhn_from_files_of_the_right_form(r
         labels = np.arange(count) % 10
         images = rng.integers(0, 256, (32, 32, 3, count), np.uint8)
         savemat(place / "svhn" / f"{split}_32x32.mat", {"X": images, "y": np.where(labels == 0, 10, labels)[:, None]})
-    few = {"seeds": 1, "scale": 1e-9, "batch": 2, "train_images": 4, "test_images": 3}
+    few = {"seeds": 1, "scale": 1e-9, "batch": 2, "train_images": 4, "test_images": 3, "factorial": False}
     config = Table2Config(root=str(place), data=("cifar100", "svhn"), **few)
     table = run_recipe(Table2(config), tmp_path / "run").result
     assert table.absent == {}

@@ -21,12 +21,18 @@ from torch_dcl.fleet import Fleet
 from torch_dcl.models import lenet
 
 STORED = Path(__file__).with_name("recipes.json")
-SMOKE = {
+SMOKE = {  # a recipe's name, and behind a space what else is tried of it
     "table1": ("--data", "excerpt", "--set", "curves=yes"),
     "table1-search": ("--data", "excerpt", "--set", "trials=0.02,0.07 clip 3"),
     "calibration": ("--data", "excerpt", "--set", "start=0.5,1", "--set", "rounds=1"),
     "figures": ("--data", "excerpt"),
     "table2": ("--networks", "lenet,bignet"),
+    "table2 of LeNet's options": (
+        "--models",
+        "lenet,lenet+dcl,wrn+dcl-classes,wrn+dcl-group3",
+        "--set",
+        "factorial=yes",
+    ),
     "chart": ("--set", "units=plain,dcl,star", "--set", "rates=0.01,0.03"),
     "demo": ("--set", "train_images=500", "--set", "epochs=2", "--seeds", "2"),
     "knowledge": ("--set", "network=net.py:make", "--set", "weights=net.safetensors", "--data", "mnist"),
@@ -85,7 +91,7 @@ def _without_clock(value):
         return {
             k: _without_clock(v)
             for k, v in value.items()
-            if k not in ("minutes", "seconds", "step_ms", "source", "title", "what", "waiting")
+            if k not in ("minutes", "seconds", "step_ms", "source", "title", "what", "waiting", "commit", "recipe")
         }
     return [_without_clock(v) for v in value] if isinstance(value, list) else value
 
@@ -115,7 +121,15 @@ def run_recipe(name, monkeypatch):
         convert_(network, plan(network, network.input_size).only("fc1"), init="random")
         assert any(isinstance(module, DCLLinear) for module in network.modules())
         save_model(network, "net.safetensors")
-    words = ["run", name, "--smoke", "--device", *(["auto"] if name == "knowledge" else ["cpu"]), "--out", "run"]
+    words = [
+        "run",
+        name.partition(" ")[0],
+        "--smoke",
+        "--device",
+        *(["auto"] if name == "knowledge" else ["cpu"]),
+        "--out",
+        "run",
+    ]
 
     def run():
         done = CliRunner().invoke(app, [*words, *SMOKE[name]], prog_name="dcl")

@@ -14,6 +14,7 @@ from torch_dcl.data import Dataset, load
 from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
+    LENET_OPTIONS,
     TrainingRecipe,
     build,
     caffe_factors,
@@ -246,16 +247,19 @@ def make_fleet(
 
     Stacked they were measured slower: they fill a GPU side by side.
     """
-    networks = [build(column, len(data.classes), seed, dropout=recipe.dropout) for seed in seeds]
+    norms, decay, crops = (name in recipe.options for name in LENET_OPTIONS)
+    networks = [build(column, len(data.classes), seed, dropout=recipe.dropout, norms=norms) for seed in seeds]
+    factors = functools.partial(caffe_factors, classifier=250.0 if decay else 1.0)
     members = [
         Member(f"{column} {data.name} {seed}", data.name, seed, recipe.lr, recipe.schedule, recipe.weight_decay)
         for seed in seeds
     ]
     return Fleet(
         networks, members, {data.name: (data.train_images, data.train_labels)}, batch=recipe.batch,
-        momentum=recipe.momentum, nesterov=recipe.nesterov, factors=caffe_factors if recipe.caffe else None,
+        momentum=recipe.momentum, nesterov=recipe.nesterov, factors=factors if recipe.caffe else None,
         precision=config.wanted_precision, device=device,
-        inputs=inputs_of(network_of(column), data, average=config.average), stacked=stacked,
+        inputs=inputs_of(network_of(column), data, average=config.average, crops=crops),
+        stacked=stacked,
         compile=config.compile and not stacked, streams=1 if stacked else config.streams,
         deterministic=config.deterministic,
     )  # fmt: skip

@@ -184,6 +184,10 @@ class TrainingConfig(Config):
         choices=("auto", "bfloat16", "float32", "float64"),
     )  # fmt: skip
     device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
+    whole: bool = setting(
+        False, "with --minutes, begin only fleets that end in time, at the pace of the last: no checkpoint is left",
+        machine=True,
+    )  # fmt: skip
 
     @property
     def wanted_precision(self) -> Precision | None:
@@ -316,6 +320,11 @@ class Recipe(abc.ABC, Generic[C]):
     def at_once(self) -> int:
         """How many networks train at a time, at most."""
         return int(getattr(self.config, "most", 1))
+
+    @property
+    def ends_fleets(self) -> bool:
+        """Whether fleets are begun only if the time left is enough for them."""
+        return bool(getattr(self.config, "whole", False))
 
     def networks(self, job: Job) -> int:
         """How many networks a job trains."""

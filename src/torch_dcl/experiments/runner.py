@@ -227,6 +227,8 @@ class _Sweep:
     """Until when the time of this call is in the folder."""
     started: bool = False
     """Whether a fleet was trained; the first one is trained for an epoch whatever the clock says."""
+    pace: float = 0.0
+    """Seconds that the last fleets took, for each network."""
 
     def __post_init__(self) -> None:
         self.kept = _Checkpoints(self.folder, self.report)
@@ -281,10 +283,13 @@ class _Sweep:
         recipe = self.recipe
         groups = concurrent_groups(fleets, recipe.concurrent, recipe.at_once, recipe.device, recipe.networks)
         for number, group in enumerate(groups, 1):
-            is_late = self.started and time.perf_counter() > self.until
+            start, networks = time.perf_counter(), sum(recipe.networks(job) for fleet in group for job in fleet)
+            needed = self.pace * networks if recipe.ends_fleets else 0.0
+            is_late = self.started and start + needed > self.until
             if not is_late and not self.should_stop():
                 self.started = True
                 is_late = not self._train_or_fail(group, number, len(groups))
+                self.pace = (time.perf_counter() - start) / networks
             if is_late or self.should_stop():
                 left = sum(map(len, groups[number - 1 :]))
                 why = "stopped" if self.should_stop() else "time is up"

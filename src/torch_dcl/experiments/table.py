@@ -3,6 +3,7 @@
 `torch_dcl.report` shows them as pages for the browser.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONTROLS", "MARK", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial", "load",
-    "long_table", "mark", "parse", "run_facts", "save",
+    "long_table", "mark", "origin", "parse", "run_facts", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
@@ -51,6 +52,8 @@ class Cell:
         stopped: Seeds whose training diverged. One that is also in ``seeds`` counts with its error.
         fitted: Whether the difficulty of the set was fitted to the paper's number in this column.
         minutes: The share of its fleets' time that its networks took, None where that was not noted.
+        commit: The commit, or the commits, of the run; empty where that was not noted.
+        recipe: The hash of the recipe that its networks were trained by; empty where that was not noted.
     """
 
     set: str
@@ -65,11 +68,14 @@ class Cell:
     stopped: tuple[int, ...] = ()
     fitted: bool = False
     minutes: float | None = field(default=None, compare=False)
+    commit: str = ""
+    recipe: str = ""
 
     @classmethod
     def of(
-        cls, group: Sequence[Outcome], weights: int, paper: tuple[float | None, float | None], *, fitted: bool = False
-    ) -> "Cell":
+        cls, group: Sequence[Outcome], weights: int, paper: tuple[float | None, float | None], *, fitted: bool = False,
+        origin: tuple[str, str] = ("", ""),
+    ) -> "Cell":  # fmt: skip
         """The cell of some outcomes that differ by their seeds alone; losses are left out where a run diverged."""
         job = group[0].job
         losses = [tuple(getattr(outcome, key) for outcome in group) for key in ("train_loss", "test_loss")]
@@ -77,7 +83,7 @@ class Cell:
         return cls(
             job.data, job.network, tuple(o.error for o in group), tuple(o.job.seed for o in group), weights, *paper,
             train, test, tuple(o.job.seed for o in group if o.stopped is not None), fitted,
-            sum(o.seconds for o in group) / 60 or None,
+            sum(o.seconds for o in group) / 60 or None, *origin,
         )  # fmt: skip
 
     @property
@@ -218,8 +224,8 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
     """
     content = asdict(table)
     for cell in content["cells"]:
-        for key in ("train_loss", "test_loss", "minutes"):
-            if cell[key] is None:
+        for key in ("train_loss", "test_loss", "minutes", "commit", "recipe"):
+            if cell[key] in (None, ""):
                 del cell[key]
     parse(json.loads(json.dumps(content)), os.fspath(path))
     write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -267,6 +273,14 @@ def run_facts(folder: "RunFolder") -> dict[str, Any]:
     return {"hardware": "; ".join(machines), "versions": versions, "command": command}
 
 
+def origin(folder: "RunFolder", recipe: Mapping[str, Any]) -> tuple[str, str]:
+    """The commits of a run, and the hash of a recipe that is given as plain data: where a cell comes from."""
+    starts = folder.read("environment")
+    text = json.dumps(recipe, sort_keys=True)
+    commits = "; ".join(dict.fromkeys(str(start.get("commit") or "unknown") for start in starts))
+    return commits, hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
 def as_trial(table: T, departures: list[str]) -> T:
     """Mark a table as a trial if it departs from the protocol, with the departures first among its deviations."""
     if not departures:
@@ -305,6 +319,8 @@ def _cell(read: Reader, kind: type[Table]) -> Cell:
         "stopped": (is_list_of(is_count), "a list of seeds", []),
         "fitted": (lambda v: isinstance(v, bool), "true or false", False),
         "minutes": (lambda v: v is None or (is_number(v) and v >= 0), "a number from 0 or null", None),
+        "commit": (is_text, "text, or leave it out", ""),
+        "recipe": (is_text, "text, or leave it out", ""),
     }
     given = {key: read.get(key, *rule) for key, rule in rules.items()}
     if len(set(seeds)) != len(seeds):

@@ -119,6 +119,7 @@ class Relations(DigitRecipe[RelationsConfig]):
     name = "relations"
     unit = "trainings"
     config_type = RelationsConfig
+    every = 300.0  # fleets that train at a time end within a minute or two, and their checkpoints have some 300 MB
 
     # Jobs
 

@@ -2,12 +2,17 @@
 
 The seeds of a column train as a fleet, on a GPU the columns of a network concurrently. The training recipes are the
 paper's, and nothing is chosen on a test set: it is evaluated once, at the end of each training.
+
+The paper does not say how much of Caffe's ``cifar10_full`` its LeNet variant took over. So the plain network is first
+trained with every combination of what is open (`LENET_OPTIONS`), on nine tenths of the training images, and judged with
+the rest. All LeNet columns take the combination whose errors are nearest to the paper's *plain* network. DCL has no
+part in the choice.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data import Dataset
 from torch_dcl.experiments.natural_data import (
@@ -22,18 +27,25 @@ from torch_dcl.experiments.natural_data import (
 from torch_dcl.experiments.natural_networks import (
     COLUMNS,
     DATA,
+    LENET_OPTIONS,
     NETWORKS,
+    NaturalTable,
     TrainingRecipe,
+    check_recipes,
+    distance,
+    nearest,
     network_of,
     paper_error,
     recipe_of,
+    validation_errors,
     weights,
 )
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
+from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Workload, content_hash
+from torch_dcl.experiments.recipes.chart import hold_out
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import Reader, is_number, setting
+from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.experiments.stats import mean, pool, signed
-from torch_dcl.experiments.table import Cell, Table, TableError, as_trial, long_table, run_facts, save
+from torch_dcl.experiments.table import Cell, TableError, as_trial, long_table, origin, run_facts, save
 from torch_dcl.fleet import Fleet, Schedule
 
 if TYPE_CHECKING:
@@ -43,17 +55,35 @@ if TYPE_CHECKING:
 
     from torch_dcl.fleet.run_folder import RunFolder
 
-__all__ = ["DEVIATIONS", "NaturalTable", "Table2", "Table2Config", "join_table2", "table2_of", "verdict"]
+__all__ = [
+    "DEVIATIONS",
+    "NaturalTable",
+    "Table2",
+    "Table2Config",
+    "check_recipes",
+    "join_table2",
+    "table2_of",
+    "verdict",
+]
 
 DEVIATIONS = (
     "BigNet: the paper gives neither batch, momentum nor weight decay; ours are 100, 0.9 and 5e-4. Crops of 24 × 24 "
     "and cross-entropy are inferred from its weights and rates; nagadomi's own preparation of the data is left out.",
     "WRN: the paper says 16 layers and no width; ours is WRN-16-4. Its only fully-connected layer is the classifier, "
-    "so DCL stands there, with branches of a quarter of the classes, rounded up.",
+    "so DCL stands there, with branches of a quarter of the classes, rounded up. +dcl-classes has as many filters a "
+    "branch as classes, +dcl-group3 has DCL with batch norms in the last group instead; neither is in the paper.",
     "LeNet: Caffe's start, mean image and factors are inferred; on SVHN its inputs are 64 times the normalised images.",
     "SVHN: no mirroring; BigNet's random crops are the only augmentation, since the text names none.",
     "dcl3s is not in the paper: section 4.1 promises three stochastic branches for natural images, 4.2 uses two.",
 )
+VARIANTS = {
+    "+dcl": "DCL (two branches)", "+dcl3s": "Three stochastic branches",
+    "+dcl-classes": "DCL with as many filters a branch as classes", "+dcl-group3": "DCL in WRN's last group",
+}  # fmt: skip
+SHARED = ("precision", "average", "compile", "deterministic", "images")
+"""What a cell's recipe takes from the settings of its run."""
+SEARCH_SEED = 100
+H200 = {"lenet": 361e3, "bignet": 208e3, "wrn": 84e3}  # images a second, compiled and concurrent: results/cifar.csv
 SIGNS = "Bold: the lowest error of each network. ▾ below the plain network, by the 95 % interval, ▴ above. † diverged."
 
 
@@ -71,70 +101,38 @@ class Table2Config(NaturalConfig):
     data: tuple[str, ...] = setting(
         DATA, "which sets; one that is missing is marked as not run", smoke=("cifar10",), choices=DATA, what="set"
     )
+    seeds: int = setting(5, "networks of each column; of WRN at most wrn_seeds", smoke=2, least=1, most=1000)
+    wrn_seeds: int = setting(3, "networks of each column of WRN", least=1, most=1000)
+    factorial: bool = setting(
+        True, "choose LeNet's options: every combination on validation images, nearest to the paper's plain LeNet",
+        smoke=False,
+    )  # fmt: skip
+    lenet: tuple[str, ...] = setting(
+        (), "LeNet's options where factorial=no; none for the network as the paper describes it", what="option",
+        choices=tuple(LENET_OPTIONS),
+    )  # fmt: skip
+    search_seeds: int = setting(1, "networks of each combination", least=1, most=100)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lenet and self.factorial:
+            raise SettingError(
+                f"the factorial chooses LeNet's options; give factorial=no with lenet={','.join(self.lenet)}"
+            )
+
+    def seeds_of(self, column: str) -> int:
+        """How many networks a column has."""
+        return min(self.seeds, self.wrn_seeds) if network_of(column) == "wrn" else self.seeds
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether LeNet's options are to be chosen."""
+        return self.factorial and any(network_of(column) == "lenet" for column in self.columns)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns, in the table's order."""
         return self.models or tuple(column for column in COLUMNS if network_of(column) in self.networks)
-
-
-@dataclasses.dataclass(frozen=True)
-class NaturalTable(Table):
-    """Table 2 as it was run here.
-
-    Attributes:
-        absent: Sets of which nothing was run, with the reason.
-        scale: The fraction of each recipe's epochs that was trained; below 1 the run is shortened.
-    """
-
-    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    scale: float = 1.0
-
-    against: ClassVar[str] = "the plain network"
-    known_sets: ClassVar[tuple[str, ...]] = DATA
-    known_columns: ClassVar[tuple[str, ...]] = COLUMNS
-
-    @property
-    def sets(self) -> tuple[str, ...]:
-        """The sets that have a cell or are marked as absent, in a fixed order."""
-        there = {cell.set for cell in self.cells} | set(self.absent)
-        return tuple(name for name in DATA if name in there)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns that have a cell."""
-        there = {cell.column for cell in self.cells}
-        return tuple(name for name in COLUMNS if name in there)
-
-    @classmethod
-    def baseline_of(cls, column: str) -> str:
-        """The plain network."""
-        return network_of(column)
-
-    @classmethod
-    def paper_of(cls, column: str, name: str) -> tuple[float | None, float | None]:
-        """The paper's error, which it gives without a deviation."""
-        return paper_error(column, name), None
-
-    @classmethod
-    def read_more(cls, read: Reader) -> dict[str, Any]:
-        """What is absent, and whether it was shortened."""
-
-        def are_reasons(value: Any) -> bool:
-            return isinstance(value, dict) and all(k in DATA and isinstance(v, str) for k, v in value.items())
-
-        absent = read.get("absent", are_reasons, f"some of {', '.join(DATA)} with the reason")
-        scale = read.get("scale", lambda v: is_number(v) and 0 < v <= 1, "a number above 0 and at most 1", 1.0)
-        return {"absent": absent, "scale": scale}
-
-    def best(self, name: str) -> tuple[str, ...]:
-        """Of each network the columns with the lowest error on a set, as it is printed."""
-        best: list[str] = []
-        cells = [cell for cell in self.cells if cell.set == name]
-        for network in dict.fromkeys(map(network_of, self.columns)):
-            means = {c.column: round(c.mean, 2) for c in cells if network_of(c.column) == network}
-            best += [column for column, value in means.items() if value == min(means.values())]
-        return tuple(best)
 
 
 class Table2(NaturalRecipe[Table2Config]):
@@ -150,18 +148,30 @@ class Table2(NaturalRecipe[Table2Config]):
     def prepare(self, report: "Callable[[str], None]") -> None:
         config = self.config
         self.sets, self.absent = read_sets(config.data, config, report)
-        self.recipes = {}
-        for name in self.sets:
-            for column in config.columns:
-                recipe = recipe_of(network_of(column), name).scaled(config.scale)
-                self.recipes[name, column] = dataclasses.replace(recipe, batch=config.batch or recipe.batch)
+        self.recipes = {(name, each): self._recipe(name, each) for name in self.sets for each in config.columns}
+        self._validation: dict[str, Dataset] = {}
+
+    def _recipe(self, name: str, column: str) -> TrainingRecipe:
+        recipe = recipe_of(network_of(column), name).scaled(self.config.scale)
+        return dataclasses.replace(recipe, batch=self.config.batch or recipe.batch)
 
     def workloads_on(self, name: str, images: int) -> list[Workload]:
-        """The seeds of every column."""
+        """The seeds of every column, and the trials of LeNet's options."""
         config = self.config
-        networks = [network_of(column) for column in config.columns]
-        epochs = {network: recipe_of(network, name).scaled(config.scale).schedule.epochs for network in networks}
-        return [Workload(network, name, config.seeds, images, epochs[network]) for network in networks]
+        epochs = {n: recipe_of(n, name).scaled(config.scale).schedule.epochs for n in map(network_of, config.columns)}
+        loads = [
+            Workload(network_of(each), name, config.seeds_of(each), images, epochs[network_of(each)])
+            for each in config.columns
+        ]
+        if config.has_trials and name != "svhn":
+            loads.append(Workload("lenet", name, 8 * config.search_seeds, images * 9 // 10, epochs["lenet"]))
+        return loads
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """With the time on an H200, by the speeds that were measured there."""
+        words, plain = super().about(loads)
+        minutes = sum(load.seen / H200[load.network] for load in loads) / 60
+        return Estimate({**words, "elsewhere": f"about {minutes:.2g} min on an H200, compiled"}, plain)
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
@@ -172,29 +182,68 @@ class Table2(NaturalRecipe[Table2Config]):
             "sha256": {name: content_hash(tensors_of(data)) for name, data in self.sets.items()},
             "recipes": {f"{name} {column}": dataclasses.asdict(r) for (name, column), r in self.recipes.items()},
             "precision": config.wanted_precision, "average": config.average, "compile": config.compile,
-            "deterministic": config.deterministic,
+            "deterministic": config.deterministic, "wrn_seeds": config.wrn_seeds, "factorial": config.factorial,
+            "lenet": config.lenet, "search_seeds": config.search_seeds,
         }  # fmt: skip
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """One for every set, column and seed; none depends on another."""
+        """The trials of LeNet's options; then one for every set, column and seed."""
+        trials = self._trials()
+        if any(job not in outcomes for job in trials):
+            return trials
+        chosen = nearest(validation_errors(outcomes[job] for job in trials)) if trials else self.config.lenet
+        return trials + self._reports(chosen)
+
+    def total(self) -> int:
+        """Trials and entries."""
+        return len(self._trials()) + len(self._reports(()))
+
+    def _trials(self) -> list[Job]:
+        combinations = [c for n in range(len(LENET_OPTIONS) + 1) for c in itertools.combinations(LENET_OPTIONS, n)]
         return [
-            Job(column, name, seed, recipe.lr)
-            for (name, column), recipe in self.recipes.items()
-            for seed in range(self.config.seeds)
+            Job("lenet", name, seed, recipe_of("lenet", name).lr, "choose", _options(combination))
+            for name in self.sets
+            for combination in combinations
+            for seed in range(SEARCH_SEED, SEARCH_SEED + self.config.search_seeds)
+            if self.config.has_trials and name != "svhn"
+        ]
+
+    def _reports(self, lenet: Sequence[str]) -> list[Job]:
+        return [
+            Job(each, name, seed, recipe.lr, options=_options(lenet if network_of(each) == "lenet" else ()))
+            for (name, each), recipe in self.recipes.items()
+            for seed in range(self.config.seeds_of(each))
         ]
 
     def concurrent(self, job: Job) -> Hashable:
-        return job.data, network_of(job.network)
+        return job.phase, job.data, network_of(job.network)
+
+    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
+        """The columns, or LeNet's options."""
+        names = super().describe(fleets)
+        return f"options of {names}" if fleets[0][0].phase == "choose" else names
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
-        column, name = jobs[0].network, jobs[0].data
-        seeds = [job.seed for job in jobs]
-        return make_fleet(column, seeds, self.sets[name], self.recipes[name, column], self.config, self.device)
+        job, seeds = jobs[0], [job.seed for job in jobs]
+        recipe = self._recipe(job.data, job.network).with_options(name for name, _ in job.options)
+        return make_fleet(job.network, seeds, self._images(jobs), recipe, self.config, self.device)
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """The test set, evaluated once."""
-        data = self.sets[jobs[0].data]
+        """The test set, evaluated once; in a trial the training images that were held out."""
+        data = self._images(jobs)
         return {data.name: (data.test_images, data.test_labels)}
+
+    def _images(self, jobs: Sequence[Job]) -> Dataset:
+        """A set; for a trial its training images alone, in the places of both parts."""
+        name = jobs[0].data
+        if jobs[0].phase != "choose":
+            return self.sets[name]
+        if name not in self._validation:
+            (images, labels), (judged, theirs) = hold_out(self.sets[name])
+            self._validation[name] = dataclasses.replace(
+                self.sets[name], train_images=images, train_labels=labels, test_images=judged, test_labels=theirs
+            )
+        return self._validation[name]
 
     def result(self, folder: "RunFolder") -> NaturalTable:
         table = table2_of(folder, outcomes_of(folder))
@@ -214,24 +263,34 @@ class Table2(NaturalRecipe[Table2Config]):
         return [title, long_table(result, width), Text(SIGNS, style="dim"), Text(), *why, *verdict(result)]
 
 
+def _options(names: Iterable[str]) -> tuple[tuple[str, float], ...]:
+    return tuple((name, 1.0) for name in names)
+
+
 def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTable:
     """The table of a run, also before its end; what is missing is not run."""
     asked = folder.recipe
     sources, columns = dict(asked["data"]), list(asked["columns"])
     absent = {name: source for name, source in sources.items() if source == NOT_AVAILABLE}
+    recipes = {tuple(key.split(" ")): _stored(recipe) for key, recipe in asked["recipes"].items()}
     by_cell: dict[tuple[str, str], dict[int, Outcome]] = {}
     for job, outcome in outcomes.items():
-        by_cell.setdefault((job.data, job.network), {})[job.seed] = outcome
-    cells = [
-        Cell.of(
-            [outcome for _, outcome in sorted(by_cell[name, column].items())],
-            weights(column, 100 if name == "cifar100" else 10), NaturalTable.paper_of(column, name),
-        )
-        for name in sources
-        for column in columns
-        if (name, column) in by_cell
-    ]  # fmt: skip
-    recipes = {tuple(key.split(" ")): _stored(recipe) for key, recipe in asked["recipes"].items()}
+        if job.phase == "report":
+            place = job.data, job.network
+            by_cell.setdefault(place, {})[job.seed] = outcome
+            recipes[place] = recipes[place].with_options(name for name, _ in job.options)
+    cells = []
+    for place in itertools.product(sources, columns):
+        if place in by_cell:
+            (name, column), shared = place, {key: asked.get(key) for key in SHARED}
+            recipe = {
+                **shared,
+                "sha256": asked.get("sha256", {}).get(name),
+                "training": dataclasses.asdict(recipes[place]),
+            }
+            group = [outcome for _, outcome in sorted(by_cell[place].items())]
+            paper, count = NaturalTable.paper_of(column, name), weights(column, 100 if name == "cifar100" else 10)
+            cells.append(Cell.of(group, count, paper, origin=origin(folder, recipe)))
     protocol = {f"data, {name}": source for name, source in sources.items() if name not in absent}
     protocol |= {f"{column} on {name}": str(recipe) for (name, column), recipe in recipes.items() if "+" not in column}
     protocol["precision"] = asked["precision"] or "bfloat16 on a GPU, float32 on a CPU"
@@ -243,6 +302,7 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
     table = NaturalTable(
         f"Table 2: natural images{short}", tuple(cells), protocol, deviations=DEVIATIONS, absent=absent, scale=scale,
         minutes={"training and evaluation": spent} if spent else {}, **run_facts(folder),
+        lenet=validation_errors(outcome for job, outcome in outcomes.items() if job.phase == "choose"),
     )  # fmt: skip
     batches = [r.batch for (name, column), r in recipes.items() if r.batch != recipe_of(network_of(column), name).batch]
     images = [text for key, text in protocol.items() if key.startswith("data, ")]
@@ -251,13 +311,14 @@ def table2_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> NaturalTa
 
 def _stored(recipe: Mapping[str, Any]) -> TrainingRecipe:
     schedule = recipe["schedule"]
-    return TrainingRecipe(**{**recipe, "schedule": Schedule(**{**schedule, "drops": tuple(schedule["drops"])})})
+    given = {**recipe, "options": tuple(recipe.get("options", ()))}
+    return TrainingRecipe(**{**given, "schedule": Schedule(**{**schedule, "drops": tuple(schedule["drops"])})})
 
 
 def verdict(table: NaturalTable) -> list[str]:
     """The table in sentences, what was lost as plainly as what was won."""
     sentences = []
-    for variant, words in (("+dcl", "DCL (two branches)"), ("+dcl3s", "Three stochastic branches")):
+    for variant, words in VARIANTS.items():
         pairs = [
             (cell, plain, table.to_baseline(cell))
             for cell in table.cells
@@ -274,6 +335,15 @@ def verdict(table: NaturalTable) -> list[str]:
         if theirs:
             sentence += f"; in the paper {signed(mean(theirs))}, lower in {sum(gap < 0 for gap in theirs)}"
         sentences.append(f"{sentence}.")
+    if table.lenet:
+        sets = list(next(iter(table.lenet.values())))
+        tried = [f"{o} {', '.join(f'{e:.2f}' for e in by_set.values())}" for o, by_set in table.lenet.items()]
+        best, theirs = min(table.lenet.values(), key=distance), [paper_error("lenet", name) or 0.0 for name in sets]
+        sentences.append(
+            f"LeNet's options by validation error on {' and '.join(sets)}: {'; '.join(tried)}. Nearest to the paper's "
+            f"plain LeNet ({', '.join(f'{error:.2f}' for error in theirs)}), to within "
+            f"{100 * distance(best):.1f} % on average: {' and '.join(nearest(table.lenet)) or 'none'}."
+        )
     sentences += [f"{name}: {reason}." for name, reason in table.absent.items()]
     if stopped := sum(len(cell.stopped) for cell in table.cells):
         sentences.append(f"{stopped} {'run' if stopped == 1 else 'runs'} diverged.")
@@ -284,7 +354,7 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
     """One table of several that were run apart, such as a network or a set on each of several machines.
 
     Raises:
-        TableError: Two of them have the same column on the same set, or were shortened differently.
+        TableError: Two of them have the same column on the same set, or were not run alike.
     """
     first, cells = tables[0], [cell for table in tables for cell in table.cells]
     for i, cell in enumerate(cells):
@@ -292,6 +362,7 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
             raise TableError(f"two of the tables have {cell.column} on {cell.set}; run all its seeds in one")
     if len({(table.scale, table.title) for table in tables}) > 1:
         raise TableError("the tables were not run alike: " + ", ".join(repr(table.title) for table in tables))
+    check_recipes(cells)
     places = {(name, column): place for place, (name, column) in enumerate(itertools.product(DATA, COLUMNS))}
     there = {cell.set for cell in cells}
     minutes: dict[str, float] = {}
@@ -307,6 +378,7 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
         command="\n".join(dict.fromkeys(table.command for table in tables)),
         deviations=tuple(dict.fromkeys(text for table in tables for text in table.deviations)),
         absent={name: why for table in tables for name, why in table.absent.items() if name not in there},
+        lenet={options: by_set for table in tables for options, by_set in table.lenet.items()},
     )
 
 
