@@ -8,15 +8,17 @@ backward and SGD with momentum, launches included; ``infer`` is a forward pass w
 runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that it keeps with
 ``select="faster"`` for that mode and phase.
 
-Each network has a process of its own, in which the plain and the converted network take turns. Times are medians over
-rounds, the ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. Weights are random,
-which does not change the speed. Rows are written as they come, and a second call measures only what is missing; delete
-the file, or name another, to measure anew.
+Each row has a process of its own, in which the plain and the converted network take turns. ``--at-once`` processes
+compile at the same time; then one measures after the other, while the others wait. Times are medians over rounds, the
+ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. Weights are random, which does not
+change the speed. Rows are written as they come, and a second call measures only what is missing; delete the file, or
+name another, to measure anew.
 """
 
 import argparse
 import copy
 import csv
+import itertools
 import statistics
 import subprocess
 import sys
@@ -53,32 +55,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.15, help="of one contender in one round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that compile at the same time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--here", action="store_true", help="in this process, which is what the others are started with"
-    )
+    parser.add_argument("--row", nargs=4, help="measure this row in this process, when a line comes on its input")
     arguments = parser.parse_args()
-    if not arguments.here:
-        for network in arguments.networks:
-            command = [sys.executable, __file__, *_without(sys.argv[1:], "--networks"), "--networks", network, "--here"]
-            subprocess.run(command, check=True)
-        return
-    torch.backends.cudnn.benchmark = True
     host.wait()  # what is compiled in the background, once a machine
-    for network in arguments.networks:
-        for mode in arguments.modes:
-            for selection in arguments.selections:
-                measure(network, mode, selection, arguments)
+    if arguments.row:
+        torch.backends.cudnn.benchmark = True
+        measure(*arguments.row, arguments)
+        return
+    rows = itertools.product(arguments.networks, arguments.modes, arguments.phases, arguments.selections)
+    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
+    todo = [row for row in rows if (row[0], str(arguments.batch), *row[1:]) not in done]
+    for first in range(0, len(todo), arguments.at_once):
+        group = todo[first : first + arguments.at_once]
+        started = [(row, start(row, arguments)) for row in group]
+        for row, process in started:
+            if process.stdout.readline() != READY:
+                print(*row, "could not be prepared", flush=True)
+        for _, process in started:
+            print(process.communicate("\n")[0], end="", flush=True)
 
 
-def _without(arguments: list[str], option: str) -> list[str]:
-    """The arguments without an option and its values."""
-    kept, skipping = [], False
-    for argument in arguments:
-        skipping = argument == option or (skipping and not argument.startswith("--"))
-        if not skipping:
-            kept.append(argument)
-    return kept
+READY = "ready\n"
+
+
+def start(row: tuple[str, ...], arguments: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process that prepares a row."""
+    command = [sys.executable, __file__, "--row", *row, "--device", arguments.device]
+    command += ["--out", str(arguments.out)] if arguments.out else []
+    for name in ("batch", "size", "rounds", "seconds"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def read(path: Path | None) -> list[dict[str, str]]:
@@ -89,39 +97,33 @@ def read(path: Path | None) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measure(network: str, mode: str, selection: str, arguments: argparse.Namespace) -> None:
-    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
+def measure(network: str, mode: str, phase: str, selection: str, arguments: argparse.Namespace) -> None:
     batch = arguments.batch
-    phases = [p for p in arguments.phases if (network, str(batch), mode, p, selection) not in done]
-    if not phases:
-        return
     torch.manual_seed(0)
     plain = getattr(zoo, network)(weights=None).to(arguments.device, memory_format=torch.channels_last)
     x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
     x = x.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=arguments.device)
-    for phase in phases:
-        plan = dcl.plan(plain, example=x[:2])
-        if selection == "faster":
-            with autocast(arguments.device):
-                plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=mode, phase=phase)
-        networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
-        dcl.convert_(networks["dcl"], plan, init="random")
-        weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
-        runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
-        ratio, spread, medians = race(runs, arguments)
-        row = {
-            "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
-            "units": len(plan.selected), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{medians['plain']:.3f}",
-            "dcl_ms": f"{medians['dcl']:.3f}", "ratio": f"{ratio:.3f}", "spread": f"{spread:.3f}",
-            "rounds": arguments.rounds, "device": _name(arguments.device), "torch": torch.__version__,
-        }  # fmt: skip
-        print("  ".join(f"{row[name]}" for name in COLUMNS[:-2]), flush=True)
-        if arguments.out:
-            write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
-        del networks, runs
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+    plan = dcl.plan(plain, example=x[:2])
+    if selection == "faster":
+        with autocast(arguments.device):
+            plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=mode, phase=phase)
+    networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
+    dcl.convert_(networks["dcl"], plan, init="random")
+    weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
+    runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
+    print(READY, end="", flush=True)
+    sys.stdin.readline()
+    ratio, spread, medians = race(runs, arguments)
+    row = {
+        "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
+        "units": len(plan.selected), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{medians['plain']:.3f}",
+        "dcl_ms": f"{medians['dcl']:.3f}", "ratio": f"{ratio:.3f}", "spread": f"{spread:.3f}",
+        "rounds": arguments.rounds, "device": _name(arguments.device), "torch": torch.__version__,
+    }  # fmt: skip
+    print("  ".join(f"{row[name]}" for name in COLUMNS[:-2]), flush=True)
+    if arguments.out:
+        write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
 
 
 def _name(device: str) -> str:

@@ -6,7 +6,8 @@ from decimal import Decimal, localcontext
 from itertools import combinations, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 DIGITS = 60
 
@@ -92,3 +93,18 @@ def _product(values: Sequence[Decimal]) -> Decimal:
     for value in values:
         result *= value
     return result
+
+
+def norms_of_branches(norm: _BatchNorm, branches: int) -> nn.ModuleList:
+    """The batch norm of all branches as one plain batch norm for each, with the rows of its branch."""
+    K2 = norm.num_features // branches
+    settings = {name: getattr(norm, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
+    norms = nn.ModuleList(type(norm)(K2, **settings) for _ in range(branches))
+    for t, own in enumerate(norms):
+        rows = slice(t * K2, (t + 1) * K2)
+        state = norm.state_dict()
+        if state:
+            own.to(next(iter(state.values())).dtype)
+        own.load_state_dict({name: value[rows] if value.dim() else value for name, value in state.items()})
+        own.train(norm.training)
+    return norms

@@ -142,15 +142,50 @@ def test_which_epsilon_is_valid_depends_on_how_many_branches_are_fused():
     assert pairs.eps == 0.02
 
 
-def test_the_norms_of_a_replica_are_those_that_data_parallelism_gave_it():
-    layer = DCLConv2d(3, 8, 3, width=4, norm_layer=nn.BatchNorm2d)
-    replicas = []
-    for norm in layer.fusion.norm:
-        replica = norm._replicate_for_data_parallel()  # without parameters: they are set as plain attributes
-        for name in ("weight", "bias"):
-            setattr(replica, name, getattr(norm, name).detach() + 1)
-        replicas.append(replica)
-    found = norms.batch_norms(replicas)
+def test_the_norm_of_a_replica_is_that_which_data_parallelism_gave_it():
+    norm = DCLConv2d(3, 8, 3, width=4, norm_layer=nn.BatchNorm2d).fusion.norm
+    nn.init.uniform_(norm.weight)
+    replica = norm._replicate_for_data_parallel()  # without parameters: they are set as plain attributes
+    for name in ("weight", "bias"):
+        setattr(replica, name, getattr(norm, name).detach() + 1)
+    found = norms.described(replica)
     assert found is not None
-    assert [float(gamma[0]) for gamma in found.gammas] == [float(norm.weight[0]) + 1 for norm in layer.fusion.norm]
-    assert all(mean is norm.running_mean for mean, norm in zip(found.means, layer.fusion.norm, strict=True))
+    torch.testing.assert_close(found.gamma, norm.weight.detach() + 1, rtol=0, atol=0)
+    torch.testing.assert_close(found.beta, norm.bias.detach() + 1, rtol=0, atol=0)
+    assert found.mean is norm.running_mean
+    assert found.variance is norm.running_var
+    assert found.tracked is norm.num_batches_tracked
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tracks", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_batch_norm_is_described_by_what_it_computes(training, tracks, affine):
+    norm = nn.BatchNorm2d(16, eps=0.1, momentum=0.3, affine=affine, track_running_stats=tracks).train(training)
+    found = norms.described(norm)
+    assert (found.gamma, found.beta) == (norm.weight, norm.bias)
+    assert (found.mean, found.variance) == (norm.running_mean, norm.running_var)
+    assert (found.eps, found.momentum, found.fixed) == (0.1, 0.3, tracks and not training)
+    assert (found.tracked is None) == (not tracks)
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """Overrides what a batch norm computes."""
+
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+def hooked():
+    norm = nn.BatchNorm2d(16)
+    norm.register_forward_hook(lambda *_: None)
+    return norm
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(2, 16), lambda: OwnNorm(16), hooked,
+             lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(16), dim=None)],
+    ids=["LayerNorm", "GroupNorm", "overridden", "hooked", "parametrized"],
+)  # fmt: skip
+def test_only_a_plain_batch_norm_is_described(make):
+    assert norms.described(make()) is None

@@ -12,7 +12,7 @@ import torch_dcl
 
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
-    "files", "progress", "functional", "kernels", "norms", "programs", "fusion", "layers", "stochastic",
+    "files", "progress", "functional", "kernels", "norms", "programs", "fusion", "module", "layers", "stochastic",
     "convert", "models", "data", "fleet", "training", "experiments", "report", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.reference import plain_fusion, plain_pair_fusion, starts_of
+from tests.reference import norms_of_branches, plain_fusion, plain_pair_fusion, starts_of
 from torch import nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.utils import parametrize, prune
@@ -46,7 +46,7 @@ class Composition(nn.Module):
         fusion = layer.fusion
         self.eps, self.strategy = layer.eps, layer.strategy
         self.stage1, self.stage2 = nn.ModuleList(), nn.ModuleList()
-        self.norm = nn.ModuleList(copy.deepcopy(norm) for norm in fusion.norm or ())
+        self.norms = None if fusion.norm is None else norms_of_branches(fusion.norm, layer.branches)
         self.activation = copy.deepcopy(layer.branch_activation)
         for t, (start, end) in enumerate(starts_of(layer.widths)):
             first = make_stage1(end - start, layer.branch.bias is not None)
@@ -65,7 +65,7 @@ class Composition(nn.Module):
         pre = []
         for t, (first, second) in enumerate(zip(self.stage1, self.stage2, strict=True)):
             y = first(x) if self.activation is None else self.activation(first(x))
-            pre.append(self.norm[t](second(y)) if self.norm else second(y))
+            pre.append(second(y) if self.norms is None else self.norms[t](second(y)))
         return pre
 
     def forward(self, x):
@@ -116,6 +116,8 @@ def assert_layer_equals(layer, composition, x):
         pairs.append((layer.branch.bias.grad, joined("bias", composition.stage1)))
     if fusion.bias is not None:
         pairs.append((fusion.bias.grad.flatten(), joined("bias", composition.stage2)))
+    if fusion.norm is not None:
+        pairs += [(getattr(fusion.norm, name).grad, joined(name, composition.norms)) for name in ("weight", "bias")]
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
@@ -215,16 +217,193 @@ def test_batch_norm_follows_the_training_flag_and_keeps_its_statistics():
     x = torch.randn(4, 3, 6, 6, dtype=torch.float64) * 3 + 1
     for training in (True, True, False):
         torch.testing.assert_close(layer.train(training)(x), composition.train(training)(x), rtol=1e-11, atol=1e-12)
-    for mine, other in zip(layer.fusion.norm, composition.norm, strict=True):
-        assert mine.num_batches_tracked == 2
-        torch.testing.assert_close(mine.running_mean, other.running_mean, rtol=1e-11, atol=1e-12)
-        torch.testing.assert_close(mine.running_var, other.running_var, rtol=1e-11, atol=1e-12)
+    norm = layer.fusion.norm
+    assert norm.num_batches_tracked == 2
+    for name in ("running_mean", "running_var"):
+        expected = torch.cat([getattr(other, name) for other in composition.norms])
+        torch.testing.assert_close(getattr(norm, name), expected, rtol=1e-11, atol=1e-12)
 
 
-def test_a_norm_layer_that_is_not_batch_norm():
-    layer = DCLLinear(6, 8, norm_layer=nn.LayerNorm, dtype=torch.float64)
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    torch.testing.assert_close(layer(x), composition_of_linear(layer)(x), rtol=1e-11, atol=1e-12)
+SETTINGS = [
+    {},
+    {"momentum": None},
+    {"momentum": 0.0, "eps": 0.1},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"affine": False, "track_running_stats": False},
+]
+
+
+@pytest.mark.parametrize("arguments", SETTINGS, ids=str)
+@pytest.mark.parametrize("called", ["in branches", "whole"])
+def test_a_batch_norm_of_any_settings_is_one_for_each_branch(arguments, called):
+    """A norm that somebody hooked into is called as it is, with the responses of all branches side by side."""
+    layer = DCLConv2d(3, 8, 3, branches=3, norm_layer=partial(nn.BatchNorm2d, **arguments), dtype=torch.float64)
+    norm = layer.fusion.norm
+    for tensor in norm.parameters():
+        nn.init.uniform_(tensor, 0.5, 2)
+    composition = composition_of_conv(layer, 2, kernel_size=3)
+    shapes = []
+    if called == "whole":
+        norm.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
+    for training in (True, True, False, True):
+        x = torch.randn(4, 3, 6, 6, dtype=torch.float64) * 3 + 1
+        torch.testing.assert_close(layer.train(training)(x), composition.train(training)(x), rtol=1e-11, atol=1e-12)
+    assert shapes == [(4, 24, 4, 4)] * (4 if called == "whole" else 0)
+    if norm.track_running_stats:
+        assert norm.num_batches_tracked == 3
+        for name in ("running_mean", "running_var"):
+            expected = torch.cat([getattr(other, name) for other in composition.norms])
+            torch.testing.assert_close(getattr(norm, name), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_batch_norm_of_one_value_a_channel_is_refused_in_training():
+    layer = DCLLinear(6, 8, norm_layer=nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        layer(torch.randn(1, 6))
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        layer(torch.randn(2, 2, 2, 6))
+
+
+@pytest.mark.parametrize(
+    "norm_layer", [nn.LayerNorm, partial(nn.GroupNorm, 4), lambda n: nn.Sequential(nn.LayerNorm(n))]
+)
+def test_a_norm_layer_that_is_not_batch_norm_sees_all_responses_side_by_side(norm_layer):
+    layer = DCLLinear(6, 8, norm_layer=norm_layer, dtype=torch.float64)
+    x = torch.randn(10, 6, dtype=torch.float64)
+    norm, layer.fusion.norm = layer.fusion.norm, None
+    for parameter in norm.parameters():
+        nn.init.uniform_(parameter, 0.5, 2)
+    pre = composition_of_linear(layer).pre_activations(x)
+    layer.fusion.norm = norm
+    first, second = norm(torch.cat(pre, 1)).split(8, 1)
+    torch.testing.assert_close(layer(x), plain_fusion([first, second], layer.eps), rtol=1e-11, atol=1e-12)
+
+
+def test_a_batch_norm_that_normalises_positions_sees_all_responses_side_by_side():
+    layer = DCLLinear(6, 8, norm_layer=lambda _: nn.BatchNorm1d(5), dtype=torch.float64)
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    norm, layer.fusion.norm = copy.deepcopy(layer.fusion.norm), None
+    pre = composition_of_linear(layer).pre_activations(x)
+    layer.fusion.norm = copy.deepcopy(norm)
+    first, second = norm(torch.cat(pre, 2)).split(8, 2)
+    torch.testing.assert_close(layer(x), plain_fusion([first, second], layer.eps), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(layer.fusion.norm.running_var, norm.running_var, rtol=1e-11, atol=1e-12)
+
+
+def test_a_batch_norm_is_not_given_positions_for_channels():
+    """As many positions as outputs, where the channels come last, or first without a batch."""
+    with pytest.raises(RuntimeError, match="running_mean should contain 8 elements not 16"):
+        DCLLinear(6, 8, norm_layer=nn.BatchNorm1d)(torch.randn(4, 8, 6))
+    with pytest.raises(RuntimeError, match="running_mean should contain 8 elements not 16"):
+        DCLConv1d(6, 8, 1, norm_layer=nn.BatchNorm1d)(torch.randn(6, 8))
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_the_channels_of_the_norm_are_those_of_one_branch_behind_the_others(branches):
+    layer = DCLConv2d(3, 8, 3, branches=branches, norm_layer=nn.BatchNorm2d)
+    norm, x = layer.fusion.norm, torch.randn(4, 3, 6, 6)
+    assert norm.num_features == branches * 8
+    before = layer.responses(x).v
+    for t in range(branches):
+        changed = copy.deepcopy(layer)
+        nn.init.constant_(changed.fusion.norm.bias[t * 8 : (t + 1) * 8].detach(), 3)
+        after = changed.responses(x).v
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [s != t for s in range(branches)]
+
+
+# Older state dicts, with a batch norm for each branch
+
+
+def with_a_norm_for_each_branch(state, prefix, branches):
+    """A state dict as they were before the norms of a layer became one."""
+    old = {}
+    for name, value in state.items():
+        if not name.startswith(f"{prefix}norm."):
+            old[name] = value
+            continue
+        parts = value.chunk(branches) if value.dim() else (value,) * branches
+        for t, part in enumerate(parts):
+            old[f"{prefix}norm.{t}.{name.removeprefix(f'{prefix}norm.')}"] = part.clone()
+    return old
+
+
+def trained_norm(layer):
+    """Other values than those of the start in everything that the norm has."""
+    norm = layer.fusion.norm
+    with torch.no_grad():
+        for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+            tensor.uniform_(0.5, 2)
+        norm.num_batches_tracked += 7
+    return layer
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_a_state_dict_with_a_norm_for_each_branch_still_loads(branches, training):
+    def make():
+        layer = DCLConv2d(3, 8, 3, branches=branches, norm_layer=nn.BatchNorm2d, dtype=torch.float64)
+        return nn.Sequential(nn.Identity(), layer)
+
+    model, loaded = make(), make()
+    trained_norm(model[1])
+    old = with_a_norm_for_each_branch(model.state_dict(), "1.fusion.", branches)
+    assert {f"1.fusion.norm.{t}.running_var" for t in range(branches)} < set(old)
+    given = dict(old)
+    loaded.load_state_dict(old, strict=True)
+    assert old.keys() == given.keys(), "the caller's dictionary is left alone"
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+    # The network as it was: plain layers, and plain norms that load the old entries themselves.
+    composition = composition_of_conv(loaded[1], 2, kernel_size=3)
+    for t, norm in enumerate(composition.norms):
+        start = f"1.fusion.norm.{t}."
+        norm.load_state_dict({name.removeprefix(start): old[name] for name in old if name.startswith(start)})
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    loaded.train(training)
+    composition.train(training)
+    torch.testing.assert_close(loaded(x), composition(x), rtol=1e-11, atol=1e-12)
+
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (loaded, composition)]
+    for _ in range(2):
+        for each, optimizer in zip((loaded, composition), steps, strict=True):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        expected = torch.cat([getattr(norm, name) for norm in composition.norms])
+        torch.testing.assert_close(getattr(loaded[1].fusion.norm, name), expected, rtol=1e-9, atol=1e-11)
+    assert loaded[1].fusion.norm.num_batches_tracked == 7 + (3 if training else 0)
+    torch.testing.assert_close(loaded.eval()(x), composition.eval()(x), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_old_state_dict_that_lacks_a_branch_or_fits_another_layer_is_named(strict):
+    layer = DCLConv2d(3, 8, 3, branches=2, norm_layer=nn.BatchNorm2d)
+    old = with_a_norm_for_each_branch(layer.state_dict(), "fusion.", 2)
+    lacking = {name: value for name, value in old.items() if name != "fusion.norm.1.weight"}
+    if strict:
+        with pytest.raises(
+            RuntimeError, match=r"(?s)Missing.*fusion\.norm\.weight.*Unexpected.*fusion\.norm\.0\.weight"
+        ):
+            layer.load_state_dict(lacking)
+    else:
+        missing, unexpected = layer.load_state_dict(lacking, strict=False)
+        assert (missing, unexpected) == (["fusion.norm.weight"], ["fusion.norm.0.weight"])
+    with pytest.raises(RuntimeError, match=r"size mismatch for fusion\.norm\.weight"):
+        DCLConv2d(3, 9, 3, branches=2, width=8, norm_layer=nn.BatchNorm2d).load_state_dict(old, strict=strict)
+
+
+def test_a_norm_of_several_modules_keeps_its_own_numbered_entries():
+    """`nn.Sequential` numbers its parts, as the norms of the branches were once."""
+
+    def make():
+        return DCLLinear(6, 8, norm_layer=lambda n: nn.Sequential(nn.BatchNorm1d(n), nn.BatchNorm1d(n)))
+
+    layer, loaded = make(), make()
+    nn.init.uniform_(layer.fusion.norm[0].weight)
+    loaded.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(layer.state_dict()), rtol=0, atol=0)
 
 
 def test_one_branch_with_eps_zero_is_the_low_rank_layer():
@@ -580,16 +759,18 @@ def test_the_keys_of_the_state_dict_are_those_documented():
     norm = ["bias", "num_batches_tracked", "running_mean", "running_var", "weight"]
     assert keys(full) == sorted(
         ["branch.weight", "branch.bias", "branch_activation.weight", "fusion.weight", "fusion.bias", eps]
-        + [f"fusion.norm.{t}.{name}" for t in (0, 1) for name in norm]
+        + [f"fusion.norm.{name}" for name in norm]
     )
     documented = set(re.findall(r"^``([a-z_.*]+)``", layers_module.__doc__, re.MULTILINE))
-    found = {re.sub(r"(fusion\.norm\.)\d\..*|(branch_activation\.).*", r"\1\2*", key) for key in keys(full)}
-    found = {key.replace("norm.*", "norm.t.*") for key in found} | set(keys(stochastic))
-    assert found == documented
+    found = {re.sub(r"(fusion\.norm\.|branch_activation\.).*", r"\1*", key) for key in keys(full)}
+    assert found | set(keys(stochastic)) == documented
 
 
 def test_the_shapes_of_the_state_dict_are_those_documented():
-    layer = DCLConv2d(5, 9, (3, 2), branches=3, width=(2, 3, 4), strategy="stochastic", branch_activation=nn.ReLU)
+    norm, widths = nn.BatchNorm2d, (2, 3, 4)
+    layer = DCLConv2d(
+        5, 9, (3, 2), branches=3, width=widths, strategy="stochastic", branch_activation=nn.ReLU, norm_layer=norm
+    )
     shapes = {key: tuple(tensor.shape) for key, tensor in layer.state_dict().items()}
     assert shapes == {
         "branch.weight": (9, 5, 3, 2),
@@ -599,6 +780,8 @@ def test_the_shapes_of_the_state_dict_are_those_documented():
         "fusion.key": (3,),
         "fusion.active": (2,),
         "fusion._extra_state": (),
+        **{f"fusion.norm.{name}": (3 * 9,) for name in ("weight", "bias", "running_mean", "running_var")},
+        "fusion.norm.num_batches_tracked": (),
     }
 
 
@@ -606,7 +789,7 @@ def test_biases_and_only_biases_end_in_bias():
     """A bias is what still moves the output where the input is zero."""
     layer = DCLConv2d(4, 8, 3, norm_layer=nn.BatchNorm2d, branch_activation=nn.PReLU)
     named = {name for name, _ in layer.named_parameters() if name.endswith("bias")}
-    assert named == {"branch.bias", "fusion.bias", "fusion.norm.0.bias", "fusion.norm.1.bias"}
+    assert named == {"branch.bias", "fusion.bias", "fusion.norm.bias"}
     layer = DCLLinear(4, 8, branches=3)
     nn.init.ones_(layer.fusion.bias)
     at_zero = torch.autograd.grad(layer.responses(torch.zeros(1, 4)).z.sum(), list(layer.parameters()))

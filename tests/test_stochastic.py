@@ -5,6 +5,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ KINDS = {
     "unequal widths": {"width": (2, 3, 4, 5)},
     "with norm": {"norm_layer": nn.BatchNorm2d},
     "with norm, no bias": {"norm_layer": nn.BatchNorm2d, "bias": False},
+    "with a group for each branch": {"norm_layer": partial(nn.GroupNorm, 4)},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -266,7 +268,7 @@ def test_idle_branches_get_an_exactly_zero_gradient(kind):
             if layer.fusion.bias is not None and layer.fusion.norm is None:
                 own.append(found["fusion.bias"][t])
             if layer.fusion.norm is not None:
-                own += [found[f"fusion.norm.{t}.weight"], found[f"fusion.norm.{t}.bias"]]
+                own += [found[f"fusion.norm.{name}"].view(4, -1)[t] for name in ("weight", "bias")]
             active = t in drawn(layer)[0]
             for gradient in own:
                 assert gradient.any().item() == active
@@ -549,7 +551,7 @@ def idle_part(layer, name, tensor):
     if name == "fusion.bias":
         return tensor[idle]
     if name.startswith("fusion.norm."):
-        return tensor if int(name.split(".")[2]) in idle else tensor[:0]
+        return tensor.view(layer.branches, -1)[idle]
     starts = starts_of(layer.widths)
     return torch.cat([tensor[slice(*starts[t])] for t in idle])
 
@@ -559,7 +561,7 @@ def active_part(layer, name, tensor):
     if name == "fusion.bias":
         return tensor[list(pair)]
     if name.startswith("fusion.norm."):
-        return tensor if int(name.split(".")[2]) in pair else tensor[:0]
+        return tensor.view(layer.branches, -1)[list(pair)]
     starts = starts_of(layer.widths)
     return torch.cat([tensor[slice(*starts[t])] for t in pair])
 

@@ -19,175 +19,24 @@ key                      shape                      what it is
 Biases, and only biases, end in ``bias``.
 """
 
-import functools
-import math
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory, reset
-from torch_dcl.kernels.dispatch import Stage, fits, fuse_branches, fuse_pairs, linear, may_run, turn, turns
-from torch_dcl.norms import called_plainly
-from torch_dcl.programs import recorded, replayed
+from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory
+from torch_dcl.kernels.dispatch import fits, turn, turns
+from torch_dcl.module import _DCL, Responses
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
-class Responses(NamedTuple):
-    """What a DCL layer computes on the way: for looking inside."""
-
-    y: tuple[Tensor, ...]
-    """The T branches, ``M_t`` channels each."""
-    v: tuple[Tensor, ...]
-    """The T responses after ReLU, ``K2`` channels each."""
-    z: Tensor
-    """Their fusion: over all branches (deterministic), or the mean over all pairs (stochastic)."""
-
-
 def _of_branch(name: str) -> property:
     """An attribute that all branches have in common: stage 1's, read only."""
     return property(lambda layer: getattr(layer.branch, name), doc=f"``{name}`` of stage 1, as in the plain layer.")
-
-
-class _DCL(nn.Module):
-    """What the linear and the convolutional layers share: stage 1 in ``branch``, stage 2 in ``fusion``."""
-
-    branch: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-    fusion: ConceptFusion
-    branch_activation: nn.Module | None
-    marks_output = False
-    """Whether z is marked for a ReLU behind the layer that serves other places too; see `passes_relu`."""
-
-    def reset_parameters(self) -> None:
-        """Initialise both stages; see :meth:`ConceptFusion.reset_parameters`."""
-        weight, bias = self.branch.weight, self.branch.bias
-        bound = math.sqrt(3 / weight[0].numel())
-        nn.init.uniform_(weight, -bound, bound)
-        if bias is not None:
-            nn.init.zeros_(bias)
-        reset(self.branch_activation)
-        self.fusion.reset_parameters(_mean_square(self.branch_activation))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map the input to z."""
-        z = self._compute(x)
-        if self.marks_output:
-            z._dcl_positive = True  # type: ignore[attr-defined]
-        return z
-
-    def _compute(self, x: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and (z := replayed(self, x)) is not None:
-            return z
-        fusion = self.fusion
-        pair = fusion.strategy == "stochastic" and self.training
-        if pair:
-            _warn_if_nobody_advances(fusion)
-            pair = fusion.gathers
-        stage = self._plain_stage() if may_run(x) else None
-        if stage is not None and (pair or fusion.strategy == "deterministic" or not self.training):
-            theta = fusion.gather(self.branch.weight) if pair else self.branch.weight
-            compute = functools.partial(fusion.with_stage, x, theta, stage)
-            z = compute() if compiling or pair else recorded(self, x, compute)
-            if z is not None:
-                return z
-        if pair:
-            weight, bias = self.branch.weight, self.branch.bias
-            y = self._run_branch(x, fusion.gather(weight), None if bias is None else fusion.gather(bias))
-            return fusion.forward_pair(self._activate(y))
-        return fusion(self._activate(self._construct(x)))  # type: ignore[no-any-return]
-
-    def _plain_stage(self) -> Stage | None:
-        """Stage 1 beside its filters, where calling the modules of both stages does no more than their arithmetic."""
-        branch, fusion = self.branch, self.fusion
-        if self.branch_activation is not None or branch.bias is not None or type(fusion) is not ConceptFusion:
-            return None
-        if not (called_plainly(branch) and called_plainly(fusion)):
-            return None
-        if isinstance(branch, nn.Linear):
-            return Stage(0) if type(branch) is nn.Linear else None
-        if type(branch) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            return None
-        if branch.padding_mode != "zeros" or isinstance(branch.padding, str):
-            return None
-        return Stage(len(branch.kernel_size), branch.stride, branch.padding, branch.dilation)
-
-    def responses(self, x: Tensor) -> Responses:
-        """Look inside: all branches y, their responses v and the fusion z, whatever the training flag says."""
-        y = self._activate(self.branch(x))
-        pre = self.fusion.respond(y)
-        fuse = fuse_branches if self.fusion.strategy == "deterministic" else fuse_pairs
-        return Responses(self.fusion.split(y), tuple(F.relu(p) for p in pre), fuse(pre, self.fusion.eps))
-
-    def __prepare_scriptable__(self) -> Self:
-        """Asked by torch.jit.script before it reads the source, which it could not."""
-        raise TypeError(
-            f"a {type(self).__name__} cannot be scripted; export the network with torch.export or torch.onnx.export, "
-            "or trace it with torch.jit.trace"
-        )
-
-    @property
-    def branches(self) -> int:
-        """T."""
-        return self.fusion.branches
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """M(t)."""
-        return self.fusion.widths
-
-    @property
-    def strategy(self) -> Strategy:
-        """How more than two branches are trained."""
-        return self.fusion.strategy
-
-    @property
-    def eps(self) -> float:
-        """ε."""
-        return self.fusion.eps
-
-    @property
-    def weight(self) -> Tensor:
-        """θ, which is ``branch.weight``: of the plain layer's dtype, device and shape, but with ΣM filters, not K2."""
-        return self.branch.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """``fusion.bias``, one bias a branch; None where the layer has no bias."""
-        return self.fusion.bias
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch does it, but nothing takes the place of θ or of the biases, as pruning would."""
-        if name.startswith(("weight", "bias")):
-            raise ValueError(
-                f"{name!r} cannot become a parameter of a {type(self).__name__}: its weights are the submodules' "
-                "branch.weight (θ) and fusion.weight (W), its biases fusion.bias; prune or parametrize those instead"
-            )
-        super().register_parameter(name, param)
-
-    def _activate(self, y: Tensor) -> Tensor:
-        return y if self.branch_activation is None else self.branch_activation(y)
-
-    def _construct(self, x: Tensor) -> Tensor:
-        """Stage 1: a call of ``branch``, unless that does no more than a product which can be had with more."""
-        branch = self.branch
-        if type(branch) is nn.Linear and called_plainly(branch):
-            return linear(x, branch.weight, branch.bias, otherwise=branch)
-        y: Tensor = branch(x)
-        return y
-
-    def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Stage 1 with these filters instead of its own."""
-        if isinstance(self.branch, nn.Linear):
-            return linear(x, weight, bias)
-        y: Tensor = self.branch._conv_forward(x, weight, bias)
-        return y
 
 
 class DCLLinear(_DCL):
@@ -346,11 +195,11 @@ class _DCLConv(_DCL):
         new = cls(layer.in_channels, layer.out_channels, layer.kernel_size, **{**given, **arguments})
         return new.train(layer.training)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def _compute(self, x: Tensor) -> Tensor:
         """Map the input to z, which lies in memory as ``nn.Conv2d`` would give it."""
         if self._turns(x):
-            return turn(super().forward(turn(x, last=True, cast=True)), last=False)
-        return super().forward(x)
+            return turn(super()._compute(turn(x, last=True, cast=True)), last=False)
+        return super()._compute(x)
 
     def _turns(self, x: Tensor) -> bool:
         """Whether a batch of images is worth turning to channels_last, and z back: kernels and convolutions want it so.
@@ -398,14 +247,6 @@ class DCLConv3d(_DCLConv):
     _plain, _spatial = nn.Conv3d, 3
 
 
-def passes_relu(z: Tensor) -> bool:
-    """Whether z comes straight from a layer that marked it as positive. The mark is taken away: it is for one ReLU."""
-    if not getattr(z, "_dcl_positive", False):
-        return False
-    z._dcl_positive = False  # type: ignore[attr-defined]
-    return True
-
-
 def _check_channels(**channels: int) -> None:
     for name, value in channels.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -415,29 +256,3 @@ def _check_channels(**channels: int) -> None:
 def _check_bias(bias: object) -> None:
     if bias not in (True, False, None):
         raise TypeError(f"bias must be True or False, got {bias!r}; DCL's own arguments go by name, as in branches=3")
-
-
-def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
-    # In this order: a compiled forward must not depend on `advanced`, or the first advance would recompile it.
-    if torch.compiler.is_compiling() or fusion.advanced:
-        return
-    fusion.advanced = True
-    warnings.warn(
-        "a DCL layer with the stochastic strategy is in training, but nobody advances its step, so it would train "
-        "the same pair of branches for ever: call advance_branches_(model, step) at every step, or "
-        "follow_optimizer(model, optimizer) once",
-        stacklevel=4,
-    )
-
-
-def _mean_square(activation: nn.Module | None) -> float:
-    """E[a(n)²] of an activation a for n ~ N(0, 1), over a grid of quantiles; 1 without one."""
-    if activation is None:
-        return 1.0
-    like: Tensor = next(activation.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
-    if like.is_meta:
-        return 1.0  # nothing to measure yet; reset_parameters() after materialising does
-    with torch.no_grad():
-        quantiles = torch.linspace(0.5 / 1024, 1 - 0.5 / 1024, 1024, device="cpu", dtype=torch.float32)
-        response = activation((math.sqrt(2) * torch.erfinv(2 * quantiles - 1)).to(like))
-        return max(float(response.float().square().mean()), 1e-6)

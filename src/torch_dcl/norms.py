@@ -36,7 +36,8 @@ def described(norm: nn.Module) -> Norm | None:
 
 def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Tensor]:
     """The responses of all branches, normalised: without putting them side by side where a batch norm is plain."""
-    if type(norm).forward is not _BatchNorm.forward or norm._modules or not called_plainly(norm):
+    plain = type(norm).forward is _BatchNorm.forward and not norm._modules and called_plainly(norm)
+    if not plain or channels != 1:  # a batch norm takes the second dimension for its channels
         return list(norm(torch.cat(list(pre), channels)).chunk(len(pre), channels))
     assert isinstance(norm, _BatchNorm)
     norm._check_input_dim(pre[0])  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torch_dcl.functional import draw_pair
 from torch_dcl.fusion import ConceptFusion
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 
 __all__ = ["advance_branches_", "follow_optimizer", "seed_branches_"]
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
+from torchvision.models.resnet import BasicBlock
 from torchvision.ops import FrozenBatchNorm2d
 
 import torch_dcl as dcl
@@ -220,9 +221,10 @@ def test_any_layer_comes_back(tmp_path_factory, kind, geometry, bias, norm, widt
     assert_same_network(model, loaded)
     assert torch.equal(output(model, KINDS[kind], dtype), output(loaded, KINDS[kind], dtype))
     if norm is not None:
-        for ours, theirs in zip(model[0].fusion.norm, loaded[0].fusion.norm, strict=True):
-            for name, value in norm.items():
-                assert getattr(ours, name) == getattr(theirs, name) == value
+        ours, theirs = model[0].fusion.norm, loaded[0].fusion.norm
+        assert ours.num_features == theirs.num_features == len(widths) * 10
+        for name, value in norm.items():
+            assert getattr(ours, name) == getattr(theirs, name) == value
 
 
 def test_a_batch_norm_without_bias_comes_back(tmp_path):
@@ -232,7 +234,7 @@ def test_a_batch_norm_without_bias_comes_back(tmp_path):
         pytest.skip("this torch has no batch norm with a weight and without a bias")
     make = partial(network, norm={"bias": False})
     model = converted(make())
-    assert model.conv2.fusion.norm[0].bias is None
+    assert model.conv2.fusion.norm.bias is None
     dcl.save_model(model, tmp_path / "m.safetensors")
     assert_same_network(model, dcl.load_model(make, tmp_path / "m.safetensors"))
 
@@ -287,7 +289,7 @@ def test_the_dtype_of_the_file_is_kept_whatever_the_network_has(tmp_path, dtype,
     dcl.save_model(model, tmp_path / "m.safetensors")
     loaded = dcl.load_model(network() if where == "plain" else converted(), tmp_path / "m.safetensors")
     assert {p.dtype for p in loaded.parameters()} == {dtype}
-    assert loaded.conv2.fusion.norm[0].num_batches_tracked.dtype == torch.int64
+    assert loaded.conv2.fusion.norm.num_batches_tracked.dtype == torch.int64
     assert_same_network(model, loaded)
     assert torch.equal(output(model, dtype=dtype), output(loaded, dtype=dtype))
 
@@ -646,9 +648,11 @@ def test_the_file_is_all_safetensors_and_no_pickle(saved):
 def test_the_description_says_what_the_layers_are(saved):
     _, path = saved
     tensors, content = contents(path)
-    assert content["version"] == 1
+    assert content["version"] == 2
     assert sealed(tensors, content) == content
     assert content["absorbed"] == [["bn2"]]
+    assert content["relus"] == [["relu1"], ["relu2"], ["relu3"]]
+    assert content["shared_relus"] == []
     layers = {entry["names"][0]: entry for entry in content["layers"]}
     assert list(layers) == ["conv1", "conv2", "fc1"]
     assert layers["conv2"]["stage1"] == {
@@ -658,7 +662,7 @@ def test_the_description_says_what_the_layers_are(saved):
     assert layers["conv2"]["norm"]["type"] == "BatchNorm2d"
     assert layers["fc1"] == {
         "names": ["fc1"], "type": "DCLLinear", "widths": [4, 4, 4], "strategy": "stochastic", "eps": 0.01, "bias": True,
-        "stage1": {"in_features": 32}, "activation": None, "norm": None,
+        "stage1": {"in_features": 32}, "activation": None, "norm": None, "marks_output": False,
     }  # fmt: skip
 
 
@@ -809,7 +813,7 @@ def left_alone_after(error, model):
         raise
 
 
-@pytest.mark.parametrize("key", ["version", "layers", "absorbed", "shared"])
+@pytest.mark.parametrize("key", ["version", "layers", "absorbed", "relus", "shared_relus", "shared"])
 def test_a_description_without_one_of_its_parts_is_not_ours(saved, tmp_path, key):
     _, path = saved
     tensors, content = contents(path)
@@ -829,7 +833,7 @@ def rename(tensors):
 
 
 def swap_two(tensors):
-    a, b = "conv2.fusion.norm.0.weight", "conv2.fusion.norm.1.weight"
+    a, b = "conv2.fusion.norm.weight", "conv2.fusion.norm.bias"
     tensors[a], tensors[b] = tensors[b], tensors[a]
 
 
@@ -869,10 +873,109 @@ def test_other_tensors_under_a_right_seal_are_for_another_network(saved, tmp_pat
 def test_a_newer_version_is_named_with_the_remedy(saved, tmp_path):
     _, path = saved
     tensors, content = contents(path)
-    newer = {**content, "version": 2, "layers": "in a form of its own"}
-    expected = ("is of version 2", "reads up to 1", "update torch-dcl")
+    newer = {**content, "version": 3, "layers": "in a form of its own"}
+    expected = ("is of version 3", "reads up to 2", "update torch-dcl")
     refused(forge(tmp_path / "newer.safetensors", tensors, sealed(tensors, newer)), network(), *expected)
     refused(forge(tmp_path / "newer.safetensors", tensors, newer), network(), *expected)
+
+
+# Files of version 1, with a batch norm for each branch
+
+
+def as_first_version(tensors, content):
+    """A file as version 1 wrote it: a batch norm for each branch, and nothing about shared ReLUs."""
+    branches = {name: len(layer["widths"]) for layer in content["layers"] if layer["norm"] for name in layer["names"]}
+
+    def old_names(name):
+        layer, found, rest = name.partition(".fusion.norm.")
+        return [f"{layer}.fusion.norm.{t}.{rest}" for t in range(branches[layer])] if found else [name]
+
+    old = {}
+    for name, tensor in tensors.items():
+        names = old_names(name)
+        parts = tensor.chunk(len(names)) if tensor.dim() else [tensor] * len(names)
+        old |= {own: part.clone() for own, part in zip(names, parts, strict=True)}
+    content = copy.deepcopy(content)
+    del content["shared_relus"]
+    for layer in content["layers"]:
+        del layer["marks_output"]
+    ties = {}
+    for name, first in content["shared"].items():
+        ties |= zip(old_names(name), old_names(first), strict=True)
+    return old, sealed(old, {**content, "version": 1, "shared": ties})
+
+
+class Twice(nn.Module):
+    """A unit in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.unit = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())
+        self.again, self.head = self.unit, nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return self.head(self.again(self.unit(x)))
+
+
+FIRST = {
+    "two branches": (network, {}),
+    "low-rank": (network, {"branches": 1}),
+    "stochastic": (network, {"branches": 3, "strategy": "stochastic"}),
+    "unequal widths": (network, {"width": (3, 7)}),
+    "no shift, no statistics": (partial(network, norm={"affine": False, "track_running_stats": False}), {}),
+    "a unit in two places": (Twice, {"width": 2}),
+    "a shared ReLU": (lambda: BasicBlock(3, 3), {"width": 2}),
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_a_file_of_version_1_loads_into_the_same_network(tmp_path, case):
+    make, arguments = FIRST[case]
+    model, path = converted(make(), **arguments), tmp_path / "m.safetensors"
+    dcl.save_model(model, path)
+    tensors, content = contents(path)
+    older = forge(tmp_path / "older.safetensors", *as_first_version(tensors, content))
+    names = contents(older)[0].keys()
+    if case != "no shift, no statistics":
+        assert any(".fusion.norm.0.weight" in name for name in names)
+    assert not any(".fusion.norm.weight" in name for name in names)
+    expected = output(model)
+    for into in (make(), converted(make(), seed=1, **arguments)):
+        loaded = dcl.load_model(into, older)
+        assert torch.equal(output(loaded), expected)
+        torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    if case == "a shared ReLU":
+        assert type(dcl.load_model(make(), older).relu) is nn.ReLU, "as it was left at the time"
+
+    # And on: the same training step, and the same file when it is saved again.
+    again, x = dcl.load_model(make(), older).train(), torch.randn(4, 3, 8, 8)
+    dcl.advance_branches_(model.train(), 3)
+    dcl.advance_branches_(again, 3)
+    for each in (model, again):
+        each(x).square().sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    dcl.save_model(again, tmp_path / "again.safetensors")
+    saved, description = contents(tmp_path / "again.safetensors")
+    assert description["version"] == 2
+    assert saved.keys() == tensors.keys()
+
+
+def test_a_file_of_version_1_that_lacks_a_branch_is_for_another_network(tmp_path):
+    dcl.save_model(converted(), tmp_path / "m.safetensors")
+    tensors, content = as_first_version(*contents(tmp_path / "m.safetensors"))
+    del tensors["conv2.fusion.norm.1.bias"]
+    path = forge(tmp_path / "lacking.safetensors", tensors, sealed(tensors, content))
+    refused(path, network(), "was made for another architecture", "conv2.fusion.norm")
+
+
+@pytest.mark.parametrize("value", [7, "relu1", {"relu1": 1}, [7], [[]]])
+def test_odd_shared_relus_in_a_file_of_version_1_are_refused(tmp_path, value):
+    dcl.save_model(converted(), tmp_path / "m.safetensors")
+    tensors, content = as_first_version(*contents(tmp_path / "m.safetensors"))
+    path = forge(tmp_path / "odd.safetensors", tensors, sealed(tensors, {**content, "shared_relus": value}))
+    refused(path, network(), "was not written by save_model", "'shared_relus'")
 
 
 def with_another_epsilon(model):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torch_dcl as dcl
 from torch_dcl import models
-from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU, apply
+from torch_dcl.convert import AbsorbedNorm, AbsorbedReLU, SharedReLU, apply
 
 
 def network(norm=True, **arguments):
@@ -56,11 +56,11 @@ def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over()
     layer = model[0]
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
     assert not layer.training
-    assert all(norm.training for norm in layer.fusion.norm)  # as the batch norm was
+    assert layer.fusion.norm.training  # as the batch norm was
     assert model[3].training
     assert layer.branch.weight.is_contiguous(memory_format=torch.channels_last)
     free = {name for name, p in layer.named_parameters() if p.requires_grad}
-    assert free == {"fusion.bias", "fusion.norm.0.weight", "fusion.norm.1.weight"}
+    assert free == {"fusion.bias", "fusion.norm.weight"}
 
 
 def test_the_batch_norm_moves_into_the_layer_with_its_settings():
@@ -68,8 +68,8 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     model[1] = nn.BatchNorm2d(32, eps=1e-3, momentum=0.3)
     dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="random")
     assert isinstance(model[1], AbsorbedNorm)
-    norms = model[0].fusion.norm
-    assert [(type(n), n.eps, n.momentum) for n in norms] == [(nn.BatchNorm2d, 1e-3, 0.3)] * 2
+    norm = model[0].fusion.norm
+    assert (type(norm), norm.num_features, norm.eps, norm.momentum) == (nn.BatchNorm2d, 2 * 32, 1e-3, 0.3)
     out = model(torch.randn(4, 16, 8, 8))
     out.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
@@ -91,13 +91,13 @@ def test_the_statistics_of_a_batch_norm_in_eval_stay_still_in_training(init, str
     dcl.save_model(model, tmp_path / "m.safetensors")
     for each in (model, dcl.load_model(fine_tuned(network()), tmp_path / "m.safetensors")):
         dcl.advance_branches_(each, 0)
-        norms = each[0].fusion.norm
-        before = copy.deepcopy(norms.state_dict())
+        norm = each[0].fusion.norm
+        before = copy.deepcopy(norm.state_dict())
         each(torch.randn(4, 16, 8, 8)).sum().backward()
         assert each[0].training
         assert each[0].branch.weight.grad is not None
-        assert not any(norm.training or norm.weight.requires_grad or norm.bias.requires_grad for norm in norms)
-        torch.testing.assert_close(dict(norms.state_dict()), dict(before), rtol=0, atol=0)
+        assert not any((norm.training, norm.weight.requires_grad, norm.bias.requires_grad))
+        torch.testing.assert_close(dict(norm.state_dict()), dict(before), rtol=0, atol=0)
 
 
 def test_a_layer_that_is_compiled_by_itself_is_refused_and_left_alone():
@@ -139,8 +139,12 @@ def test_a_relu_that_others_use_stays_and_does_nothing(settings):
     model = Shared(**settings)
     plan = dcl.plan(model, (64,), ratio=0.125)
     dcl.convert_(model, plan, init="random")
-    assert {row.name: row.relu for row in plan.selected} == {"first": None, "second": None}
-    assert type(model.relu) is nn.ReLU
+    name, kind = (None, nn.ReLU) if model.functional else ("relu", SharedReLU)
+    found = {row.name: (row.relu, row.shares_relu) for row in plan.selected}
+    assert found == dict.fromkeys(("first", "second"), (name, name is not None))
+    assert type(model.relu) is kind
+    assert model.relu.inplace
+    assert model.first.marks_output == model.second.marks_output == (name is not None)
     x = torch.randn(3, 64)
     z = model.second(model.first(x))
     torch.testing.assert_close(model(x), model.head(F.relu(z - 1) if model.summed else z))
@@ -427,7 +431,7 @@ def test_an_empty_plan_converts_nothing_and_says_so():
 def test_sync_batch_norm_stays_one():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
     dcl.convert_(model, dcl.plan(model.eval(), (16, 8, 8)), init="random")
-    assert isinstance(model[0].fusion.norm[0], nn.SyncBatchNorm)
+    assert isinstance(model[0].fusion.norm, nn.SyncBatchNorm)
 
 
 # Starting from trained weights

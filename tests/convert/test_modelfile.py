@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from tests.convert.test_checkpoint import contents, converted, network, paths_into, put
 from torch import nn
+from torchvision.models.resnet import BasicBlock
 
 import torch_dcl as dcl
 from torch_dcl.convert import CheckpointError, Choice, Comparison, Timing
@@ -77,10 +78,16 @@ def by_hand():
     return nn.Sequential(conv, dcl.DCLConv2d(6, 6, 1, width=2, norm_layer=lambda n: nn.GroupNorm(2, n)))
 
 
+def residual_block():
+    """One ReLU behind a convolution and behind the sum."""
+    return BasicBlock(3, 3)
+
+
 MODELS = {
     "stochastic": (lambda: converted(branches=3, strategy="stochastic"), network),
     "tied": (lambda: converted(Tied(), size=(12,)), Tied),
     "by hand": (by_hand, by_hand),
+    "shared ReLU": (lambda: converted(residual_block(), width=2), residual_block),
 }
 
 

@@ -21,7 +21,7 @@ import torch_dcl as dcl
 from torch_dcl.convert import measure, selection
 from torch_dcl.convert.rows import Choice, Comparison
 from torch_dcl.convert.trace import trace
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 
 PLAIN = 0.4
 """Milliseconds of a plain layer on the clock."""
@@ -424,7 +424,7 @@ def test_a_network_that_asks_the_cpu_has_no_graph(clock):
             return y if y.sum().item() > 0 else -y
 
     clock({128: 0.5})
-    with pytest.raises(ValueError, match="cannot be captured as a CUDA graph: something in it waits"):
+    with pytest.raises(ValueError, match="cannot be captured as a CUDA graph: it synchronises with the GPU"):
         dcl.plan(Asks(*net(128)).cuda(), (256,), batch=4, ratio=0.1, select="faster", mode="graph")
 
 

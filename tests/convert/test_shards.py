@@ -34,7 +34,7 @@ def converted():
     plan = dcl.plan(model, (3, 6, 6), branches=3, width=5, strategy="stochastic")
     dcl.convert_(model, plan.only("conv.0", "body.0"), init="random")
     with torch.no_grad():
-        model.conv[0].fusion.norm[1].running_mean.normal_()
+        model.conv[0].fusion.norm.running_mean.normal_()
     model.conv[0].branch.weight.requires_grad_(False)
     return model
 

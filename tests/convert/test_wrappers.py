@@ -32,7 +32,7 @@ def converted(seed=1, **arguments):
     assert len(plan.selected) == 3
     dcl.convert_(model, plan, init="random", seed=seed)
     with torch.no_grad():
-        model[0][0].fusion.norm[1].running_mean.normal_()
+        model[0][0].fusion.norm.running_mean.normal_()
     return model
 
 

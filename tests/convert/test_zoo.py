@@ -223,7 +223,7 @@ def rebuild_(model, plan):
         if bias is not None:
             new.fusion.bias.copy_(bias[None])
         if new.fusion.norm is not None:
-            new.fusion.norm[0].load_state_dict(norm.state_dict())
+            new.fusion.norm.load_state_dict(norm.state_dict())
 
 
 def full_width(model, args, kwargs):

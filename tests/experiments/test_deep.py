@@ -50,7 +50,8 @@ def test_the_first_convolution_of_every_block_is_replaced_with_norms_in_its_bran
     found = {name: module for name, module in network.named_modules() if isinstance(module, DCLConv2d)}
     assert list(found) == [f"{block}.conv1" for block in BLOCKS]
     assert all(layer.branches == branches for layer in found.values())
-    assert all(isinstance(norm, nn.BatchNorm2d) for layer in found.values() for norm in layer.fusion.norm)
+    assert all(isinstance(layer.fusion.norm, nn.BatchNorm2d) for layer in found.values())
+    assert all(layer.fusion.norm.num_features == branches * layer.out_channels for layer in found.values())
     assert {layer.fusion.eps for layer in found.values()} == {1.0 if unit == "dcl" else 0.0}
 
 

@@ -241,6 +241,7 @@ HOPPER |= {
 
 KINDS = {
     "images": (functools.partial(DCLConv2d, 6, 20, 3, padding=1), (6, 6, 11, 13), torch.channels_last),
+    "images, many outputs": (functools.partial(DCLConv2d, 6, 68, 3, padding=1), (6, 6, 11, 13), torch.channels_last),
     "linear": (functools.partial(DCLLinear, 24, 40), (9, 24), torch.contiguous_format),
     "linear, one input": (functools.partial(DCLLinear, 24, 40), (24,), torch.contiguous_format),
     "linear, sequences": (functools.partial(DCLLinear, 24, 40), (3, 5, 24), torch.contiguous_format),
@@ -348,18 +349,22 @@ for _kind in ("linear", "conv", "conv, channels apart"):
 CASES |= {
     kind: functools.partial(layer_case, kind, _SETTINGS["T=2"], True)
     for kind in KINDS
-    if kind not in ("images", "linear", "conv", "conv, channels apart")
+    if kind not in ("images", "linear", "conv", "conv, channels apart")  # the latter three are above
 }
 
 
 def _as_trained(layer):
     """Statistics and scales as they are after training: none of them 0 or 1."""
-    for norm in layer.fusion.norm:
-        norm.running_mean.normal_()
-        norm.running_var.uniform_(0.1, 2)
+    norm, T = layer.fusion.norm, layer.branches
+    parts = [
+        t if t is None else t.detach().chunk(T) for t in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    ]
+    for t in range(T):
+        parts[0][t].normal_()
+        parts[1][t].uniform_(0.1, 2)
         if norm.affine:
-            nn.init.uniform_(norm.weight, 0.2, 2)
-            nn.init.normal_(norm.bias)
+            parts[2][t].uniform_(0.2, 2)
+            parts[3][t].normal_()
 
 
 def fixed_norm_case(kind, settings, device, dtype):
@@ -428,6 +433,7 @@ NORMS = {
     "T=3": ("images", _norm(nn.BatchNorm2d) | {"branches": 3}),
     "T=3 stochastic": ("images", _norm(nn.BatchNorm2d) | {"branches": 3, "strategy": "stochastic"}),
     "many weights": ("images", _norm(nn.BatchNorm2d) | {"width": 20}),
+    "many outputs": ("images, many outputs", _norm(nn.BatchNorm2d) | {"width": 17}),
     "synchronised": ("images", _norm(nn.SyncBatchNorm)),
     "linear": ("linear", _norm(nn.BatchNorm1d)),
     "linear T=3 bias": ("linear", _norm(nn.BatchNorm1d) | {"branches": 3, "bias": True}),
@@ -443,7 +449,7 @@ def batch_norm_case(kind, settings, mean, device, dtype):
     torch.manual_seed(0)
     make, shape, memory = KINDS[kind]
     layer, x = make(**settings).to(memory_format=memory), torch.randn(shape).to(memory_format=memory) + mean
-    if next(iter(layer.fusion.norm)).running_mean is not None:
+    if layer.fusion.norm.running_mean is not None:
         _as_trained(layer)
     if layer.fusion.bias is not None:
         nn.init.normal_(layer.fusion.bias)
@@ -527,9 +533,7 @@ def called_norm_case(change, device, dtype):
     }.get(change, nn.BatchNorm2d)
     layer = DCLConv2d(6, 20, 3, width=8, norm_layer=make).to(device, dtype, memory_format=torch.channels_last).eval()
     x = torch.randn(2, 6, 5, 7).to(device, dtype, memory_format=torch.channels_last)
-    norm, calls = layer.fusion.norm[1], []
-    if change == "in training":
-        norm.train()
+    norm, calls = layer.fusion.norm, []
     if change == "hooked":
         norm.register_forward_hook(lambda *_: calls.append(1))
     if change == "replaced":
@@ -543,7 +547,7 @@ def called_norm_case(change, device, dtype):
         return {"z": relative(z, wide(x.double().cpu())), "z" + WITHOUT: relative(layer(x), wide(x.double().cpu()))}
 
 
-for _change in ("instances", "groups", "in training", "hooked", "replaced"):
+for _change in ("instances", "groups", "hooked", "replaced"):
     CASES[f"norm that stays by itself, {_change}"] = functools.partial(called_norm_case, _change)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.halves import slow
 
-from torch_dcl.kernels import sizes
+from torch_dcl.kernels import launcher
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -87,8 +87,8 @@ def compiled(monkeypatch, made):
 def test_sizes_are_those_of_triton(size, block):
     import triton
 
-    assert sizes.cdiv(size, block) == triton.cdiv(size, block)
-    assert sizes.next_power_of_2(size) == triton.next_power_of_2(size)
+    assert launcher.cdiv(size, block) == triton.cdiv(size, block)
+    assert launcher.next_power_of_2(size) == triton.next_power_of_2(size)
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
@@ -107,6 +107,7 @@ def test_the_fusion(compiled, T, pairs, dtype):
     ("P", "M", "K2", "dtype"),
     [
         slow(1, 1, 1, torch.bfloat16),
+        (64, 16, 64, torch.bfloat16),
         slow(64, 64, 256, torch.bfloat16),
         (64, 128, 512, torch.bfloat16),
         slow(64, 256, 1024, torch.bfloat16),
@@ -122,8 +123,9 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     projection(y, weight, bias, torch.empty(P, K2, dtype=dtype))
     projection.gradients(torch.randn(P, K2).to(dtype), y, weight, bias, torch.float32)
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
+    apart = inside and M <= 64 and not (M <= 16 and K2 <= 64)  # where a program has not all outputs
     assert compiled == [
-        "forward", "backward", *(["backward_rows"] if inside and M <= 64 else []), *(["add_parts_"] if inside else [])
+        "forward", "backward", *(["backward_rows"] if apart else []), *(["add_parts_"] if inside else [])
     ]  # fmt: skip
 
 
@@ -266,28 +268,28 @@ def test_what_stands_between_products(compiled, E):
 
 @pytest.mark.parametrize(
     ("T", "M", "N", "bias", "affine"),
-    [slow(2, 1, 1, True, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False)],
+    [slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False)],
 )
 @pytest.mark.parametrize("fixed", [slow(True), False])
 def test_norms(compiled, T, M, N, bias, affine, fixed):
     from torch_dcl.kernels import plans
-    from torch_dcl.kernels.launch import Norms
+    from torch_dcl.kernels.launch import Norm
 
     def numbers():
-        return [torch.rand(N) for _ in range(T)]
+        return torch.rand(T * N)
 
-    counts = [torch.zeros((), dtype=torch.int64) for _ in range(T)]
-    norms = Norms(
-        numbers() if affine else [], numbers() if affine else [], numbers(), numbers(), counts, 1e-5, 0.1, fixed
-    )
+    count = torch.zeros((), dtype=torch.int64)
+    scales = (numbers(), numbers()) if affine else (None, None)
+    norm = Norm(*scales, numbers(), numbers(), count, 1e-5, 0.1, fixed)
     y, weight, grad = torch.randn(100, T * M).bfloat16(), torch.randn(T * M, N), torch.randn(100, N).bfloat16()
     biases = torch.randn(T, N) if bias else None
-    plan = plans.plan_for(y, weight, biases, 1, T, 0.01, False, False, norms)
-    z, known = plan.forward(y, weight, biases, norms)
+    plan = plans.plan_for(y, weight, biases, 1, T, 0.01, False, False, norm)
+    z, known = plan.forward(y, weight, biases, norm)
     plan.backward(grad, y, biases, known, torch.float32)
     assert z.shape == (100, N)
     first = ["_fixed"] if fixed else ["_moments", "_statistics"]
-    assert compiled == [*first, "forward", "backward", "_gradients", "backward_rows"]
+    last = ["backward_rows"] if T == 3 or N > 64 else [] if fixed else ["add_through_statistics_"]
+    assert compiled == [*first, "forward", "backward", "_gradients", *last]
 
 
 @pytest.mark.parametrize("clipped", [True, slow(False)])

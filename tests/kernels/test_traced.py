@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunc
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
-from torch_dcl.kernels import launch, ops, sizes  # noqa: F401 - the operations
+from torch_dcl.kernels import launch, launcher, ops  # noqa: F401 - the operations
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -25,7 +25,8 @@ SHARED = {80: 163, 86: 99, 90: 227}
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 WRITTEN = {
     "_moments": {"parts"}, "_statistics": {"known", "low"}, "_fixed": {"known", "low"}, "_gradients": {"dw", "numbers"},
-    "forward": {"out", "low"}, "backward": {"parts"}, "backward_rows": {"dy"}, "add_parts_": {"dbias", "dw"},
+    "forward": {"out", "low"}, "backward_rows": {"dy"}, "add_through_statistics_": {"dy"},
+    "add_parts_": {"dbias", "dw"},
     "_fuse_forward": {"out"}, "_kept_forward": {"pre", "out", "low"}, "_kept_backward": {"dy", "dw", "dbias"},
 }  # fmt: skip
 """What a kernel writes to; `backward` and the fusion's write more where more is asked for."""
@@ -55,7 +56,7 @@ def gpu(monkeypatch):
 
     before = getattr(driver, "_active", None)
     driver.set_active(Driver())
-    for module in (sizes, moments, project):
+    for module in (launcher, moments, project):
         monkeypatch.setattr(module, "processors", lambda _: 132)
     monkeypatch.setattr(launch, "_hopper_on", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -137,9 +138,8 @@ def project_and_back(T, pairs, keep, bias):
 
 def norm_and_back(T, fixed):
     def run(y, weight, numbers, grad):
-        gammas, betas, means, variances = (list(numbers[i * T : i * T + T]) for i in range(4))
-        running = (means, variances) if fixed else ([], [])
-        given = (y, weight, None, gammas, betas, *running, T, 0.01, False, 1e-5)
+        running = numbers[2:] if fixed else (None, None)
+        given = (y, weight, None, *numbers[:2], *running, T, 0.01, False, 1e-5)
         z, known, low = torch.ops.torch_dcl.normed_project(*given)
         back = torch.ops.torch_dcl.normed_project_backward
         return z, *back(grad, y, known, low, torch.float32, T, 0.01, False, fixed)
@@ -149,9 +149,7 @@ def norm_and_back(T, fixed):
 
 def norm_and_infer(T):
     def run(y, weight, numbers, _):
-        gammas, betas, means, variances = (list(numbers[i * T : i * T + T]) for i in range(4))
-        given = (y, weight, None, gammas, betas, means, variances, T, 0.01, False, 1e-5)
-        return torch.ops.torch_dcl.normed_infer(*given)
+        return torch.ops.torch_dcl.normed_infer(y, weight, None, *numbers, T, 0.01, False, 1e-5)
 
     return run
 
@@ -176,7 +174,7 @@ def launches_of(name, dtype):
     run, P, T, M, N = CASES[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, weight, grad = empty(P, T * M, dtype=dtype), empty(T * M, N), empty(P, N, dtype=dtype)
-        other = [empty(N) for _ in range(4 * T)] if "norm" in name else empty(T, N)
+        other = [empty(T * N) for _ in range(4)] if "norm" in name else empty(T, N)
         return traced(run, y, weight, other, grad)
 
 
@@ -188,8 +186,8 @@ def test_a_compiler_sees_the_kernels_and_which_of_their_arguments_they_write_to(
     for kernel, given, _, written in launches:
         own = kernel.fn.__name__
         expected = WRITTEN.get(own, {"out"})
-        if own == "backward" and given["KEEP"]:
-            expected = {"parts", "dpre"}
+        if own == "backward":
+            expected = {"parts"} | ({"dpre"} if given["KEEP"] else set()) | ({"dy"} if given["WHOLE"] else set())
         if not given.get("ROUNDED", True):  # weights of the type that is computed in are not written again
             expected = expected - {"low"}
         large = {argument for argument in written if given[argument].numel() > 1}

@@ -28,7 +28,7 @@ from torch_dcl.convert.units import (
     swap,
     thawed,
 )
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 from torch_dcl.stochastic import seed_branches_
 
@@ -77,14 +77,13 @@ def convert_(
     """Replace the selected units of ``plan`` in ``model``, in place.
 
     Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
-    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, one a
-    branch with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` stays in
-    its place. z is positive, so that a ReLU behind it has nothing to do: one that serves this layer alone becomes an
-    :class:`AbsorbedReLU`, one that serves other places too a :class:`SharedReLU`. A module with
-    several names is replaced once and stays shared. A
-    ``nn.TransformerEncoderLayer`` around a replaced layer, and a ``nn.TransformerEncoder`` around that, lose their
-    fused inference path, which would not call the layer. An optimiser made before holds the old parameters: make it
-    after.
+    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, as one norm
+    for all branches with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an
+    :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it has nothing to do: one that serves
+    this layer alone becomes an :class:`AbsorbedReLU`, one that serves other places too a :class:`SharedReLU`. A module
+    with several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced layer, and
+    a ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer. An
+    optimiser made before holds the old parameters: make it after.
 
     Args:
         model: The network, on which the plan was made or one of the same architecture.
@@ -208,7 +207,7 @@ def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]
         if norm is not None:
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
         if isinstance(relu, nn.ReLU):
-            layer.marks_output = row.shares_relu
+            layer.marks_output = bool(row.shares_relu)  # None in a plan that was edited
             stand_ins[relu] = stand_in(relu, shared=row.shares_relu)
     for relu, new in stand_ins.items():
         swap(model, names[relu], new)

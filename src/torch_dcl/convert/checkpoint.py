@@ -37,7 +37,7 @@ from torch_dcl.convert.units import (
 from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
 from torch_dcl.functional import check_eps
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 from torch_dcl.norms import join_norms
 
 __all__ = ["CheckpointError", "load_model", "save_model"]

@@ -24,7 +24,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from torch_dcl.convert.assumption import TINY, assume, decompose
 from torch_dcl.convert.branches import BATCH, STEPS, Branches, Rows, Task, is_polished, relative_error, solve
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 
 __all__ = ["FitReport", "check_values", "estimate_seconds", "fit_", "match_", "measure_pace"]
 

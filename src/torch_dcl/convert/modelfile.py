@@ -72,7 +72,8 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
         )
-    if flaw := find_flaw(content, _FORM) or _wrong_tie(content["shared"], tensors):
+    form = _FIRST_FORM if version == 1 else _FORM
+    if flaw := find_flaw(content, form) or _wrong_tie(content["shared"], tensors):
         raise CheckpointError(f"{not_ours}: {flaw!r} in its description is missing or of another kind")
     return tensors, content
 
@@ -180,19 +181,22 @@ _LAYER = {
     "stage1": _is_geometry,
     "activation": _is_optional_part,
     "norm": _is_optional_part,
-    "marks_output": _or_none(_is_flag),
+    "marks_output": _is_flag,
 }
 _FORM = {
     "layers": [_LAYER],
     "absorbed": [_LAYER["names"]],
     "relus": [_LAYER["names"]],
-    "shared_relus": _or_none(_each(_LAYER["names"])),
+    "shared_relus": [_LAYER["names"]],
     "shared": lambda value: type(value) is dict and all(_is_text(name) for name in value.values()),
 }
-"""What is written: a dictionary has these keys, a list items of one form, and for any other value this holds.
-
-What only later versions write may be missing.
-"""
+"""What is written: a dictionary has these keys, a list items of one form, and for any other value this holds."""
+_FIRST_FORM = {
+    **_FORM,
+    "layers": [{**_LAYER, "marks_output": _or_none(_is_flag)}],
+    "shared_relus": _or_none(_each(_LAYER["names"])),
+}
+"""The same for version 1, which did not write all of it."""
 
 _are_counts, _are_texts = _each(_is_count), _each(_is_text)
 _is_comparison = _or_none(lambda value: _each(_is_number)(value) and len(value) == 3 and min(value[:2]) > 0)

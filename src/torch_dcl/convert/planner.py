@@ -16,7 +16,7 @@ from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import SharedReLU, build, is_idle, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 
 __all__ = ["plan"]
 
@@ -162,7 +162,7 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
 def _paying_ratio(row: Row, round_to: int) -> float | None:
     """The largest ratio at which a unit shrinks, in as few digits as give that width; None where there is none."""
     per_filter = row.in_channels * math.prod(row.kernel) + row.out_channels
-    fixed = row.weights_after - per_filter * sum(row.widths)  # of the batch norms, one a branch
+    fixed = row.weights_after - per_filter * sum(row.widths)  # of the batch norm of the branches
     width = (row.weights - fixed - 1) // (per_filter * row.branches) // round_to * round_to
     if width < 1:
         return None

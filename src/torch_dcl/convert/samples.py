@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
 __all__ = ["QUICK", "Incoming", "collect_samples"]

@@ -10,7 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
 from torch_dcl.fusion import Strategy
-from torch_dcl.layers import _DCL, DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, passes_relu
+from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl.module import _DCL, passes_relu
 
 __all__ = [
     "AbsorbedNorm",

@@ -19,7 +19,7 @@ from torch_dcl.fleet import operations
 from torch_dcl.fleet.operations import keep_low_copy, leaf
 from torch_dcl.fleet.stacked_network import _check_alike, common_state, stacked_state
 from torch_dcl.fusion import ConceptFusion
-from torch_dcl.layers import _DCL
+from torch_dcl.module import _DCL
 
 __all__ = ["Unstacked"]
 

@@ -29,8 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from torch_dcl.kernels import project
 from torch_dcl.kernels.arithmetic import OPTIONS, constants
-from torch_dcl.kernels.launcher import Launch, kept
-from torch_dcl.kernels.sizes import cdiv, processors
+from torch_dcl.kernels.launcher import Launch, cdiv, kept, processors
 
 __all__ = ["project_backward", "project_forward", "takes"]
 

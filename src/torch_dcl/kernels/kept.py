@@ -13,9 +13,8 @@ from torch import Tensor
 
 from torch_dcl.kernels import pointwise
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
-from torch_dcl.kernels.launcher import Launch, is_traced, kept
+from torch_dcl.kernels.launcher import Launch, cdiv, is_traced, kept
 from torch_dcl.kernels.project import ON_CHIP, by_branch, by_weights, weight_gradient
-from torch_dcl.kernels.sizes import cdiv
 
 __all__ = ["in_one", "kept_backward", "kept_forward"]
 

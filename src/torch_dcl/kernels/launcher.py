@@ -3,6 +3,9 @@
 Triton's own way, ``kernel[grid](...)``, looks at every argument of every call to find the binary for it. Here that is
 done in the first call, and what depends on sizes, types and settings alone is kept in a `Launch`: later calls read the
 addresses of the tensors and start the binary by its handle (7 µs for 31, on the host of an H200).
+
+The sizes of grids and tiles are here too, as Triton's functions of these names give them, in plain integers: Triton's
+can be called inside a kernel as well, for which each call takes microseconds on the way to a launch.
 """
 
 import functools
@@ -17,7 +20,7 @@ from torch.nn import Parameter
 
 from torch_dcl import kernels
 
-__all__ = ["Launch", "is_traced", "kept", "recording"]
+__all__ = ["Launch", "cdiv", "is_traced", "kept", "next_power_of_2", "processors", "recording"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -127,3 +130,19 @@ def kept(make: Callable[_P, _R]) -> Callable[_P, _R]:
             return make(*args, **kwargs)
 
     return find
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many programs run side by side at least."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks it takes."""
+    return -(-size // block)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two from ``size``, which is at least 1."""
+    return 1 << (size - 1).bit_length()

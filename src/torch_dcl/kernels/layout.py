@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
 from torch_dcl.kernels.launch import is_last, room_for
-from torch_dcl.kernels.launcher import Launch, kept
-from torch_dcl.kernels.sizes import cdiv, next_power_of_2
+from torch_dcl.kernels.launcher import Launch, cdiv, kept, next_power_of_2
 
 __all__ = ["turn"]
 

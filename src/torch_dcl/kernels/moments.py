@@ -20,9 +20,8 @@ from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
 from torch_dcl.kernels.launch import Norm
-from torch_dcl.kernels.launcher import Launch
+from torch_dcl.kernels.launcher import Launch, cdiv, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
-from torch_dcl.kernels.sizes import cdiv, next_power_of_2, processors
 
 __all__ = ["Statistics"]
 
@@ -183,7 +182,7 @@ def _gradients(
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, FIXED: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of weights, γ, β and biases for a few outputs of a branch, and the slopes of `passes.backward_rows`.
+    """Gradients of weights, γ, β and biases for a few outputs of a branch, and the slopes of `rows.backward_rows`.
 
     ``sums`` has the parts of h, ``[of_sums, sums_apart]``, whose first T·N numbers count; ``dws`` those of D,
     ``[of_dws, dws_apart]``, of which T·M·N count, from ``dws_first`` on.
@@ -306,7 +305,7 @@ class Statistics:
         tensors = norm[:5] if self.track else (*norm[:2], None, None, None)
         self._find(moments, y, weight, of_bias, *(known if t is None else t for t in tensors), known, low)
         if self.cumulative and norm.tracked is not None:
-            norm.tracked.add_(1)
+            torch._foreach_add_([norm.tracked], 1)  # unlike add_, it takes a number, and so can be recorded
         return known, low
 
     def gradients(
@@ -323,7 +322,7 @@ class Statistics:
 
         Returns:
             The gradient of the weights ``[T·M, N]``; and in float32 ``[5, T·N]`` those of γ, β and biases, and the
-            slopes of `passes.backward_rows`.
+            slopes of `rows.backward_rows`.
         """
         dw = torch.empty(low.shape, dtype=dtype, device=low.device)
         numbers = torch.empty(5, self.T * self.N, dtype=torch.float32, device=low.device)
@@ -334,9 +333,10 @@ class Statistics:
 
     def _launch_gradients(self, of_sums: int, sums_rows: int, of_dws: int, dws_rows: int) -> Launch:
         M, T, N, BK = self.M, self.T, self.N, max(16, next_power_of_2(self.M))
+        tile = _TILE if N > 256 else _TILE // 2  # more programs where there are few outputs
         values = {
             "P": self.P, "of_sums": of_sums, "sums_apart": sums_rows * N, "of_dws": of_dws, "dws_apart": dws_rows * N,
             "dws_first": (dws_rows - T * M) * N, "N": N, "M": M, "T": T, "FIXED": self.fixed,
-            "AT_ONCE": _IN_FLIGHT // (BK * _TILE), "BK": BK, "BN": _TILE,
+            "AT_ONCE": _IN_FLIGHT // (BK * tile), "BK": BK, "BN": tile,
         }  # fmt: skip
-        return Launch(_gradients, (cdiv(N, _TILE), T), values, {"num_warps": 8, "num_stages": 2, **OPTIONS})
+        return Launch(_gradients, (cdiv(N, tile), T), values, {"num_warps": 8, "num_stages": 2, **OPTIONS})

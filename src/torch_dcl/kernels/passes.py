@@ -3,7 +3,7 @@
 A response is ``y · W + bias`` or, behind a batch norm, ``(y · W) · scale + shift`` with scale and shift in float32:
 then ``bias`` points to both, ``[2 or more, T, N]``.
 
-A program that keeps outputs loops over positions, and one that keeps positions loops over outputs. Registers are
+A program keeps outputs and loops over positions; in `rows` are kernels whose programs keep positions. Registers are
 scarce, so programs take the quick arithmetic throughout, and one that met values too large for it repeats its part with
 care. With FOUND a program reads what another kernel met in its part, and leaves out the quick pass.
 
@@ -24,11 +24,11 @@ from torch_dcl.kernels.arithmetic import (
     single,
 )
 
-__all__ = ["add_parts_", "add_through_statistics_", "backward", "backward_rows", "forward", "infer"]
+__all__ = ["add_parts_", "affine", "backward", "columns_of", "forward", "infer", "product", "rows_of"]
 
 
 @triton.jit
-def _columns(
+def columns_of(
     w, bias, n, kind: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -48,19 +48,20 @@ def _columns(
 
 
 @triton.jit
-def _rows(y, p, P, t: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
+def rows_of(y, p, P, t: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BK: tl.constexpr):
     """The outputs of branch t at positions p."""
     k = tl.arange(0, BK)
     return tl.load(y + p[:, None] * (T * M) + t * M + k[None, :], mask=(p < P)[:, None] & (k < M)[None, :], other=0.0)
 
 
 @triton.jit
-def _product(rows, w, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+def product(rows, w, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """A branch's outputs times weights, in float32."""
     return tl.dot(rows, w, tl.zeros((BM, BN), tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
-def _affine(x, scale, shift, NORM: tl.constexpr):
+def affine(x, scale, shift, NORM: tl.constexpr):
     """The response before its ReLU."""
     if NORM:
         return x * scale[None, :] + shift[None, :]
@@ -70,7 +71,7 @@ def _affine(x, scale, shift, NORM: tl.constexpr):
 
 @triton.jit
 def _response(rows, w, scale, shift, NORM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
-    return respond(_affine(_product(rows, w, BM, BN, PRECISION), scale, shift, NORM))
+    return respond(affine(product(rows, w, BM, BN, PRECISION), scale, shift, NORM))
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def _forward_pass(
     seen = tl.zeros((BM,), tl.float32)
     for m in range(tl.program_id(1), tl.cdiv(P, BM), tl.num_programs(1)):
         p = tl.arange(0, BM).to(tl.int64) + m * BM
-        a = _response(_rows(y, p, P, 0, T, M, BK), w0, s0, b0, NORM, BM, BN, PRECISION)
-        b = _response(_rows(y, p, P, 1, T, M, BK), w1, s1, b1, NORM, BM, BN, PRECISION)
+        a = _response(rows_of(y, p, P, 0, T, M, BK), w0, s0, b0, NORM, BM, BN, PRECISION)
+        b = _response(rows_of(y, p, P, 1, T, M, BK), w1, s1, b1, NORM, BM, BN, PRECISION)
         c = b
         if T == 3:
-            c = _response(_rows(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
+            c = _response(rows_of(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
         if CAREFUL:
             z = careful(a, b, c, floor, T, PAIRS, LARGEST)
         else:
@@ -122,9 +123,9 @@ def forward(
     """z of a few outputs, position by position; with ROUNDED the weights in the type of y, as well."""
     eps, floor = single(eps), single(floor)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    w0, s0, b0 = columns_of(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = columns_of(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = columns_of(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
     if ROUNDED:
         _keep(low, w0, n, 0, N, M, BK)
         _keep(low, w1, n, 1, N, M, BK)
@@ -151,8 +152,8 @@ def _normed_columns(
     M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """`_columns` behind a norm of fixed statistics, from the norm itself."""
-    weights, _, _ = _columns(w, bias, n, kind, t, N, M, T, False, 0, BN, BK)
+    """`columns_of` behind a norm of fixed statistics, from the norm itself."""
+    weights, _, _ = columns_of(w, bias, n, kind, t, N, M, T, False, 0, BN, BK)
     of, rstd = fixed_statistics(mean, variance, bias, epsilon, n, t, N, BIAS)
     scale, shift = scale_and_shift(of, rstd, gamma, beta, n, t, N, GAMMA, BETA)
     return weights, scale, shift
@@ -220,9 +221,9 @@ def _store_part(
 @triton.jit
 def _backward_pass(
     grad, y, w, bias, dpre, parts, dy, P, eps, floor, CAREFUL: tl.constexpr, INSIDE: tl.constexpr, KEEP: tl.constexpr,
-    WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of this program's outputs over its positions; whether everything was moderate, as 0 or NaN.
 
@@ -231,9 +232,9 @@ def _backward_pass(
     outputs writes the gradients of the branches' outputs as well, but for what comes through the batch's statistics.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
-    w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
-    w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
+    w0, s0, b0 = columns_of(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+    w1, s1, b1 = columns_of(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+    w2, s2, b2 = columns_of(w, bias, n, y.dtype.element_ty, T - 1, N, M, T, BIAS, NORM, BN, BK)
     size = (tl.zeros((), tl.int64) + P) * N  # P = 1 is a constant here, and has no type of its own
     kind = grad.dtype.element_ty
     seen = tl.zeros((BM,), tl.float32)
@@ -247,13 +248,13 @@ def _backward_pass(
         mask = (p < P)[:, None] & (n < N)[None, :]
         at = p[:, None] * N + n[None, :]
         g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-        rows0 = _rows(y, p, P, 0, T, M, BK)
-        rows1 = _rows(y, p, P, 1, T, M, BK)
+        rows0 = rows_of(y, p, P, 0, T, M, BK)
+        rows1 = rows_of(y, p, P, 1, T, M, BK)
         a = _response(rows0, w0, s0, b0, NORM, BM, BN, PRECISION)
         b = _response(rows1, w1, s1, b1, NORM, BM, BN, PRECISION)
         c = b
         if T == 3:
-            c = _response(_rows(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
+            c = _response(rows_of(y, p, P, 2, T, M, BK), w2, s2, b2, NORM, BM, BN, PRECISION)
         if CAREFUL:
             da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
         else:
@@ -293,9 +294,9 @@ def _backward_pass(
 @triton.jit
 def backward(
     grad, y, w, bias, dpre, parts, dy, found, P, eps, floor, FOUND: tl.constexpr, INSIDE: tl.constexpr,
-    KEEP: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr,
+    QUICK: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of biases and weights, or of the responses, for a few outputs, position by position."""
     eps, floor = single(eps), single(floor)
@@ -312,132 +313,6 @@ def backward(
             grad, y, w, bias, dpre, parts, dy, P, eps, floor, True, INSIDE, KEEP, WHOLE,
             N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
         )  # fmt: skip
-
-
-@triton.jit
-def _through_norm(d, x, scale, slopes, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of a product x from that of its response: through a norm's scale, and through its statistics."""
-    if NORM:
-        d *= scale[None, :]
-    if NORM == 2:
-        slope = tl.load(slopes + (3 * T + t) * N + n, mask=n < N, other=0.0)
-        shift = tl.load(slopes + (4 * T + t) * N + n, mask=n < N, other=0.0)
-        d += x * slope[None, :] + shift[None, :]
-    return d
-
-
-@triton.jit
-def _rows_pass(
-    grad, y, w, bias, slopes, dy, P, eps, floor, CAREFUL: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the branches' outputs at this program's positions; whether everything was moderate."""
-    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    rows0 = _rows(y, p, P, 0, T, M, BK)
-    rows1 = _rows(y, p, P, 1, T, M, BK)
-    rows2 = _rows(y, p, P, T - 1, T, M, BK)
-    kind = grad.dtype.element_ty
-    seen = tl.zeros((BM,), tl.float32)
-    dy0 = tl.zeros((BM, BK), tl.float32)
-    dy1 = tl.zeros((BM, BK), tl.float32)
-    dy2 = tl.zeros((BM, BK if T == 3 else 1), tl.float32)
-    for first in range(0, N, BN):
-        n = first + tl.arange(0, BN)
-        w0, s0, b0 = _columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
-        w1, s1, b1 = _columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
-        mask = (p < P)[:, None] & (n < N)[None, :]
-        g = tl.load(grad + p[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        x0 = _product(rows0, w0, BM, BN, PRECISION)
-        x1 = _product(rows1, w1, BM, BN, PRECISION)
-        a = respond(_affine(x0, s0, b0, NORM))
-        b = respond(_affine(x1, s1, b1, NORM))
-        c = b
-        if T == 3:
-            w2, s2, b2 = _columns(w, bias, n, y.dtype.element_ty, 2, N, M, T, BIAS, NORM, BN, BK)
-            x2 = _product(rows2, w2, BM, BN, PRECISION)
-            c = respond(_affine(x2, s2, b2, NORM))
-        if CAREFUL:
-            da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
-        else:
-            da, db, dc, look = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
-            seen += tl.sum(look, 1)
-        da = _through_norm(da, x0, s0, slopes, n, 0, N, T, NORM)
-        db = _through_norm(db, x1, s1, slopes, n, 1, N, T, NORM)
-        dy0 = tl.dot(da.to(kind), tl.trans(w0), dy0, input_precision=PRECISION)
-        dy1 = tl.dot(db.to(kind), tl.trans(w1), dy1, input_precision=PRECISION)
-        if T == 3:
-            dc = _through_norm(dc, x2, s2, slopes, n, 2, N, T, NORM)
-            dy2 = tl.dot(dc.to(kind), tl.trans(w2), dy2, input_precision=PRECISION)
-    k = tl.arange(0, BK)
-    to = dy + p[:, None] * (T * M) + k[None, :]
-    inside = (p < P)[:, None] & (k < M)[None, :]
-    tl.store(to, dy0.to(kind), mask=inside)
-    tl.store(to + M, dy1.to(kind), mask=inside)
-    if T == 3:
-        tl.store(to + 2 * M, dy2.to(kind), mask=inside)
-    found = tl.sum(tl.sum((dy0 + dy1) * 0.0, 1), 0) + tl.sum(tl.sum(dy2 * 0.0, 1), 0)
-    return tl.sum(seen * 0.0, 0) + found
-
-
-@triton.jit
-def backward_rows(
-    grad, y, w, bias, slopes, dy, P, eps, floor,
-    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the branches' outputs at a few positions.
-
-    NORM is 0 without a norm, 1 behind one of fixed statistics, and 2 behind one of the batch's: then a response's
-    gradient reaches every position through the statistics, by the last two of ``slopes``, ``[5, T, N]``.
-    """
-    eps, floor = single(eps), single(floor)
-    moderate = float("nan")
-    if QUICK > 0:
-        moderate = _rows_pass(
-            grad, y, w, bias, slopes, dy, P, eps, floor, False,
-            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
-        )  # fmt: skip
-    if moderate != 0:
-        _rows_pass(
-            grad, y, w, bias, slopes, dy, P, eps, floor, True,
-            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit
-def add_through_statistics_(
-    y, known, w, slopes, dy, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """Add to the gradients of a branch's outputs what comes through the batch's statistics.
-
-    That is the same linear map of y at every position, W · diag(slope) · Wᵀ, and a constant: see `moments`. It is taken
-    around the means of y, which may be large, and P times as large as it is, for half types to hold it.
-    """
-    t = tl.program_id(1)
-    n = tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    kind = y.dtype.element_ty
-    positions = tl.zeros((), tl.float32) + P
-    inside = (k < M)[:, None] & (n < N)[None, :]
-    W = tl.load(w + (t * M + k)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    slope = tl.load(slopes + (3 * T + t) * N + n, mask=n < N, other=0.0)
-    shift = tl.load(slopes + (4 * T + t) * N + n, mask=n < N, other=0.0)
-    mean = tl.load(known + (2 * T + t) * N + n, mask=n < N, other=0.0)
-    means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
-    linear = tl.dot(W * (slope * positions)[None, :], tl.trans(W), input_precision="tf32x3").to(kind)
-    constant = tl.sum(W * (slope * mean + shift)[None, :], 1)
-    for m in range(tl.program_id(0), tl.cdiv(P, BM), tl.num_programs(0)):
-        p = tl.arange(0, BM).to(tl.int64) + m * BM
-        there = (p < P)[:, None] & (k < M)[None, :]
-        at = p[:, None] * (T * M) + t * M + k[None, :]
-        around = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
-        total = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
-        total += tl.dot(around, linear) / positions + constant[None, :]
-        tl.store(dy + at, total.to(kind), mask=there)
 
 
 @triton.jit

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
-from torch_dcl.kernels.launcher import Launch, is_traced, kept
-from torch_dcl.kernels.sizes import cdiv
+from torch_dcl.kernels.launcher import Launch, cdiv, is_traced, kept
 
 __all__ = ["fuse_backward", "fuse_forward"]
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl.layers import DCLLinear, Responses, _mean_square
+from torch_dcl.layers import DCLLinear, Responses
+from torch_dcl.module import _mean_square
 
 __all__ = ["SummedLinear"]
 

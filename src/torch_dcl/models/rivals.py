@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.functional import fuse_branches
-from torch_dcl.layers import DCLLinear, _mean_square
+from torch_dcl.layers import DCLLinear
 from torch_dcl.models.bilinear import BilinearFusion
+from torch_dcl.module import _mean_square
 
 __all__ = ["BilinearLinear", "GatedLinear", "SortLinear", "StarLinear"]
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
-from torch_dcl.kernels.sizes import cdiv
+from torch_dcl.kernels.launcher import cdiv
 
 __all__ = ["gather_inputs"]
 

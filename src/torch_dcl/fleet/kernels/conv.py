@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
-from torch_dcl.kernels.sizes import cdiv, next_power_of_2
+from torch_dcl.kernels.launcher import cdiv, next_power_of_2
 
 __all__ = ["conv_backward_input", "conv_backward_weight", "conv_forward", "pack_weight"]
 

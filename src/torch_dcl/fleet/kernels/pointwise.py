@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS
-from torch_dcl.kernels.sizes import cdiv, next_power_of_2
+from torch_dcl.kernels.launcher import cdiv, next_power_of_2
 
 __all__ = ["draw_pairs_", "dropout", "entropy_backward", "entropy_forward", "gather_images"]
 

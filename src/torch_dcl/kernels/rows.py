@@ -1,0 +1,139 @@
+"""The projection's kernels that keep positions and loop over outputs: gradients of the branches' outputs.
+
+Arithmetic and arguments are those of `passes`.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_dcl.kernels.arithmetic import careful_gradients, quick_gradients, respond, single
+from torch_dcl.kernels.passes import affine, columns_of, product, rows_of
+
+__all__ = ["add_through_statistics_", "backward_rows"]
+
+
+@triton.jit
+def _through_norm(d, x, scale, slopes, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of a product x from that of its response: through a norm's scale, and through its statistics."""
+    if NORM:
+        d *= scale[None, :]
+    if NORM == 2:
+        slope = tl.load(slopes + (3 * T + t) * N + n, mask=n < N, other=0.0)
+        shift = tl.load(slopes + (4 * T + t) * N + n, mask=n < N, other=0.0)
+        d += x * slope[None, :] + shift[None, :]
+    return d
+
+
+@triton.jit
+def _rows_pass(
+    grad, y, w, bias, slopes, dy, P, eps, floor, CAREFUL: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the branches' outputs at this program's positions; whether everything was moderate."""
+    p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    rows0 = rows_of(y, p, P, 0, T, M, BK)
+    rows1 = rows_of(y, p, P, 1, T, M, BK)
+    rows2 = rows_of(y, p, P, T - 1, T, M, BK)
+    kind = grad.dtype.element_ty
+    seen = tl.zeros((BM,), tl.float32)
+    dy0 = tl.zeros((BM, BK), tl.float32)
+    dy1 = tl.zeros((BM, BK), tl.float32)
+    dy2 = tl.zeros((BM, BK if T == 3 else 1), tl.float32)
+    for first in range(0, N, BN):
+        n = first + tl.arange(0, BN)
+        w0, s0, b0 = columns_of(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+        w1, s1, b1 = columns_of(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+        mask = (p < P)[:, None] & (n < N)[None, :]
+        g = tl.load(grad + p[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        x0 = product(rows0, w0, BM, BN, PRECISION)
+        x1 = product(rows1, w1, BM, BN, PRECISION)
+        a = respond(affine(x0, s0, b0, NORM))
+        b = respond(affine(x1, s1, b1, NORM))
+        c = b
+        if T == 3:
+            w2, s2, b2 = columns_of(w, bias, n, y.dtype.element_ty, 2, N, M, T, BIAS, NORM, BN, BK)
+            x2 = product(rows2, w2, BM, BN, PRECISION)
+            c = respond(affine(x2, s2, b2, NORM))
+        if CAREFUL:
+            da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
+        else:
+            da, db, dc, look = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
+            seen += tl.sum(look, 1)
+        da = _through_norm(da, x0, s0, slopes, n, 0, N, T, NORM)
+        db = _through_norm(db, x1, s1, slopes, n, 1, N, T, NORM)
+        dy0 = tl.dot(da.to(kind), tl.trans(w0), dy0, input_precision=PRECISION)
+        dy1 = tl.dot(db.to(kind), tl.trans(w1), dy1, input_precision=PRECISION)
+        if T == 3:
+            dc = _through_norm(dc, x2, s2, slopes, n, 2, N, T, NORM)
+            dy2 = tl.dot(dc.to(kind), tl.trans(w2), dy2, input_precision=PRECISION)
+    k = tl.arange(0, BK)
+    to = dy + p[:, None] * (T * M) + k[None, :]
+    inside = (p < P)[:, None] & (k < M)[None, :]
+    tl.store(to, dy0.to(kind), mask=inside)
+    tl.store(to + M, dy1.to(kind), mask=inside)
+    if T == 3:
+        tl.store(to + 2 * M, dy2.to(kind), mask=inside)
+    found = tl.sum(tl.sum((dy0 + dy1) * 0.0, 1), 0) + tl.sum(tl.sum(dy2 * 0.0, 1), 0)
+    return tl.sum(seen * 0.0, 0) + found
+
+
+@triton.jit
+def backward_rows(
+    grad, y, w, bias, slopes, dy, P, eps, floor,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the branches' outputs at a few positions.
+
+    NORM is 0 without a norm, 1 behind one of fixed statistics, and 2 behind one of the batch's: then a response's
+    gradient reaches every position through the statistics, by the last two of ``slopes``, ``[5, T, N]``.
+    """
+    eps, floor = single(eps), single(floor)
+    moderate = float("nan")
+    if QUICK > 0:
+        moderate = _rows_pass(
+            grad, y, w, bias, slopes, dy, P, eps, floor, False,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
+    if moderate != 0:
+        _rows_pass(
+            grad, y, w, bias, slopes, dy, P, eps, floor, True,
+            N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_through_statistics_(
+    y, known, w, slopes, dy, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Add to the gradients of the branches' outputs what comes through the batch's statistics.
+
+    That is the same linear map of a branch's y at every position, W · diag(slope) · Wᵀ, and a constant: see `moments`.
+    It is taken around the means of y, which may be large, and P times as large as it is, for half types to hold it.
+    """
+    n = tl.arange(0, BN)
+    k = tl.arange(0, BK)  # the filters of all branches
+    kind = y.dtype.element_ty
+    positions = tl.zeros((), tl.float32) + P
+    inside = (k < T * M)[:, None] & (n < N)[None, :]
+    W = tl.load(w + k[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    own = (k // M * N)[:, None] + n[None, :]  # in [T, N]
+    slope = tl.load(slopes + 3 * T * N + own, mask=inside, other=0.0)
+    shift = tl.load(slopes + 4 * T * N + own, mask=inside, other=0.0)
+    mean = tl.load(known + 2 * T * N + own, mask=inside, other=0.0)
+    means = tl.load(known + 6 * T * N + k, mask=k < T * M, other=0.0)
+    linear = tl.dot(W * slope * positions, tl.trans(W), input_precision="tf32x3")
+    linear = tl.where((k // M)[:, None] == (k // M)[None, :], linear, 0.0).to(kind)
+    constant = tl.sum(W * (slope * mean + shift), 1)
+    for m in range(tl.program_id(0), tl.cdiv(P, BM), tl.num_programs(0)):
+        p = tl.arange(0, BM).to(tl.int64) + m * BM
+        there = (p < P)[:, None] & (k < T * M)[None, :]
+        at = p[:, None] * (T * M) + k[None, :]
+        around = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
+        total = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        total += tl.dot(around, linear) / positions + constant[None, :]
+        tl.store(dy + at, total.to(kind), mask=there)
