@@ -149,7 +149,7 @@ def test_the_dry_run_counts_and_writes_nothing(dcl, folder):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("name", "networks"), [("table1-search", "networks 504"), ("calibration", "networks 210")])
+@pytest.mark.parametrize(("name", "networks"), [("table1-search", "networks 2,472"), ("calibration", "networks 210")])
 def test_the_dry_run_of_the_other_recipes(dcl, name, networks):
     shown = " ".join(dcl("run", name, "--dry-run").split())
     assert networks in shown

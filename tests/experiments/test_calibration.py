@@ -238,3 +238,55 @@ def test_the_error_on_record_is_near_the_papers(record, name):
         assert abs(off) < 0.1
         assert found["errors"] == found["tried"][str(found["strength"])]
     assert len(found["errors"]) >= 3
+
+
+# Two columns
+
+
+def test_baseline_and_oracle_are_fitted_together_at_the_number_of_epochs_that_serves_both():
+    config = CalibrationConfig(
+        sets=("MNIST-II-02",), models=("baseline", "oracle"), lengths=(12, 24), rounds=4, start=(0.0, 1.0, 2.0), seeds=1
+    )
+    paper = TABLE1["MNIST-II-02"]
+    recipe, outcomes = Calibration(config), {}
+
+    def error(job):
+        """Both columns meet the paper at a strength of 0.7 with 24 epochs; with 12 the oracle is too good for it."""
+        strength, epochs = float(job.data.partition("@")[2]), job.option("epochs")
+        factor = 0.5 if (epochs, job.network) == (12, "oracle") else 1.0
+        return factor * paper[job.network].mean * math.exp(strength - 0.7)
+
+    for _ in range(1 + config.rounds):
+        outcomes |= {job: Outcome(job, error(job), 0.1, 0.1, None) for job in recipe.jobs(outcomes)}
+    assert len(outcomes) == recipe.total() == 2 * 2 * (3 + 4)
+    assert {job.network for job in outcomes} == {"baseline", "oracle"}
+    short, long = (recipe.fit(outcomes, epochs)[1]["MNIST-II-02"] for epochs in (12, 24))
+    assert long.best == pytest.approx(0.7, abs=0.02)
+    assert long.target == pytest.approx(math.sqrt(paper["baseline"].mean * paper["oracle"].mean))
+    assert short.off(short.best, "oracle") < -0.2
+    assert short.off(short.best, "baseline") > 0.2
+    assert long.misfit() < 0.03
+    assert short.misfit() > 0.2
+
+
+def test_the_numbers_of_epochs_are_trained_and_the_better_one_is_told(tmp_path):
+    config = CalibrationConfig(
+        sets=("MNIST-II-01",), models=("baseline", "oracle"), lengths=(1, 2), rounds=0, start=(1.0,), train_images=60,
+        test_images=20, batch=20, warmup=0, data="excerpt",
+    )  # fmt: skip
+    seen = []
+
+    class Seen(Calibration):
+        def fleet(self, jobs):
+            seen.append((jobs[0].network, fleet := super().fleet(jobs)))
+            return fleet
+
+    run(Seen(config), tmp_path / "run")
+    assert sorted((name, fleet.epochs, len(fleet)) for name, fleet in seen) == [
+        ("baseline", 1, 1), ("baseline", 2, 1), ("oracle", 1, 2), ("oracle", 2, 2),
+    ]  # fmt: skip
+    found = json.loads((tmp_path / "run" / "calibration.json").read_text())
+    misfits = {int(epochs): each["misfit"] for epochs, each in found["lengths"].items()}
+    assert found["epochs"] == min(misfits, key=misfits.get)
+    assert set(found["sets"][0]["columns"]) == {"baseline", "oracle"}
+    assert found["title"].endswith("fitted to the paper's baseline and oracle columns")

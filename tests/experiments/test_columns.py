@@ -4,9 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from torch_dcl import DCLLinear
 from torch_dcl.experiments import columns
-from torch_dcl.experiments.columns import CONTROLS, EXTRAS, MODELS, build, weights
+from torch_dcl.experiments.columns import CONTROLS, EXTRAS, MODELS, MORE, build, weights
+from torch_dcl.models.controls import SummedLinear
 
 PUBLISHED = {
     "baseline": (475_500, 925_500),
@@ -18,7 +21,7 @@ PUBLISHED = {
     "B3D": (461_500, 1_325_500),
 }
 CONVOLUTIONS = 20 * 25 + 50 * 20 * 25
-ALL = (*MODELS, *EXTRAS)
+ALL = (*MODELS, *MORE, *EXTRAS)
 
 
 def counted(model):
@@ -52,6 +55,31 @@ def test_a_network_of_the_oracle_is_a_baseline_of_ten_classes():
 def test_a_control_has_the_weights_of_a2_to_within_half_a_filter(column, classes):
     filter_weights = 800 + classes
     assert abs(weights(column, classes) - weights("A2", classes)) <= filter_weights / 2
+
+
+@pytest.mark.parametrize("classes", [100, 1000])
+@pytest.mark.parametrize(("column", "of"), [(c, "B2" if c.endswith("B2") else "B3S") for c in MORE if "-B" in c])
+def test_a_control_of_b_has_its_weights_to_within_half_a_filter(column, of, classes):
+    off = abs(weights(column, classes) - weights(of, classes))
+    assert off <= ((800 + classes) / 2 if column.startswith("wide") else 0)
+    model = build(column, classes, 0)
+    layers = {"low-rank": DCLLinear, "summed": SummedLinear, "wide": nn.Linear}
+    assert type(model.fc2) is layers[column.partition("-B")[0]]
+    if column.startswith("low-rank"):
+        assert (model.fc2.branches, model.fc2.widths) == (1, (int(column[-1]) * classes // 5,))
+
+
+@pytest.mark.parametrize("column", ["baseline", "narrow"])
+def test_a_matched_start_has_the_variance_of_a_factorised_layer(column):
+    x = torch.randn(2000, 800, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain, matched, low_rank = (
+            torch.relu(build(name, 1000, 1).fc1(x)).var() for name in (column, f"{column}-matched", "low-rank")
+        )
+    assert float(plain / matched) == pytest.approx(3, rel=0.02)
+    assert float(matched / low_rank) == pytest.approx(1, rel=0.1)
+    for one, other in zip(*(build(name, 100, 2).parameters() for name in (column, f"{column}-matched")), strict=True):
+        assert torch.equal(one, other) or one.shape[-1] == 800
 
 
 @pytest.mark.parametrize("classes", [100, 1000])

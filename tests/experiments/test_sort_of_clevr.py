@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_dcl.data.sort_of_clevr import ANSWERS
+from torch_dcl.data.sort_of_clevr import ANSWERS, generate_sort_of_clevr
 from torch_dcl.experiments.protocol import Job
 from torch_dcl.experiments.recipes.sort_of_clevr import (
     HIDDEN,
@@ -93,6 +93,18 @@ def test_the_first_layer_sees_the_image_and_the_question_and_the_convolutions_no
     differs = (seen[0] != seen[1]).any(0)
     assert differs.nonzero().flatten().tolist() == [seen[0].shape[1] - 11 + 3]
     assert network(images).shape == (2, len(ANSWERS))
+
+
+@pytest.mark.parametrize("size", [0.05, 0.25])
+def test_at_the_start_the_question_moves_the_first_layer_as_much_as_the_image_does(size):
+    inputs, _ = generate_sort_of_clevr(30, "some").pairs()
+    network = build_network("plain", 0, size=size)
+    seen = []
+    network.fc1.register_forward_hook(lambda _module, given, _output: seen.append(given[0]))
+    with torch.no_grad():
+        network(inputs / 255)  # batch norms by the batch
+    image, question = (part.square().sum(1).mean() for part in (seen[0][:, :-11], seen[0][:, -11:]))
+    assert float(question / image) == pytest.approx(1, rel=0.1)
 
 
 # The run

@@ -11,17 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments import load, save
 from torch_dcl.experiments.columns import Trial, stored_choice, stored_minutes, weights
-from torch_dcl.experiments.digits import read_mnist
+from torch_dcl.experiments.digits import make_sets, read_mnist
 from torch_dcl.experiments.paper_numbers import TABLE1
 from torch_dcl.experiments.protocol import Listener
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config, table1_of
 from torch_dcl.experiments.run_reader import read_run
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.runner import run as run_recipe
+from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
@@ -151,8 +153,42 @@ def test_every_entry_of_the_paper_is_a_job_with_the_rate_of_its_column():
     assert len(jobs) == len(set(jobs)) == 11 * 15 * 5
     for job in jobs:
         digits = 2 if "-II-" in job.data else 3
-        assert (job.lr, job.option("clip", float("inf"))) == choice[job.network][digits]
+        found = Trial(job.lr, job.option("clip", float("inf")), job.option("weight_decay", 5e-4))
+        assert found == choice[job.network][digits]
     assert {job.seed for job in jobs} == set(range(5))
+
+
+def test_columns_without_a_learning_rate_are_refused_with_the_search_to_run(tmp_path):
+    with pytest.raises(
+        SettingError, match=r"no learning rate was chosen for wide-B2; search one with dcl run table1-se"
+    ):
+        Table1(Table1Config(models=("baseline", "wide-B2")))
+    for text in ("", "{}", '{"choice": 3}', '{"choice": {"baseline": {"2": {}}}}'):
+        (tmp_path / "search.json").write_text(text)
+        with pytest.raises(SettingError, match=r"has no learning rates .*; give the search\.json of a finished"):
+            Table1(Table1Config(choice=str(tmp_path)))
+    chosen = {"wide-B2": {"2": {"lr": 0.1, "clip": 1.0, "weight_decay": 0.001}}}
+    (tmp_path / "search.json").write_text(json.dumps({"choice": chosen}))
+    (job,) = Table1(Table1Config(models=("wide-B2",), sets=(NAME,), seeds=1, choice=str(tmp_path))).jobs({})
+    assert (job.lr, dict(job.options)) == (0.1, {"clip": 1.0, "weight_decay": 0.001})
+
+
+def test_every_seed_has_images_of_its_own_and_all_columns_share_them():
+    config = Table1Config(models=("A2", "oracle"), sets=(NAME,), seeds=2, fresh=True, train_images=60, test_images=20,
+                          data="excerpt", batch=20, epochs=1)  # fmt: skip
+    recipe = Table1(config)
+    recipe.prepare(lambda _: None)
+    jobs = recipe.jobs({})
+    a2, oracle = ([job for job in jobs if job.network == column] for column in ("A2", "oracle"))
+    fleet, whole = recipe.fleet(a2), recipe.fleet(oracle)
+    assert [member.data for member in fleet.members] == [f"{NAME}/0", f"{NAME}/1"]
+    assert len(fleet.data.images) == len(whole.data.images) == 2
+    assert not torch.equal(fleet.data.images[0], fleet.data.images[1])
+    assert torch.equal(fleet.data.images, whole.data.images)
+    first, second = (recipe.judge(a2)[f"{NAME}/{seed}"] for seed in range(2))
+    assert not torch.equal(first[0], second[0])
+    assert not torch.equal(recipe.sets_of(a2).train[f"{NAME}/0"][0], make_sets(recipe.digits, [NAME], "report",
+                           images=(60, 20)).train[NAME][0])  # fmt: skip
 
 
 def test_an_estimate_counts_networks_images_and_fleets():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.columns import MODELS, Trial, stored_choice
+from torch_dcl.experiments.columns import MODELS, MORE, Trial, stored_choice
 from torch_dcl.experiments.digits import trial_job
 from torch_dcl.experiments.protocol import Outcome
 from torch_dcl.experiments.recipes.table1_search import (
@@ -24,6 +24,11 @@ from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fusion import LEAN
 from torch_dcl.models.variants import VARIANTS
 
+STORED = (
+    Trial(0.02), Trial(0.04), Trial(0.07), Trial(0.12),
+    Trial(0.07, 3.0), Trial(0.12, 3.0), Trial(0.07, 1.0), Trial(0.12, 1.0),
+)  # fmt: skip
+"""The trials behind the choice of this release."""
 RECORD = Path(__file__).parents[2] / "results" / "table1-search.json"
 
 
@@ -89,7 +94,7 @@ def test_a_search_trains_every_trial_of_every_column_once_on_training_digits(tmp
     names, trials = ("MNIST-II-02", "MNIST-III-02"), ("0.02", "0.02 clip 1")
     config = SearchConfig(
         models=("baseline", "narrow"), sets=names, trials=trials, epochs=1, warmup=0, batch=50, train_images=100,
-        test_images=50, data="excerpt",
+        test_images=50, data="excerpt", seeds=2,
     )  # fmt: skip
     recipe = Search(config)
     choice = run(recipe, tmp_path / "run").result
@@ -98,21 +103,46 @@ def test_a_search_trains_every_trial_of_every_column_once_on_training_digits(tmp
     found = json.loads((tmp_path / "run" / "search.json").read_text())
     rows = [(row["column"], row["data"], row["seed"], row["lr"], row["clip"]) for row in found["trials"]]
     assert sorted(rows, key=str) == sorted(
-        ((c, n, 100, *t) for c in ("baseline", "narrow") for n in names for t in ((0.02, None), (0.02, 1.0))), key=str
-    )
+        ((c, n, s, *t) for c in ("baseline", "narrow") for n in names for s in (100, 101)
+         for t in ((0.02, None), (0.02, 1.0))), key=str,
+    )  # fmt: skip
+    assert found["at_edge"] == []  # one rate
     assert found["minutes"] > 0
     assert {column: set(by) for column, by in found["choice"].items()} == {"baseline": {"2", "3"}, "narrow": {"2", "3"}}
 
 
-@pytest.mark.parametrize("trial", [*TRIALS, Trial(1e-9, 0.5)])
+@pytest.mark.parametrize("trial", [*TRIALS, *STORED, Trial(1e-9, 0.5), Trial(0.1, decay=0.0)])
 def test_a_trial_survives_being_written(trial):
     assert read_trial(str(trial)) == trial
 
 
-@pytest.mark.parametrize("text", ["fast", "", "0.1 clip", "0.1 clop 3", "0.1 clip 0", "-1", "nan", "inf", "1 2"])
+@pytest.mark.parametrize("text", ["fast", "", "0.1 clip", "0.1 clop 3", "0.1 clip 0", "-1", "nan", "inf", "1 2",
+                                  "0.1 decay -1", "0.1 decay 1e-3 clip 1", "0.1 clip 1 decay"])  # fmt: skip
 def test_a_text_that_is_no_trial_is_refused(text):
-    with pytest.raises(SettingError, match=r"is not of the form '0\.07' or '0\.07 clip 3'"):
+    with pytest.raises(
+        SettingError, match=r"is not of the form '0\.07', '0\.07 clip 3' or '0\.07 clip 3 decay 0\.001'"
+    ):
         read_trial(text)
+
+
+def test_twelve_trials_of_rate_clip_and_decay_are_the_same_for_every_column():
+    config = SearchConfig()
+    assert len(config.trials) == len(set(TRIALS)) == 12
+    assert (config.seeds, config.fresh) == (2, True)
+    assert all(len({getattr(trial, part) for trial in TRIALS}) > 1 for part in ("lr", "clip", "decay"))
+    jobs = Search(config).jobs({})
+    of = {column: {(j.data, j.seed, j.lr, j.options) for j in jobs if j.network == column} for column in config.models}
+    assert config.models == (*MODELS, *MORE)
+    assert all(each == of["baseline"] and len(each) == 5 * 12 * 2 for each in of.values())
+
+
+def test_columns_at_the_edge_of_the_rates_are_named():
+    search = Search(SearchConfig(models=("baseline", "A2")))
+    choice = {"baseline": {2: Trial(0.1, 1.0), 3: Trial(0.25, 1.0)}, "A2": {2: Trial(0.04, 1.0), 3: Trial(0.016, 3.0)}}
+    assert search.at_edge(choice) == ["baseline, 3 digits: 0.25 clip 1", "A2, 3 digits: 0.016 clip 3"]
+    shown = search.shown(choice, 100)
+    assert shown[-1].startswith("At the edge of the rates that were tried: baseline, 3 digits: 0.25 clip 1; A2")
+    assert search.shown({"A2": {2: Trial(0.1)}}, 100)[-1] == "No column is at the edge."
 
 
 # What is stored
@@ -123,7 +153,7 @@ def test_every_column_has_a_stored_choice_for_two_and_for_three_digits():
     assert list(stored) == list(MODELS)
     for by_count in stored.values():
         assert set(by_count) == {2, 3}
-        assert set(by_count.values()) <= set(TRIALS)
+        assert set(by_count.values()) <= set(STORED)
 
 
 def test_the_trials_on_record_give_exactly_the_stored_choice(record):
@@ -142,7 +172,7 @@ def test_every_column_had_the_same_trials_on_the_sets_of_the_search(record):
             if found.job.network == column:
                 tried.setdefault(found.job.data, []).append(Trial(found.job.lr, found.job.option("clip", math.inf)))
         assert set(tried) == set(SEARCHED_ON)
-        assert all(sorted(trials) == sorted(TRIALS) for trials in tried.values())
+        assert all(sorted(trials) == sorted(STORED) for trials in tried.values())
 
 
 def test_what_was_tried_before_is_kept_and_said(record):

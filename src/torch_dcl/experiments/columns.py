@@ -1,7 +1,8 @@
 """The columns of Table 1: the paper's networks, the controls that a reader asks for, and their learning rates.
 
-A DCL network is always the baseline after `convert_`. The controls have DCL-A2's weights, to within half a filter. The
-learning rates were chosen by `torch_dcl.experiments.recipes.table1_search`.
+A DCL network is always the baseline after `convert_`. The controls have DCL-A2's weights, to within half a filter, and
+`MORE` has controls with the weights of B2 and of B3, and plain networks that start at the scale of the factorised ones.
+The learning rates were chosen by `torch_dcl.experiments.recipes.table1_search`.
 """
 
 import functools
@@ -9,19 +10,21 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
+from torch_dcl.experiments.settings import SettingError
 from torch_dcl.models import _common, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
 __all__ = [
-    "CONTROLS", "EXTRAS", "MODELS", "Choice", "Trial", "build", "choice_as_plain", "read_choice", "stored_choice",
-    "stored_minutes", "weights",
+    "CONTROLS", "DECAY", "EXTRAS", "MODELS", "MORE", "Choice", "Trial", "build", "choice_as_plain", "find_choice",
+    "read_choice", "stored_choice", "stored_minutes", "weights",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
@@ -33,6 +36,12 @@ EXTRAS = ("A4S", "A5S", "A4D", "A5D", "AB2")
 MODELS = ("baseline", "oracle", *VARIANTS, *CONTROLS)
 """The columns in the order of the table."""
 
+MORE = (
+    "low-rank-B2", "summed-B2", "wide-B2", "low-rank-B3", "summed-B3", "wide-B3", "baseline-matched", "narrow-matched",
+)  # fmt: skip
+"""At the weights of B2 or B3: the classifier of low rank, with its branches averaged, or plain behind another number of
+filters. Matched: the first fully-connected layer starts at the scale of the factorised layers."""
+
 _FC1, _FC1_IN, _SHARE = 500, 800, 1 / 5
 
 
@@ -42,24 +51,31 @@ def build(column: str, classes: int, seed: int, *, filters: int | None = None) -
     The convolutions of one seed start alike in all columns.
 
     Args:
-        column: One of `MODELS` or `EXTRAS`; the oracle's networks are the baseline with ten classes.
+        column: One of `MODELS`, `MORE` or `EXTRAS`; the oracle's networks are the baseline with ten classes.
         classes: Outputs.
         seed: What the start is drawn from; torch's own generator is left as it was.
         filters: Filters of a branch in place of the paper's fifth; for the DCL columns alone.
     """
     with torch.random.fork_rng(devices=[]):
         # Before the seed is set: planning makes a network of its own, and only the first time.
-        plain = column in ("baseline", "oracle", "narrow", "summed")
+        kind, _, of = column.partition("-B")
+        name = column.removesuffix("-matched")
+        plain = name in ("baseline", "oracle", "narrow") or kind in ("summed", "wide")
         plans = () if plain else _plans(column, classes, filters)
-        narrow = _narrow_filters(classes) if column == "narrow" else 0
+        resized = name == "narrow" or kind == "wide"
+        filled = _plain_filters({"2": "B2", "3": "B3D"}.get(of, "A2"), classes) if resized else 0
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds GPUs as well
         model = lenet(classes)
-        if column == "narrow":
-            model.fc1, model.fc2 = nn.Linear(_FC1_IN, narrow), nn.Linear(narrow, classes)
+        if resized:
+            model.fc1, model.fc2 = nn.Linear(_FC1_IN, filled), nn.Linear(filled, classes)
             for layer in (model.fc1, model.fc2):
                 _common.uniform_(layer, bound=math.sqrt(3 / layer.in_features))
+        if column.endswith("-matched"):
+            model.fc1.weight.data /= math.sqrt(3)  # factorised layers start at the variance of torch's default layer
         if column == "summed":
             model.fc1 = SummedLinear.like(model.fc1, branches=2, width=_FC1 // 5)  # type: ignore[assignment]
+        elif kind == "summed":
+            model.fc2 = SummedLinear.like(model.fc2, branches=int(of), width=classes // 5)  # type: ignore[assignment]
         for each in plans:
             convert_(model, each, init="random")
     return model
@@ -72,10 +88,11 @@ def weights(column: str, classes: int, *, filters: int | None = None) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
 
 
-def _narrow_filters(classes: int) -> int:
-    """Filters of the first fully-connected layer with which the network has the weights of DCL-A2."""
-    fixed = weights("baseline", classes) - _FC1 * (_FC1_IN + classes)
-    return round((weights("A2", classes) - fixed) / (_FC1_IN + classes))
+@functools.cache
+def _plain_filters(column: str, classes: int) -> int:
+    """Filters of a plain first fully-connected layer with which the network has the weights of another column."""
+    fixed = sum(m.weight.numel() for m in lenet(classes).modules() if isinstance(m, nn.Conv2d))
+    return round((weights(column, classes) - fixed) / (_FC1_IN + classes))
 
 
 @functools.cache
@@ -84,6 +101,9 @@ def _plans(column: str, classes: int, filters: int | None) -> tuple[Plan, ...]:
     model = lenet(classes)
     if column == "low-rank":
         return (plan(model, model.input_size, branches=1, width=2 * _FC1 // 5, eps=0.0).only("fc1"),)
+    if column.startswith("low-rank-B"):
+        width = int(column[-1]) * classes // 5
+        return (plan(model, model.input_size, branches=1, width=width, eps=0.0).only("fc2", force=True),)
     if column == "AB2":
         return variant_plan(model, "A2"), variant_plan(model, "B2")
     if column in EXTRAS:
@@ -95,24 +115,30 @@ def _plans(column: str, classes: int, filters: int | None) -> tuple[Plan, ...]:
         layer = model.fc1 if column[0] == "A" else model.fc2
         share = _SHARE if filters is None else filters / layer.out_features
         return (variant_plan(model, column, fraction=share),)
-    raise ValueError(f"there is no column {column!r}; the columns are {', '.join((*MODELS, *EXTRAS))}")
+    raise ValueError(f"there is no column {column!r}; the columns are {', '.join((*MODELS, *MORE, *EXTRAS))}")
 
 
 # Learning rates
 
 
+DECAY = 5e-4
+
+
 class Trial(NamedTuple):
-    """What is tuned: the learning rate, and a bound on the gradient's norm."""
+    """What is tuned: the learning rate, a bound on the gradient's norm, and the weight decay."""
 
     lr: float
     clip: float = math.inf
+    decay: float = DECAY
 
     def __str__(self) -> str:
-        return f"{self.lr:g}" + ("" if math.isinf(self.clip) else f" clip {self.clip:g}")
+        clip = "" if math.isinf(self.clip) else f" clip {self.clip:g}"
+        return f"{self.lr:g}{clip}" + ("" if self.decay == DECAY else f" decay {self.decay:g}")
 
     def as_plain(self) -> dict[str, float | None]:
-        """The trial as JSON has it."""
-        return {"lr": self.lr, "clip": None if math.isinf(self.clip) else self.clip}
+        """The trial as JSON has it; the usual weight decay is left out."""
+        plain: dict[str, float | None] = {"lr": self.lr, "clip": None if math.isinf(self.clip) else self.clip}
+        return plain if self.decay == DECAY else {**plain, "weight_decay": self.decay}
 
 
 Choice = dict[str, dict[int, Trial]]
@@ -122,7 +148,10 @@ Choice = dict[str, dict[int, Trial]]
 def read_choice(plain: Mapping[str, Any]) -> Choice:
     """Read what `choice_as_plain` gave."""
     return {
-        column: {int(count): Trial(t["lr"], t["clip"] or math.inf) for count, t in by_count.items()}
+        column: {
+            int(count): Trial(t["lr"], t["clip"] or math.inf, t.get("weight_decay", DECAY))
+            for count, t in by_count.items()
+        }
         for column, by_count in plain.items()
     }
 
@@ -130,6 +159,33 @@ def read_choice(plain: Mapping[str, Any]) -> Choice:
 def choice_as_plain(choice: Choice, columns: Iterable[str]) -> dict[str, Any]:
     """The choice for some columns, as JSON has it."""
     return {column: {str(n): trial.as_plain() for n, trial in choice[column].items()} for column in columns}
+
+
+def find_choice(path: str, wanted: Iterable[tuple[str, int]]) -> Choice:
+    """The choice of a search, from its ``search.json`` or its run folder; of this release where none is named.
+
+    Args:
+        path: The file or the folder, or an empty text.
+        wanted: Columns and numbers of digits that need a choice.
+
+    Raises:
+        SettingError: There is no choice, or it lacks a column.
+    """
+    place = Path(path).expanduser()
+    try:
+        file = place / "search.json" if place.is_dir() else place
+        choice = read_choice(json.loads(file.read_text(encoding="utf-8"))["choice"]) if path else stored_choice()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SettingError(
+            f"choice is {path!r}, which has no learning rates ({type(error).__name__}); give the search.json of a "
+            "finished dcl run table1-search"
+        ) from None
+    if missing := sorted({column for column, count in wanted if count not in choice.get(column, {})}):
+        raise SettingError(
+            f"no learning rate was chosen for {', '.join(missing)}; search one with dcl run table1-search --models "
+            f"{','.join(missing)}, and give its search.json with --set choice=FILE"
+        )
+    return choice
 
 
 def stored_choice() -> Choice:

@@ -19,7 +19,7 @@ from torch_dcl.data.digits import SIZES, generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.data.mnist import FILES, find_mnist
 from torch_dcl.data.sources import places
-from torch_dcl.experiments.columns import MODELS, Trial, build
+from torch_dcl.experiments.columns import DECAY, MODELS, MORE, Trial, build
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.protocol import (
     Estimate,
@@ -133,9 +133,13 @@ def make_sets(
 
 
 def _layout(name: str) -> Layout:
-    """A layout by name; its own name stays, because random numbers are drawn from it."""
-    plain, _, strength = name.partition("@")
-    return dataclasses.replace(LAYOUTS[plain], strength=float(strength)) if strength else LAYOUTS[plain]
+    """A layout by name, ``MNIST-II-01``, at another strength, ``…@0.5``, or with images of a seed's own, ``…/7``.
+
+    Random numbers are drawn from a layout's name: another strength has the same digits, another seed has not.
+    """
+    (kind, _, seed), given = name.partition("/"), LAYOUTS[name.partition("/")[0].partition("@")[0]]
+    strength = float(kind.partition("@")[2] or given.strength)
+    return dataclasses.replace(given, strength=strength, name=f"{given.name}/{seed}" if seed else given.name)
 
 
 def digits_of(name: str) -> int:
@@ -153,6 +157,7 @@ def trial_job(
 ) -> Job:
     """A training with the learning rate and the bound of a trial."""
     options = [] if math.isinf(trial.clip) else [("clip", trial.clip)]
+    options += [] if trial.decay == DECAY else [("weight_decay", trial.decay)]
     options += [] if filters is None else [("filters", float(filters))]
     return Job(column, name, seed, trial.lr, phase, tuple(options))
 
@@ -193,6 +198,11 @@ class DigitConfig(TrainingConfig):
         return Schedule(self.epochs, self.warmup, self.drops, self.factor)
 
     @property
+    def has_own_images(self) -> bool:
+        """Whether every seed has images of its own."""
+        return bool(getattr(self, "fresh", False))
+
+    @property
     def images(self) -> tuple[int, int] | None:
         """How many images to train on and to test with; None for all."""
         images = self.train_images or IMAGES[0], self.test_images or IMAGES[1]
@@ -201,7 +211,7 @@ class DigitConfig(TrainingConfig):
 
 SETS_RULES: dict[str, Any] = {"choices": SETS, "what": "set", "prefix": "MNIST-"}
 MODEL_RULES: dict[str, Any] = {
-    "choices": MODELS, "what": "model", "prefix": "DCL-", "smoke": ("baseline", "A2", "low-rank"),
+    "choices": (*MODELS, *MORE), "what": "model", "prefix": "DCL-", "smoke": ("baseline", "A2", "low-rank"),
 }  # fmt: skip
 TWO = ("MNIST-II-01", "MNIST-III-01")
 C = TypeVar("C", bound=DigitConfig)
@@ -261,12 +271,12 @@ class DigitRecipe(Recipe[C]):
         """Sets, entries, fleets and digits."""
         jobs, digits = self.planned(), source(find_digits(self.config.data))
         fleets, sets = self._fleets(jobs), len({job.data.partition("@")[0] for job in jobs})
-        largest = max(sum(map(self.networks, fleet)) for fleet in fleets)
+        largest, seen = max(sum(map(self.networks, fleet)) for fleet in fleets), sum(load.seen for load in loads)
         words = {
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
-            "networks": f"{loads[0].networks:,}, in {len(fleets)} fleets of up to {largest}",
+            "networks": f"{sum(load.networks for load in loads):,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **({"elsewhere": f"about {loads[0].seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
+            **({"elsewhere": f"about {seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 
@@ -290,12 +300,12 @@ class DigitRecipe(Recipe[C]):
         """The networks of the largest fleet, and the images of all sets."""
         jobs = self.planned()
         largest = max(sum(map(self.networks, fleet)) for fleet in self._fleets(jobs))
-        sets = len({job.data.partition("@")[0] for job in jobs})
+        sets = len({self._set(job).partition("@")[0] for job in jobs})
         return largest * PER_NETWORK + sets * loads[0].images * 28 * 28 / 2**30
 
     def group(self, job: Job) -> Hashable:
         """Jobs of one architecture."""
-        return job.phase, job.network, classes_of(job), job.option("filters", 0)
+        return job.phase, job.network, classes_of(job), job.option("filters", 0), job.option("epochs", 0)
 
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
         """The architecture."""
@@ -307,10 +317,11 @@ class DigitRecipe(Recipe[C]):
         """The networks of the jobs; each digit's network of an oracle has its own start, order and dropout."""
         config, members, networks = self.config, [], []
         for job in jobs:
-            decay, clip = job.option("weight_decay", 5e-4), job.option("clip", math.inf)
+            decay, clip = job.option("weight_decay", DECAY), job.option("clip", math.inf)
+            schedule = dataclasses.replace(config.schedule, epochs=int(job.option("epochs", config.epochs)))
             for place, name in enumerate(self._names(job)):
                 seed = job.seed + 1000 * place
-                members.append(Member(f"{job.network} {name}", name, seed, job.lr, config.schedule, decay, clip))
+                members.append(Member(f"{job.network} {name}", name, seed, job.lr, schedule, decay, clip))
                 filters = int(job.option("filters", 0)) or None
                 networks.append(build(job.network, classes_of(job), seed, filters=filters))
         return Fleet(
@@ -330,7 +341,7 @@ class DigitRecipe(Recipe[C]):
         for job in jobs:
             rows = range(first, first + self.networks(job))
             first = rows.stop
-            labels = self.sets_of([job]).judge[job.data][1].to(seen.predictions.device)
+            labels = self.sets_of([job]).judge[self._set(job)][1].to(seen.predictions.device)
             number = torch.zeros_like(labels)
             for row in rows:
                 number = 10 * number + seen.predictions[row] if len(rows) > 1 else seen.predictions[row]
@@ -350,22 +361,27 @@ class DigitRecipe(Recipe[C]):
         """The sets of some jobs, written where they are not yet; those of an earlier phase are dropped."""
         if jobs[0].phase != self._phase:
             self._sets, self._phase = Sets({}, {}), jobs[0].phase
-        missing = [name for name in dict.fromkeys(job.data for job in jobs) if name not in self._sets.train]
+        missing = [name for name in dict.fromkeys(map(self._set, jobs)) if name not in self._sets.train]
         if missing:
             written = make_sets(self.digits, missing, self.purpose, device=self.device, images=self.config.images)
             self._sets.train.update(written.train)
             self._sets.judge.update(written.judge)
         return self._sets
 
+    def _set(self, job: Job) -> str:
+        """The name of a job's set; with images of its own, the seed's."""
+        return f"{job.data}/{job.seed}" if self.config.has_own_images else job.data
+
     def _names(self, job: Job) -> list[str]:
         """The names of the data of a job's networks."""
-        return [f"{job.data}#{place}" for place in range(self.networks(job))] if job.network == "oracle" else [job.data]
+        name = self._set(job)
+        return [f"{name}#{place}" for place in range(self.networks(job))] if job.network == "oracle" else [name]
 
     def _labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:
         sets: dict[str, Labelled] = getattr(self.sets_of(jobs), part)
         labelled: dict[str, Labelled] = {}
         for job in jobs:
-            images, labels = sets[job.data]
+            images, labels = sets[self._set(job)]
             for place, name in enumerate(self._names(job)):
                 labelled[name] = images, _digit(labels, self.networks(job), place) if "#" in name else labels
         return labelled

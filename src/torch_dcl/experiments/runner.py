@@ -286,6 +286,7 @@ class _Sweep:
             start, networks = time.perf_counter(), sum(recipe.networks(job) for fleet in group for job in fleet)
             needed = self.pace * networks if recipe.ends_fleets else 0.0
             is_late = self.started and start + needed > self.until
+            self.until = -math.inf if is_late else self.until  # so it stays late, though the clock has not struck
             if not is_late and not self.should_stop():
                 self.started = True
                 is_late = not self._train_or_fail(group, number, len(groups))

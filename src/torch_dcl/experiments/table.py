@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "CONTROLS", "MARK", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial", "load",
+    "B_CONTROLS", "CONTROLS", "MARK", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial", "load",
     "long_table", "mark", "origin", "parse", "run_facts", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
+B_CONTROLS = {kind: (f"low-rank-{kind}", f"summed-{kind}", f"wide-{kind}") for kind in ("B2", "B3")}
+_BESIDE = (*CONTROLS, *B_CONTROLS["B2"], *B_CONTROLS["B3"], "baseline-matched", "narrow-matched")
 MARK = " (a trial, not the protocol)"
 
 
@@ -128,7 +130,7 @@ class Table:
     against: ClassVar[str] = "the baseline"
     """What differences are to."""
     known_sets: ClassVar[tuple[str, ...]] = SETS
-    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS)
+    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *_BESIDE)
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -140,7 +142,7 @@ class Table:
     def columns(self) -> tuple[str, ...]:
         """The paper's columns, and the controls that have a cell."""
         there = {cell.column for cell in self.cells}
-        return (*COLUMNS, *(name for name in CONTROLS if name in there))
+        return (*COLUMNS, *(name for name in _BESIDE if name in there))
 
     @classmethod
     def baseline_of(cls, column: str) -> str:

@@ -7,18 +7,22 @@ network is involved, and the baseline column of every table says that it was fit
 
 A first round tries a few strengths with one seed. Each further round tries, with all seeds, the strength that the
 points so far suggest.
+
+With ``--models baseline,oracle`` the strengths are fitted to both columns: to the geometric mean of their errors. With
+``lengths`` this is done for several numbers of epochs, the same for all sets, and the one is taken with which both
+columns are nearest to the paper's over all sets.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.experiments.digits import SETS_RULES, TWO, DigitConfig, DigitRecipe
 from torch_dcl.experiments.paper_numbers import SETS, TABLE1
-from torch_dcl.experiments.protocol import Job, Outcome
+from torch_dcl.experiments.protocol import Job, Outcome, Workload
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
@@ -45,7 +49,11 @@ class CalibrationConfig(DigitConfig):
     start: tuple[float, ...] = setting(
         (0.0, 0.5, 1.0, 1.5, 2.0), "strengths of the first round", smoke=(1.0,), least=0, most=100
     )
-    lr: float = setting(0.07, "the baseline's learning rate", above=0, most=1e6)
+    lr: float = setting(0.07, "the learning rate of the networks", above=0, most=1e6)
+    models: tuple[str, ...] = setting(
+        ("baseline",), "which of the paper's columns to fit to", choices=("baseline", "oracle"), what="model"
+    )
+    lengths: tuple[int, ...] = setting((), "numbers of epochs to try; none for epochs", of=int, least=1, most=1_000_000)
 
 
 @dataclasses.dataclass
@@ -54,13 +62,21 @@ class Fitted:
 
     name: str
     target: float
-    """The paper's baseline error, per cent."""
+    """The paper's error, per cent; of several columns the geometric mean."""
     tried: dict[float, list[float]] = dataclasses.field(default_factory=dict)
-    """Errors by strength, one for each seed."""
+    """Errors by strength, one for each seed; of several columns the geometric mean."""
+    columns: dict[str, dict[float, list[float]]] = dataclasses.field(default_factory=dict)
+    """The same for each column."""
 
-    def off(self, strength: float) -> float:
-        """How far the mean error at a strength is from the target, as a fraction of it."""
-        return mean(self.tried[strength]) / self.target - 1
+    def off(self, strength: float, column: str | None = None) -> float:
+        """How far the mean error at a strength is from the target, or from a column's own, as a fraction of it."""
+        if column is None:
+            return mean(self.tried[strength]) / self.target - 1
+        return mean(self.columns[column][strength]) / TABLE1[self.name][column].mean - 1
+
+    def misfit(self) -> float:
+        """How far the columns are from the paper's at the best strength, as a fraction: root mean square."""
+        return math.sqrt(mean(self.off(self.best, column) ** 2 for column in self.columns))
 
     def __str__(self) -> str:
         points = "  ".join(f"{s:g}: {mean(e):.2f} ({len(e)})" for s, e in sorted(self.tried.items()))
@@ -82,12 +98,18 @@ class Calibration(DigitRecipe[CalibrationConfig]):
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """All rounds up to the first that is not done, whose strengths depend on the rounds before it."""
-        return self.fit(outcomes)[0]
+        return [job for epochs in self._lengths for job in self.fit(outcomes, epochs)[0]]
 
-    def fit(self, outcomes: Mapping[Job, Outcome]) -> tuple[list[Job], dict[str, Fitted]]:
+    @property
+    def _lengths(self) -> Sequence[int]:
+        """Numbers of epochs to try; 0 for the config's."""
+        return self.config.lengths or (0,)
+
+    def fit(self, outcomes: Mapping[Job, Outcome], epochs: int = 0) -> tuple[list[Job], dict[str, Fitted]]:
         """The jobs that can be named with these outcomes, and the errors by set and strength so far."""
         config = self.config
-        fitted = {name: Fitted(name, TABLE1[name]["baseline"].mean) for name in config.sets}
+        targets = {name: _middle([TABLE1[name][column].mean for column in config.models]) for name in config.sets}
+        fitted = {name: Fitted(name, target) for name, target in targets.items()}
         most = {name: largest_strength(LAYOUTS[name]) for name in config.sets}
         jobs: list[Job] = []
         for number in range(1 + config.rounds):
@@ -95,53 +117,92 @@ class Calibration(DigitRecipe[CalibrationConfig]):
                 name: [next_strength(fit, most[name])] if number else sorted({min(s, most[name]) for s in config.start})
                 for name, fit in fitted.items()
             }
-            seeds = config.seeds if number else 1
             these = [
-                Job("baseline", f"{name}@{strength}", seed, config.lr, f"round {number}")
+                [self._job(column, f"{name}@{strength}", seed, number, epochs) for column in config.models]
                 for name, strengths in wanted.items()
                 for strength in strengths
-                for seed in range(seeds)
+                for seed in range(config.seeds if number else 1)
             ]
-            jobs += these
-            if any(job not in outcomes for job in these):
+            jobs += [job for of_seed in these for job in of_seed]
+            if any(job not in outcomes for of_seed in these for job in of_seed):
                 break
-            for job in these:
-                name, _, strength = job.data.partition("@")
-                fitted[name].tried.setdefault(float(strength), []).append(outcomes[job].error)
+            for of_seed in these:
+                name, _, strength = of_seed[0].data.partition("@")
+                errors = [outcomes[job].error for job in of_seed]
+                fitted[name].tried.setdefault(float(strength), []).append(_middle(errors))
+                for job, error in zip(of_seed, errors, strict=True):
+                    fitted[name].columns.setdefault(job.network, {}).setdefault(float(strength), []).append(error)
         return jobs, fitted
+
+    def _job(self, column: str, data: str, seed: int, number: int, epochs: int) -> Job:
+        options = (("epochs", float(epochs)),) if epochs else ()
+        return Job(column, data, seed, self.config.lr, f"round {number}", options)
 
     def planned(self) -> list[Job]:
         """The first round, and as many jobs as further rounds have; their strengths are not known before."""
         config = self.config
         return self.jobs({}) + [
-            Job("baseline", name, seed, config.lr, f"round {number}")
+            self._job(column, name, seed, number, epochs)
+            for epochs in self._lengths
             for number in range(1, 1 + config.rounds)
             for name in config.sets
             for seed in range(config.seeds)
+            for column in config.models
         ]
 
+    def workloads(self) -> list[Workload]:
+        """The networks of each number of epochs."""
+        load = super().workloads()[0]
+        each = load.networks // len(self._lengths)
+        return [load._replace(networks=each, epochs=epochs or load.epochs) for epochs in self._lengths]
+
     def result(self, folder: "RunFolder") -> list[Fitted]:
-        fitted = list(self.fit(outcomes_of(folder))[1].values())
-        rows: list[dict[str, Any]] = [
-            {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
-             "tried": {f"{strength:g}": errors for strength, errors in fit.tried.items()}}
-            for fit in fitted
-        ]  # fmt: skip
+        """The strengths at the number of epochs with the least misfit, and everything that was tried, as JSON."""
+        outcomes = outcomes_of(folder)
+        by_length = {epochs: list(self.fit(outcomes, epochs)[1].values()) for epochs in self._lengths}
+        misfits = {epochs: math.sqrt(mean(fit.misfit() ** 2 for fit in fits)) for epochs, fits in by_length.items()}
+        epochs = min(misfits, key=lambda each: misfits[each])
         content = {
-            "title": "How difficult the multi-digit sets are, fitted to the paper's baseline column",
-            "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "sets": rows,
+            "title": "How difficult the multi-digit sets are, fitted to the paper's "
+            f"{' and '.join(self.config.models)} column{'s' if len(self.config.models) > 1 else ''}",
+            "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder),
+            "sets": [_row(fit) for fit in by_length[epochs]],
         }  # fmt: skip
+        if self.config.lengths:
+            tried = {str(each): {"misfit": misfits[each], "sets": list(map(_row, by_length[each]))} for each in misfits}
+            content |= {"epochs": epochs, "lengths": tried}
         folder.write_json("calibration", content)
-        return fitted
+        return by_length[epochs]
 
     def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
         lines = []
         for fit in result:
             errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"
             texts = (fit.name, f"{fit.best:g}", f"{mean(errors):.2f} ({len(errors)})", f"{fit.target:.2f}", off)
-            lines.append(Line(texts))
-        grid = Grid(("<set", "strength", "error % (n)", "paper %", "off"), lines, ("paper %", "off"))
-        return ["Strengths at which the baseline errs as the paper's does:", grid.as_rich(width)]
+            own = [f"{signed(100 * fit.off(fit.best, column), 1)} %" for column in fit.columns]
+            lines.append(Line((*texts, *(own if len(own) > 1 else ()))))
+        own = list(result[0].columns) if len(result[0].columns) > 1 else []
+        grid = Grid(("<set", "strength", "error % (n)", "paper %", "off", *own), lines, ("paper %", "off"))
+        if not own:
+            return ["Strengths at which the baseline errs as the paper's does:", grid.as_rich(width)]
+        words = "Strengths at which baseline and oracle err as the paper's do, by the geometric mean of both errors"
+        return [f"{words}; how far each is off by itself:", grid.as_rich(width)]
+
+
+def _middle(values: Sequence[float]) -> float:
+    """The geometric mean; one value as it is."""
+    return values[0] if len(values) == 1 else math.exp(mean(math.log(max(value, 1e-3)) for value in values))
+
+
+def _row(fit: Fitted) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
+        "tried": {f"{strength:g}": errors for strength, errors in fit.tried.items()},
+    }  # fmt: skip
+    if len(fit.columns) > 1:
+        of = fit.columns.items()
+        row["columns"] = {column: {f"{s:g}": errors for s, errors in tried.items()} for column, tried in of}
+    return row
 
 
 def largest_strength(layout: Layout) -> float:

@@ -100,7 +100,9 @@ class QuestionNet(nn.Module):
     """The CNN+MLP of Santoro et al. 2017 on images with their question in the last row.
 
     Four convolutions (3 × 3, stride 2, batch norm, ReLU) and the hidden layers `HIDDEN`; the first sees the flattened
-    image and the bits of the question. Kernel size, stride and the start (He's) are ours.
+    image and the bits of the question. Kernel size, stride and the start (He's) are ours, and so is the factor on the
+    bits, with which the question moves the first hidden layer as much as the image does at the start. Three bits of 1
+    among thousands of values are hardly heard: SGD then takes long to use the question at all.
 
     Args:
         hidden: Units of the hidden layers.
@@ -118,7 +120,9 @@ class QuestionNet(nn.Module):
         side = SIDE
         for _ in kernels:
             side = (side + 1) // 2
-        self.fc1 = nn.Linear(kernels[-1] * side**2 + BITS, hidden[0])
+        features = kernels[-1] * side**2
+        self.loudness = math.sqrt(features / 6)  # features have a mean square of 1/2, and three bits are set
+        self.fc1 = nn.Linear(features + BITS, hidden[0])
         self.relu1 = nn.ReLU()
         rest: list[nn.Module] = []
         for before, after in pairwise(hidden):
@@ -132,8 +136,8 @@ class QuestionNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[N, 3, 76, 75]``, from 0 to 1, to logits of the answers."""
-        seen = self.convolutions(x[:, :, :SIDE]).flatten(1)
-        logits: Tensor = self.rest(self.relu1(self.fc1(torch.cat((seen, x[:, 0, SIDE, :BITS]), 1))))
+        seen, asked = self.convolutions(x[:, :, :SIDE]).flatten(1), self.loudness * x[:, 0, SIDE, :BITS]
+        logits: Tensor = self.rest(self.relu1(self.fc1(torch.cat((seen, asked), 1))))
         return logits
 
 

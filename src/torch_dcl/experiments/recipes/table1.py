@@ -18,6 +18,7 @@ from torch_dcl.experiments.columns import (
     MODELS,
     Choice,
     choice_as_plain,
+    find_choice,
     stored_choice,
     stored_minutes,
     weights,
@@ -38,7 +39,7 @@ from torch_dcl.experiments.protocol import Job, Outcome
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Comparison, compare, mean, signed
-from torch_dcl.experiments.table import Cell, Table, as_trial, long_table, mark, run_facts, save
+from torch_dcl.experiments.table import B_CONTROLS, Cell, Table, as_trial, long_table, mark, origin, run_facts, save
 
 if TYPE_CHECKING:
     import rich.table
@@ -72,9 +73,13 @@ class Table1Config(DigitConfig):
 
     sets: tuple[str, ...] = setting(SETS, "which of the fifteen", smoke=TWO, **SETS_RULES)
     models: tuple[str, ...] = setting(
-        MODELS, "which columns; the last three are controls, not in the paper", **MODEL_RULES
+        MODELS,
+        "which columns; all for controls of B2 and B3 and matched starts as well, which need choice",
+        **MODEL_RULES,
     )
     seeds: int = setting(5, "networks of each column on each set", smoke=2, least=1, most=1000)
+    fresh: bool = setting(False, "images of its own for every seed, to train on and to test with")
+    choice: str = setting("", "search.json of dcl run table1-search; none for the choice of this release")
     curves: bool = setting(False, "judge after every epoch, for the figure of losses")
 
 
@@ -87,7 +92,8 @@ class Table1(DigitRecipe[Table1Config]):
 
     def __init__(self, config: Table1Config, device: str = "cpu", choice: Choice | None = None) -> None:
         super().__init__(config, device)
-        self.choice = stored_choice() if choice is None else choice
+        wanted = {(column, digits_of(name)) for column in config.models for name in config.sets}
+        self.choice = choice or find_choice(config.choice, wanted)
 
     def asked(self) -> dict[str, Any]:
         """Columns, sets, schedule, learning rates, strengths of the sets, and the content of MNIST."""
@@ -97,7 +103,7 @@ class Table1(DigitRecipe[Table1Config]):
             "seeds": config.seeds, "images": config.images, "schedule": dataclasses.asdict(config.schedule),
             "batch": config.batch, "precision": config.wanted_precision, "curves": config.curves,
             "strengths": {name: LAYOUTS[name].strength for name in config.sets},
-            "choice": choice_as_plain(self.choice, config.models),
+            "choice": choice_as_plain(self.choice, config.models), **({"fresh": True} if config.fresh else {}),
         }  # fmt: skip
 
     def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
@@ -146,10 +152,14 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
     by_cell: dict[tuple[str, str], list[Outcome]] = {}
     for job in sorted(outcomes, key=lambda job: (columns.index(job.network), sets.index(job.data), job.seed)):
         by_cell.setdefault((job.data, job.network), []).append(outcomes[job])
+    shared = {key: asked.get(key) for key in ("sha256", "images", "schedule", "batch", "precision", "fresh")}
     cells = [
-        Cell.of(group, table1_weights(group[0].job), Table.paper_of(column, name), fitted=column == "baseline")
+        Cell.of(
+            group, table1_weights(group[0].job), Table.paper_of(column, name), fitted=column == "baseline",
+            origin=origin(folder, {**shared, "strength": asked["strengths"][name], "trial": asked["choice"][column]}),
+        )
         for (name, column), group in by_cell.items()
-    ]
+    ]  # fmt: skip
     schedule = asked["schedule"]
     epochs = f"{schedule['epochs']} epoch{'s' if schedule['epochs'] > 1 else ''}"
     protocol = {
@@ -160,6 +170,7 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
         "precision": asked["precision"] or "bfloat16 on a GPU, float32 on a CPU",
         "learning rates": "chosen on digits of the training set by the same trials for every column",
         "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",
+        **({"images": "every seed has its own, to train on and to test with"} if asked.get("fresh") else {}),
     }
     table = Table(
         "Table 1: multi-digit numbers", tuple(cells), protocol, minutes=_phases(folder, outcomes),
@@ -189,9 +200,10 @@ def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
 def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, float]:
     """Minutes of the run, with compiling apart, and of the search and the calibration before it."""
     compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
-    earlier = stored_minutes()
+    earlier, columns = stored_minutes(), folder.recipe["columns"]
+    is_stored = folder.recipe.get("choice") == choice_as_plain(stored_choice(), [c for c in columns if c in MODELS])
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
-    if folder.recipe.get("choice") == choice_as_plain(stored_choice(), folder.recipe["columns"]):
+    if is_stored:
         phases["search of learning rates, earlier on an H200"] = earlier["search"]
     phases["calibration of the sets, earlier on an H200"] = earlier["calibration"]
     return {phase: minutes for phase, minutes in phases.items() if minutes}
@@ -230,6 +242,7 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
             given["data"] = "excerpt"
         if asked["images"]:
             given["train_images"], given["test_images"] = asked["images"]
+        given |= {"fresh": "yes"} if asked.get("fresh") else {}
     words = ["dcl", "run", "table1"]
     for key, value in given.items():
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -322,6 +335,9 @@ def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:
         (compare(errors, column, "baseline"), compare(TABLE1, column, "baseline")) for column in DCL_COLUMNS
     ]
     pairs += [(compare(errors, "A2", control), None) for control in CONTROLS]
+    for column in ("B2", "B3S", "B3D"):
+        pairs += [(compare(errors, column, control), None) for control in B_CONTROLS[column[:2]]]
+    pairs += [(compare(errors, column, "baseline-matched"), None) for column in ("baseline", "A2", "narrow-matched")]
     return [(ours, theirs) for ours, theirs in pairs if ours.compared]
 
 
