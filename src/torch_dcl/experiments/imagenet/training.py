@@ -11,6 +11,7 @@ see fewer images (``sync_bn=yes`` gives them those of all ranks).
 """
 
 import contextlib
+import json
 import math
 import os
 import time
@@ -99,6 +100,7 @@ class Training:
         self.losses: list[float] = []
         self.stopped: int | None = None
         self.curve: list[dict[str, float]] = []
+        self.skipped: set[str] = set()  # corrupt images
         self.waited = self.busy = 0.0
         # Sums of whole numbers: the same however steps are divided among ranks and calls.
         self._tally = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -161,6 +163,7 @@ class Training:
         for piece in pieces:
             ready = time.perf_counter()
             self.take_step(piece)
+            self.skipped.update(piece.corrupt)
             self.step += 1
             if self.step == self.steps_per_epoch or self.at == self.total:
                 break
@@ -238,9 +241,15 @@ class Training:
 
     def _collect(self) -> list[float]:
         """Bring what all ranks have tallied to the first one, which saves it."""
+        self._share_skipped()
         total = self.team.sum(self._tally.tolist())
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else [int(value) for value in total]))
         return total
+
+    def _share_skipped(self) -> None:
+        """Tell all ranks which images each has skipped."""
+        if self.config.skip_corrupt:
+            self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
 
     # Evaluation
 
@@ -262,11 +271,13 @@ class Training:
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         with self.average.in_place() if self.average is not None else contextlib.nullcontext():
             for piece in self.held_out.pieces(0):
+                self.skipped.update(piece.corrupt)
                 if len(piece.labels):
                     with self._precision():
                         logits = self.network(piece.images.to(memory_format=self.layout)).float()
                     sums += _sums(logits, piece.labels)
         self.network.train()
+        self._share_skipped()
         count, top1, top5, loss = self.team.sum(sums.tolist())
         return {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": count}
 
@@ -276,7 +287,8 @@ class Training:
         """Write the state to one sealed file; the first rank has all of it."""
         about = {
             "describe": self.describe, "epoch": self.epoch, "step": self.step, "losses": self.losses,
-            "tally": self._tally.tolist(), "stopped": self.stopped, "curve": self.curve, "extra": dict(extra or {}),
+            "tally": self._tally.tolist(), "stopped": self.stopped, "curve": self.curve,
+            "skipped": sorted(self.skipped), "extra": dict(extra or {}),
         }  # fmt: skip
         return write_sealed(path, KEY, self._state(), finite(about))
 
@@ -314,13 +326,14 @@ class Training:
             raise ValueError(f"epoch {epoch}, step {step}, {len(losses)} losses")
         tally = [int(value) for value in about["tally"]]
         return {"epoch": epoch, "step": step, "losses": losses, "tally": tally, "stopped": about["stopped"],
-                "curve": list(about["curve"])}  # fmt: skip
+                "curve": list(about["curve"]), "skipped": [str(name) for name in about.get("skipped", [])]}  # fmt: skip
 
     def resume_at(self, where: Mapping[str, Any]) -> None:
         """What all ranks do in `load`: take the first rank's tensors and its place."""
         self.team.spread(list(self._state().values()))
         self.epoch, self.step, self.losses = where["epoch"], where["step"], list(where["losses"])
         self.stopped, self.curve, self._pieces = where["stopped"], list(where["curve"]), None
+        self.skipped = set(where["skipped"])
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else where["tally"]))
 
     def _state(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
-from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, open_images
+from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, Resident, open_images
 from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
@@ -71,6 +71,9 @@ class ImageNetConfig(Config):
         "auto", "of JPEGs: pillow in worker processes, gpu, or the second on a GPU", choices=("auto", "pillow", "gpu"),
         what="decoder",
     )  # fmt: skip
+    skip_corrupt: bool = setting(
+        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error"
+    )
     classes: int = setting(1000, "classes of synthetic images", smoke=10, least=1, most=1_000_000)
     images: int = setting(512, "synthetic images of each split", smoke=16, least=1, most=10_000_000)
     batch: int = setting(256, "images of a step, of all ranks together", smoke=4, least=1, most=1_000_000)
@@ -170,13 +173,17 @@ class ImageNet(Recipe[ImageNetConfig]):
         try:
             images = open_images(
                 config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
-                classes=config.classes, images=config.images,
+                classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
             )  # fmt: skip
+            if isinstance(images, Decoded):
+                images.decoder_on(torch.device(self.device))  # which there may be none of
             if isinstance(images, Mapped):
                 if config.verify:
                     images.check(self.team.rank, self.team.world)
                 if config.keep == "device":
                     images = images.resident(torch.device(self.device))
+            elif isinstance(images, Resident):
+                images = dataclasses.replace(images, images=images.images.to(self.device))
         except (DataError, FileNotFoundError) as error:
             raise SettingError(str(error)) from error
         if split == "train" and len(images.labels) < config.batch:
@@ -253,6 +260,7 @@ class ImageNet(Recipe[ImageNetConfig]):
             "top5": last["top5"], "images": last["images"], "curve": training.curve, "ranks": self.team.world,
             "weights": sum(p.numel() for name, p in training.network.named_parameters() if not name.endswith("bias")),
             "waiting": training.waited / training.busy if training.busy else None,
+            "skipped": sorted(training.skipped),
         }  # fmt: skip
         return [
             Outcome(
@@ -318,6 +326,7 @@ class ImageNet(Recipe[ImageNetConfig]):
         content = {
             "network": self.config.network, "data": {name: images.about for name, images in self.splits.items()},
             "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "models": rows,
+            "skipped": sorted({name for outcome in known.values() for name in outcome.extra.get("skipped", [])}),
         }  # fmt: skip
         write_text(folder.path / "imagenet.json", json.dumps(content, indent=1) + "\n")
         return content
@@ -338,6 +347,9 @@ class ImageNet(Recipe[ImageNetConfig]):
         heads = ("<model", "<", "weights", "top-1 error % (n)", "top-5 error % (n)", "train loss", "paper", "time")
         table = Grid(heads, lines, ("", "time", "train loss", "paper")).as_rich(width)
         words = f"{result['network']} on {result['data']['val']}."
+        if skipped := result.get("skipped"):
+            more = ", …" if len(skipped) > 5 else ""
+            words += f" {len(skipped):,} corrupt images were skipped: {', '.join(skipped[:5])}{more}."
         if result["network"] == "alexnet":
             plain, dcl, _ = WEIGHTS["AlexNet"]
             words += f" The paper's errors are of ILSVRC2012, 450,000 steps, {plain:.2f}M and {dcl:.2f}M weights."
