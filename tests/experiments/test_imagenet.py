@@ -54,6 +54,15 @@ def make():
 """
 
 
+OPTIONS = [
+    {}, {"schedule": "cosine", "warmup": 3, "smoothing": 0.1, "ema": 0.9},
+    {"mix": "mixup", "batch": 6, "accumulate": 2},
+    {"mix": "cutmix", "batch": 6, "mix_alpha": 1.0, "evaluate_every": 1, "clip": 0.5, "nesterov": True},
+    {"precision": "bfloat16", "channels_last": True},
+    {"optimizer": "adamw", "betas": (0.8, 0.95), "eps": 1e-6, "lr": 0.01, "weight_decay": 0.05, "bias_lr": 1.0},
+]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -85,11 +94,14 @@ def train_plainly(settings, seed=0, steps=None):
     bias = [p for name, p in network.named_parameters() if name.endswith("bias") and name != "1.bias"]
     norm = [p for name, p in network.named_parameters() if name.startswith("1.")]
     rest = [p for name, p in network.named_parameters() if not name.endswith("bias") and not name.startswith("1.")]
-    optimizer = torch.optim.SGD(
-        [{"params": rest, "weight_decay": settings.weight_decay}, {"params": bias, "lr": 2 * settings.lr},
-         {"params": norm}],
-        lr=settings.lr, momentum=settings.momentum,
-    )  # fmt: skip
+    groups = [
+        {"params": rest, "weight_decay": settings.weight_decay}, {"params": bias, "lr": settings.bias_lr * settings.lr},
+        {"params": norm},
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+    if settings.optimizer == "adamw":
+        groups = [{"weight_decay": 0, **group} for group in groups]
+        optimizer = torch.optim.AdamW(groups, settings.lr, settings.betas, settings.eps)
     step, losses = 0, []
     while step < (steps or settings.steps):
         for x, y in batches.epoch(step // len(batches), step % len(batches)):
@@ -132,8 +144,9 @@ def run_all(training, should_stop=None):
 # The loop
 
 
-def test_training_is_what_a_loop_in_plain_torch_does():
-    settings = config(network=without_dropout())
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]])
+def test_training_is_what_a_loop_in_plain_torch_does(options):
+    settings = config(network=without_dropout(), **options)
     training = run_all(training_of(ImageNet(settings)))
     network, losses = train_plainly(settings)
     torch.testing.assert_close(weights(training.network), weights(network), rtol=1e-4, atol=1e-6)
@@ -168,16 +181,10 @@ def test_evaluation_counts_every_image_once_and_knows_the_first_five():
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-5)
 
 
-OPTIONS = [
-    {}, {"schedule": "cosine", "warmup": 3, "smoothing": 0.1, "ema": 0.9},
-    {"mix": "mixup", "batch": 6, "accumulate": 2},
-    {"mix": "cutmix", "batch": 6, "mix_alpha": 1.0, "evaluate_every": 1, "clip": 0.5, "nesterov": True},
-    {"precision": "bfloat16", "channels_last": True},
-]  # fmt: skip
-
-
-CASES = [("plain", OPTIONS[0]), ("dcl", OPTIONS[3])]
-CASES += [slow(model, options) for model in ("plain", "dcl") for options in OPTIONS[1:] if (model, options) != CASES[1]]
+CASES = [("plain", OPTIONS[0]), ("dcl", OPTIONS[3]), ("dcl", OPTIONS[-1])]
+CASES += [
+    slow(model, options) for model in ("plain", "dcl") for options in OPTIONS[1:] if (model, options) not in CASES
+]
 
 
 @pytest.mark.parametrize(("model", "options"), CASES)
@@ -381,6 +388,8 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--models", "dlc"), "did you mean dcl?"),
         (("--plan", "gone.json"), "gone.json"),
         (("--budget", "1.5"), "budget must be at least 0 and at most 1"),
+        (("--set", "betas=0.9"), "betas are two numbers below 1"),
+        (("--set", "optimizer=adam"), "did you mean adamw?"),
     ],
 )
 def test_what_cannot_run_is_named(words, message):
@@ -507,11 +516,16 @@ def test_a_gpu_trains_as_a_cpu_does():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("model", ["plain", "dcl"])
-def test_every_option_runs_on_a_gpu(model):
+def test_every_option_runs_on_a_gpu(model, optimizer, tmp_path):
     settings = config(
-        precision="bfloat16", channels_last=True, compile=True, mix="cutmix", batch=6, accumulate=2, ema=0.9,
-        smoothing=0.1,
+        precision="bfloat16", channels_last=True, compile=optimizer == "sgd", mix="cutmix", batch=6, accumulate=2,
+        ema=0.9, smoothing=0.1, optimizer=optimizer, clip=1.0,
     )  # fmt: skip
     training = run_all(training_of(ImageNet(settings, "cuda"), model))
     assert all(math.isfinite(loss) for loss in training.losses)
+    training.save(tmp_path / "state.safetensors")
+    other = training_of(ImageNet(settings, "cuda"), model)
+    other.load(tmp_path / "state.safetensors")
+    assert other.judge() == training.judge()

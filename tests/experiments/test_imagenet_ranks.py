@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 from tests.halves import slow
 
 import torch_dcl
+from torch_dcl.experiments.protocol import Job
+from torch_dcl.experiments.ranks import join_group, leave_group
+from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.fleet.run_folder import RunFolder
 
 NET = """
@@ -100,13 +103,11 @@ def started_by_hand(commands, **event):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(commands)), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port, **event,
-            ),
+            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event}),
         )
         for rank, command in enumerate(commands)
     ]  # fmt: skip
@@ -265,3 +266,56 @@ def test_ranks_with_other_settings_or_images_are_found_at_the_start(place, kind)
     assert message in " ".join(texts[0].split())
     assert "Error" not in texts[1], "one message, from the first rank"
     assert not (place / "run").exists()
+
+
+# On a GPU. NCCL needs a GPU for each rank, so with one of them two ranks meet through gloo, and NCCL has a rank alone.
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_two_ranks_on_one_gpu_share_their_batch_norms(place):
+    (place / "net.py").write_text(NET.replace("NORM", "nn.BatchNorm2d(8)"))
+    more = ("--device", "cuda", "--models", "plain,dcl")
+    alone(*words("one", *more, lr=0.005))
+    pair = [words("two", *more, lr=0.005, sync_bn="yes", backend="gloo")] * 2
+    codes, texts = started_by_hand(pair, LOCAL_RANK="0")
+    assert codes == [0, 0], texts
+    for a, b in zip(rows("one"), rows("two"), strict=True):  # convolutions round to TF32
+        assert a["images"] == b["images"] == 23
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=0.02)
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def train_as_one_of_two(device, backend, **changes):
+    """Train, save, load and evaluate as the first of two ranks in a group that has no other; the losses."""
+    settings = {**SETTINGS, "network": "net.py:make", "data": "synthetic", "device": device, "lr": 0.005, **changes}
+    recipe = ImageNet(ImageNetConfig(**settings), device)
+    recipe.prepare(lambda _: None)
+    join_group(backend, 60)
+    try:
+        recipe.team.world = 2
+        training = recipe.build(Job("plain", "synthetic", 0, 0.05))
+        while training.epoch < training.epochs:
+            training.train()
+            training.save("state.safetensors")
+            training.load("state.safetensors")
+        assert training.judge()["images"] == 9  # its share of 23
+        return training.losses
+    finally:
+        leave_group()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_nccl_and_gloo_serve_one_group(place, monkeypatch):
+    (place / "net.py").write_text(NET.replace("NORM", "nn.BatchNorm2d(8)"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    there = train_as_one_of_two("cuda:0", "cpu:gloo,cuda:nccl", sync_bn=True)
+    here = train_as_one_of_two("cpu", "gloo")
+    assert there == pytest.approx(here, rel=0.02)

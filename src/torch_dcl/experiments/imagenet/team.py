@@ -30,17 +30,18 @@ class Team:
     Args:
         rank: Which one this is.
         timeout: Seconds after which a rank that waits for another gives up.
+        backend: "gloo" for gradients through the CPU's memory too; otherwise through NCCL where there are GPUs.
     """
 
-    def __init__(self, rank: Rank, timeout: float = 600.0) -> None:
+    def __init__(self, rank: Rank, timeout: float = 600.0, backend: str = "auto") -> None:
         self.rank, self.world, self.timeout = rank.number, rank.world, timeout
         self._flags: Tensor | None = None
         self._pending: Any = None
         if self.world > 1 and not dist.is_initialized():
             with self._patience("the start of all ranks"):
                 # "cpu:gloo,cuda:nccl": commands go through gloo, gradients through the device's own.
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                join_group(backend, timeout)
+                is_mixed = backend != "gloo" and torch.cuda.is_available()
+                join_group("cpu:gloo,cuda:nccl" if is_mixed else "gloo", timeout)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:

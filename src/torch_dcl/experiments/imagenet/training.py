@@ -31,7 +31,7 @@ from torch_dcl.experiments.imagenet.parts import (
     dropout_keys,
     key_dropouts_,
     mix_images,
-    parameter_groups,
+    optimizer_of,
     rate_at,
 )
 from torch_dcl.experiments.protocol import finite
@@ -82,12 +82,7 @@ class Training:
         if config.sync_bn and team.world > 1:
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         self.network, self.layout = network, layout
-        groups = parameter_groups(network, config.weight_decay, config.bias_lr)
-        fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, fused=fused)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self.optimizer = optimizer_of(network, config)
         follow_optimizer(network, self.optimizer)
         self.average = Averaged(network.parameters(), config.ema) if config.ema else None
         self.module: nn.Module = torch.compile(network) if config.compile else network  # type: ignore[assignment]
@@ -340,8 +335,8 @@ class Training:
         state = {f"parameter.{name}": value.detach() for name, value in self.network.named_parameters()}
         state |= {f"buffer.{name}": value for name, value in self.network.named_buffers()}
         for name, parameter in self.network.named_parameters():
-            if parameter in self.optimizer.state:
-                state[f"momentum.{name}"] = self.optimizer.state[parameter]["momentum_buffer"]
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{kind.removesuffix('_buffer')}.{name}"] = value
         if self.average is not None:
             names = (name for name, _ in self.network.named_parameters())
             state |= {f"average.{name}": mean for name, mean in zip(names, self.average.means, strict=True)}

@@ -84,8 +84,11 @@ class ImageNetConfig(Config):
     drop_every: int = setting(100_000, "steps between two drops of the rate", least=1)
     drop: float = setting(0.1, "what the rate is multiplied by then", above=0, most=1)
     warmup: int = setting(0, "steps of linear warm-up", least=0)
-    momentum: float = setting(0.9, "momentum", least=0, most=1)
+    optimizer: str = setting("sgd", "sgd, or adamw", choices=("sgd", "adamw"), what="optimiser")
+    momentum: float = setting(0.9, "momentum of SGD", least=0, most=1)
     nesterov: bool = setting(False, "Nesterov's momentum")
+    betas: tuple[float, ...] = setting((0.9, 0.999), "decays of AdamW's two averages", least=0, most=1, longest=2)
+    eps: float = setting(1e-8, "what AdamW adds to the root", above=0)
     weight_decay: float = setting(5e-4, "weight decay; biases and norms have none", least=0)
     bias_lr: float = setting(2.0, "the rate of biases, as a multiple", least=0)
     clip: float = setting(0.0, "the largest norm of the gradient; 0 for none", least=0)
@@ -110,6 +113,10 @@ class ImageNetConfig(Config):
         4, "processes or threads of each rank that read images", smoke=0, least=0, most=1024, machine=True
     )
     save_minutes: float = setting(10.0, "minutes between two checkpoints", least=0, machine=True)
+    backend: str = setting(
+        "auto", "of several ranks: auto for NCCL on GPUs, or gloo", choices=("auto", "gloo"), what="backend",
+        machine=True,
+    )  # fmt: skip
     timeout: float = setting(600.0, "seconds after which a rank that hangs ends the run", above=0, machine=True)
     device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
 
@@ -134,7 +141,7 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Open the images on every rank, and check that all ranks have the same settings and images."""
-        self.team = Team(Rank.here(), self.config.timeout)
+        self.team = Team(Rank.here(), self.config.timeout, self.config.backend)
         with self.team.together():
             if not self.config.data:
                 raise SettingError(
@@ -156,6 +163,8 @@ class ImageNet(Recipe[ImageNetConfig]):
             raise SettingError("plan and budget exclude each other; give one of them")
         if config.sync_bn and world > 1 and not self.device.startswith("cuda"):
             raise SettingError("sync_bn needs GPUs: torch has no synchronised batch norm for the CPU; leave it out")
+        if len(config.betas) != 2 or max(config.betas) >= 1:
+            raise SettingError(f"betas are two numbers below 1, such as 0.9,0.999, not {config.betas}")
         if config.resize < self.crop:
             raise SettingError(f"a crop must lie within the image: crop {self.crop}, resize {config.resize}")
         unit = 1 if config.mix == "none" else 2
