@@ -59,12 +59,11 @@ REPEATED = 50  # times that the JPEGs are listed, so that an epoch is as long as
 PER_SHARD = 1024
 LIGHT = ["ready", "synthetic", "resident", "prepared"]
 PHASES = [  # in this order, as far as the time goes
-    ("alexnet", ["plain"], LIGHT),
+    ("alexnet", ["plain", "dcl"], LIGHT),
     ("alexnet", ["plain"], ["gpu", "pillow"]),
     ("torchvision:resnet50", ["plain"], ["ready", "synthetic", "prepared"]),
     ("torchvision:resnet50", ["plain"], ["gpu", "pillow"]),
-    ("alexnet", ["plain", "dcl"], LIGHT),
-    ("torchvision:resnet50", ["plain", "dcl"], ["synthetic", "prepared"]),
+    ("torchvision:resnet50", ["plain", "dcl"], ["ready", "synthetic", "prepared"]),
     ("alexnet", ["plain"], ["tar"]),
 ]
 Found = dict[tuple[str, str, str], list[tuple[float, float]]]
@@ -289,7 +288,14 @@ class Bench:
         if time.perf_counter() > self.until:
             print(f"{network}, {', '.join(models)}: no time left for {', '.join(sources)}", flush=True)
             return
-        trainings = {model: self.training(network, model) for model in models}
+        trainings = {}
+        try:
+            for model in models:
+                trainings[model] = self.training(network, model)
+        except Exception as error:  # what cannot be converted or compiled must not cost the other rows
+            print(f"{network} {model}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            if not trainings:
+                return
         try:
             images = {source: self._images(source) for source in sources if source not in ("ready", "synthetic")}
             if sources[0] in LIGHT:
@@ -331,7 +337,7 @@ class Bench:
         multiple = max(1, self.arguments.workers) if source != "gpu" else 1
         if source not in self.loaders:
             self.loaders[source] = self._rate(pieces, None, self.arguments.seconds, multiple)[0]
-        for _ in range(self.arguments.rounds - 1):
+        for _ in range(max(1, self.arguments.rounds - 1)):
             found = self.found.setdefault((network, "plain", source), [])
             found.append(self._rate(pieces, training, 2 * self.arguments.seconds, multiple))
         pieces.close()  # type: ignore[attr-defined]

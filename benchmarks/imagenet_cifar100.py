@@ -164,7 +164,7 @@ def train(network: str, epochs: int, folder: Path, seconds: float, arguments: ar
     first.wait()
     left = max(0.1, (start + seconds - time.perf_counter()) / 60)
     code = subprocess.run(
-        [*command, "--resume", "--set", "verify=no", "--minutes", f"{left:.2f}"], check=False
+        [*command, "--resume", "--set", "verify=no", "--set", "save_minutes=1", "--minutes", f"{left:.2f}"], check=False
     ).returncode
     spent = round(time.perf_counter() - start, 1)
     found = {"epochs": epochs, "settings": settings, "seconds": spent, "killed": was_killed, "code": code}
