@@ -140,15 +140,23 @@ class Training:
 
     def run_steps(self, should_stop: Stop) -> None:
         """What all ranks do in `train`."""
-        try:
+        with self._together():
             self._run_steps(should_stop)
-        except RuntimeError as error:
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """End the run where this rank fails: the others wait for it, and cannot begin anything else."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
             if self.team.world == 1 or isinstance(error, RunError):
                 raise
             first = (str(error).splitlines() or [type(error).__name__])[0]
+            others = f"; if another rank ended or hung for {self.team.timeout:g} s, its own message says why"
+            hint = others if isinstance(error, RuntimeError) else ""
             raise RunError(
-                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {first}; if another rank ended "
-                f"or hung for {self.team.timeout:g} s, its own message says why; the run can be resumed"
+                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {first}{hint}; the run can be "
+                "resumed"
             ) from error
 
     def _run_steps(self, should_stop: Stop) -> None:
@@ -261,6 +269,10 @@ class Training:
     @torch.no_grad()
     def judge(self) -> dict[str, float]:
         """Errors in percent and the mean loss over all ranks; every image counts once."""
+        with self._together():
+            return self._judge()
+
+    def _judge(self) -> dict[str, float]:
         self.team.spread(list(self.network.buffers()))  # local batch norms: those of the first rank, as in its files
         self.network.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
