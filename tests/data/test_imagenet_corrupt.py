@@ -56,7 +56,9 @@ def test_the_next_image_takes_its_place_in_training_and_none_in_validation(folde
     val = open_images(folder, "val", size=SIZE, decoder=decoder, skip_corrupt=True)
     (batch,) = val.batches([[0, 1, 2, 3]], where, 0)
     assert (list(batch.numbers), tuple(batch.corrupt)) == ([0, 2, 3], ("val/a/1.jpg",))
+    (folder / BAD[2]).write_bytes(b"")
     (nothing,) = val.batches([[1]], where, 0)
+    assert tuple(nothing.corrupt) == ("val/a/1.jpg",)
     assert nothing.images.shape == (0, 3, SIZE, SIZE)
 
 

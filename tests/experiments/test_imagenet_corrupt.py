@@ -1,6 +1,8 @@
 """Runs on images of which some cannot be decoded: named, or skipped and counted, on any number of ranks."""
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,23 @@ def test_a_run_names_the_image_and_skips_it_only_if_asked(workers):
     assert [row["images"] for row in result["models"]] == [11, 11]
     assert dcl("report", "skipped", "-o", "page.html").exit_code == 0
     assert said in " ".join(Path("page.html").read_text().split())
+
+
+def test_tar_files_whose_classes_differ_are_refused_at_the_start(place):
+    """Without the check the first evaluation would meet a label that the network has no output for."""
+    (place / "tars").mkdir()
+    for split, labels in (("train", 6), ("val", 7)):
+        with tarfile.open(place / f"tars/{split}-0.tar", "w") as archive:
+            for label in range(labels):
+                picture = (place / "images/train/a/0.png").read_bytes()
+                for suffix, data in (("png", picture), ("cls", str(label).encode())):
+                    member = tarfile.TarInfo(f"{label}.{suffix}")
+                    member.size = len(data)
+                    archive.addfile(member, io.BytesIO(data))
+    done = dcl(*words("run", data="tars")[2:])
+    assert done.exit_code == 2, done.output
+    assert "train and val must have the same classes; these differ: 6" in " ".join(done.output.split())
+    assert not (place / "run").exists()
 
 
 def test_a_run_that_is_stopped_after_every_step_skips_the_same_images(place, monkeypatch):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from torch_dcl.data.dataset import DataError
+
 if TYPE_CHECKING:
     from torch_dcl.data.imagenet.ahead import Made
     from torch_dcl.data.imagenet.decoded import Files
@@ -33,7 +35,7 @@ def can_decode_on(device: torch.device) -> bool:
     file = io.BytesIO()
     Image.new("RGB", (16, 16)).save(file, "JPEG")
     try:
-        (image,) = _decoder()([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
+        (image,) = _decoder()([_as_tensor(file.getvalue())], device)
     except (ImportError, RuntimeError):
         return False
     return tuple(image.shape) == (3, 16, 16)
@@ -54,14 +56,13 @@ def decode_on(device: torch.device, source: "Files", indices: Sequence[int]) -> 
         DataError: An image cannot be decoded and is not to be skipped; the message names it.
     """
     decode_all = _decoder()
-    files = [_read(source.samples.file(index)) for index in indices]
-    encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files]
+    files = [_bytes_of(source, index) for index in indices]
     usual = [place for place, data in enumerate(files) if _is_usual(data)]
     images: dict[int, Tensor] = {}
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         try:
-            found = decode_all([encoded[place] for place in usual], device) if usual else []
+            found = decode_all([_as_tensor(files[place]) for place in usual], device) if usual else []
         except RuntimeError:  # one of them is damaged: Pillow says which, and why
             found, usual = [], []
         for place, image in zip(usual, found, strict=True):
@@ -75,8 +76,17 @@ def decode_on(device: torch.device, source: "Files", indices: Sequence[int]) -> 
     return made
 
 
-def _read(file: Path | bytes) -> bytes:
-    return file.read_bytes() if isinstance(file, Path) and file.is_file() else file if isinstance(file, bytes) else b""
+def _bytes_of(source: "Files", index: int) -> bytes:
+    """The encoded image; none where it cannot be read, which Pillow will say."""
+    try:
+        file = source.samples.file(index)
+        return file.read_bytes() if isinstance(file, Path) else file
+    except (DataError, OSError):
+        return b""
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 @functools.cache

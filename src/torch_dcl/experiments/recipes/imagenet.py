@@ -19,6 +19,7 @@ import torch
 from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
+from torch_dcl.data.imagenet.prepare import check_classes
 from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, Resident, open_images
 from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
@@ -148,7 +149,11 @@ class ImageNet(Recipe[ImageNetConfig]):
                     "the recipe imagenet needs images; give --data FOLDER with train/ and val/, or --data synthetic"
                 )
             self._check()
-            self.splits = {split: self.open_split(split) for split in ("train", "val")}
+            try:
+                self.splits = {split: self.open_split(split) for split in ("train", "val")}
+                check_classes({split: images.classes for split, images in self.splits.items()})
+            except (DataError, FileNotFoundError) as error:
+                raise SettingError(str(error)) from error
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
             for (
@@ -179,22 +184,19 @@ class ImageNet(Recipe[ImageNetConfig]):
     def open_split(self, split: str) -> Images:
         """The images of a split, hashed and moved to the device where that is asked for."""
         config = self.config
-        try:
-            images = open_images(
-                config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
-                classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
-            )  # fmt: skip
-            if isinstance(images, Decoded):
-                images.decoder_on(torch.device(self.device))  # which there may be none of
-            if isinstance(images, Mapped):
-                if config.verify:
-                    images.check(self.team.rank, self.team.world)
-                if config.keep == "device":
-                    images = images.resident(torch.device(self.device))
-            elif isinstance(images, Resident):
-                images = dataclasses.replace(images, images=images.images.to(self.device))
-        except (DataError, FileNotFoundError) as error:
-            raise SettingError(str(error)) from error
+        images = open_images(
+            config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
+            classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
+        )  # fmt: skip
+        if isinstance(images, Decoded):
+            images.decoder_on(torch.device(self.device))  # which there may be none of
+        if isinstance(images, Mapped):
+            if config.verify:
+                images.check(self.team.rank, self.team.world)
+            if config.keep == "device":
+                images = images.resident(torch.device(self.device))
+        elif isinstance(images, Resident):
+            images = dataclasses.replace(images, images=images.images.to(self.device))
         if split == "train" and len(images.labels) < config.batch:
             raise SettingError(
                 f"{len(images.labels):,} images do not fill one batch of {config.batch:,}; use a smaller batch"
