@@ -302,7 +302,8 @@ def test_space_is_checked_before_anything_is_written(folder, tmp_path, monkeypat
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(prepare.shutil, "disk_usage", lambda _: usage(0, 0, 2**26 + 21 * (3 * 256 * 256 + 8) - 1))
     with pytest.raises(
-        OSError, match=r"needs 0\.00 GiB for 2 shards, and 0\.07 GiB are free; free space, .* smaller size"
+        OSError,
+        match=r"needs 3\.9 MiB for 2 shards and 64\.0 MiB beside them, and 67\.9 MiB are free; free space, .* size",
     ):
         prepare_imagenet(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -193,9 +193,13 @@ def _check_space(place: Path, missing: Sequence[_Shard], size: int) -> None:
     free = shutil.disk_usage(there).free
     if missing and needed + _ROOM > free:
         raise OSError(
-            f"{place} needs {needed / 2**30:,.2f} GiB for {len(missing):,} shards, and {free / 2**30:,.2f} GiB are "
-            "free; free space, choose another disk, a smaller size, or fewer images of each class"
+            f"{place} needs {_size(needed)} for {len(missing):,} shards and {_size(_ROOM)} beside them, and "
+            f"{_size(free)} are free; free space, choose another disk, a smaller size, or fewer images of each class"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 Result = tuple[str, list[int], list[str]]
