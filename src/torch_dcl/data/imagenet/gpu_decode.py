@@ -65,8 +65,9 @@ def decode_on(device: torch.device, source: "Files", indices: Sequence[int]) -> 
             found = decode_all([_as_tensor(files[place]) for place in usual], device) if usual else []
         except RuntimeError:  # one of them is damaged: Pillow says which, and why
             found, usual = [], []
-        for place, image in zip(usual, found, strict=True):
-            images[place] = _resize(image, source.size, source.shape)
+        if found:
+            small = torch.stack([_resize(image, source.size, source.shape) for image in found])
+            images = dict(zip(usual, small.round_().to(torch.uint8), strict=True))
         rest = {place: source.read(index) for place, index in enumerate(indices) if place not in images}
         made = source.gather([
             rest[place] if place in rest else (images[place], index, ()) for place, index in enumerate(indices)
@@ -114,26 +115,27 @@ def _is_usual(data: bytes) -> bool:
 
     A decoder may fill in what a truncated file lacks, so one without an end is left to Pillow, which refuses it.
     """
-    is_whole = data.startswith(_START) and data.endswith(_END)
-    return is_whole and b"Exif\0" not in data[:65536] and _channels(data) in (1, 3)
+    return data.startswith(_START) and data.endswith(_END) and _channels(data) in (1, 3)
 
 
 def _channels(data: bytes) -> int:
-    """The channels of a JPEG by its frame header; 0 where there is none."""
+    """The channels of a JPEG by its frame header; 0 where there is none, or EXIF before it."""
     at = 2
     while at + 10 <= len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             return data[at + 9]
+        if marker == 0xE1 and data.startswith(b"Exif\0", at + 4):
+            return 0
         at += 2 + length if marker != 0xFF else 1
     return 0
 
 
 def _resize(image: Tensor, size: int, shape: str) -> Tensor:
+    """float32, not rounded yet: interpolation with positive weights stays between 0 and 255."""
     if shape == "crop":
         height, width = image.shape[1:]
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         image = image[:, top : top + side, left : left + side]
-    small = interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)[0]
-    return small.round_().clamp_(0, 255).to(torch.uint8)
+    return interpolate(image[None].float(), (size, size), mode="bilinear", antialias=True)[0]

@@ -152,9 +152,11 @@ class Mapped:
 
     def take(self, indices: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
         """Copy images into an array."""
-        shards = np.searchsorted(self.starts, indices, side="right") - 1
-        for place, (index, shard) in enumerate(zip(indices, shards.tolist(), strict=True)):
-            out[place] = self.maps[shard][index - self.starts[shard]]
+        wanted = np.asarray(indices, np.int64)
+        shards = np.searchsorted(self.starts, wanted, side="right") - 1
+        rows = (wanted - self.starts[shards]).tolist()
+        for place, (shard, row) in enumerate(zip(shards.tolist(), rows, strict=True)):
+            out[place] = self.maps[shard][row]
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
         """The images of every list of indices, on the device."""
