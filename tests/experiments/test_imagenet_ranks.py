@@ -25,7 +25,7 @@ from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.fleet.run_folder import RunFolder
 
 NET = """
-import os, pathlib, signal, threading
+import multiprocessing, os, pathlib, signal, subprocess, threading
 from torch import nn
 
 class Event(nn.Module):
@@ -41,8 +41,9 @@ class Event(nn.Module):
                 flag.touch()
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                elif what == "term":
-                    os.kill(os.getpid(), signal.SIGTERM)
+                elif what == "term":  # to every process, as Slurm sends it: those that decode too
+                    processes = [os.getpid(), *(process.pid for process in multiprocessing.active_children())]
+                    subprocess.run(["kill", "-TERM", *map(str, processes)], check=True)
                 elif what == "hang":
                     threading.Event().wait()
         return x
@@ -197,6 +198,17 @@ def test_sigterm_to_one_rank_stops_all_with_the_code_that_requeues_and_any_numbe
         assert len(list((place / name / "fleets").iterdir())) <= 2
         resume(name)
         (same_bits if name == "again" else nearly)("whole", name)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_processes_that_decode_does_not_end_the_run_before_it_is_saved(place):
+    write_images(place / "images")
+    alone(*words("whole", data="images"))
+    said = alone(*words("run", data="images", workers=2), code=75, EVENT="0,7,term")
+    assert "killed by signal" not in said
+    assert said.count("stopping after this step") <= 1, "no other process says so"
+    alone(*words("run", "--resume", data="images"))
+    same_bits("whole", "run")
 
 
 @pytest.mark.slow

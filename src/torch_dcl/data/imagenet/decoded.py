@@ -5,6 +5,7 @@ files alone, so ranks and resumed runs agree.
 """
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,12 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _leave_signals_to_the_loader(_worker: int) -> None:
+    """Slurm sends SIGTERM to every process: a worker that it ended would end the step that is to be saved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Decoded:
     """Encoded images, decoded and resized batch by batch."""
 
@@ -122,6 +129,7 @@ class Decoded:
             num_workers=workers,
             pin_memory=device.type == "cuda",
             collate_fn=_as_it_is,
+            worker_init_fn=_leave_signals_to_the_loader,
         )
         for batch in loader:
             if isinstance(batch, DataError):
