@@ -296,16 +296,16 @@ class Bench:
             print(f"{network} {model}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             if not trainings:
                 return
-        try:
-            images = {source: self._images(source) for source in sources if source not in ("ready", "synthetic")}
-            if sources[0] in LIGHT:
-                self._take_turns(network, trainings, sources, images)
-            else:
-                for source in sources:
-                    self._decode(network, trainings["plain"], source, images)
-        except (DataError, RuntimeError) as error:  # too little memory, or too little shared memory for workers
-            print(f"{network}: {', '.join(sources)}: {str(error).splitlines()[0]}", flush=True)
-        self._write()
+        for some in [sources] if sources[0] in LIGHT else [[source] for source in sources]:
+            try:
+                images = {source: self._images(source) for source in some if source not in ("ready", "synthetic")}
+                if some[0] in LIGHT:
+                    self._take_turns(network, trainings, some, images)
+                else:
+                    self._decode(network, trainings["plain"], some[0], images)
+            except (DataError, RuntimeError) as error:  # no decoder, or too little memory for workers to share
+                print(f"{network}: {', '.join(some)}: {str(error).splitlines()[0]}", flush=True)
+            self._write()
 
     def _take_turns(
         self, network: str, trainings: dict[str, Training], sources: list[str], images: dict[str, Images]
@@ -328,12 +328,8 @@ class Bench:
     def _decode(self, network: str, training: Training, source: str, images: dict[str, Images]) -> None:
         if time.perf_counter() > self.until or (source == "gpu" and self.device.type != "cuda"):
             return
-        try:
-            pieces = self._feed(source, training, images)
-            without_those_ahead(pieces, self.arguments.workers)
-        except DataError as error:  # this build has no decoder for GPUs
-            print(f"{source}: {error}", flush=True)
-            return
+        pieces = self._feed(source, training, images)
+        without_those_ahead(pieces, self.arguments.workers)
         multiple = max(1, self.arguments.workers) if source != "gpu" else 1
         if source not in self.loaders:
             self.loaders[source] = self._rate(pieces, None, self.arguments.seconds, multiple)[0]
@@ -341,7 +337,6 @@ class Bench:
             found = self.found.setdefault((network, "plain", source), [])
             found.append(self._rate(pieces, training, 2 * self.arguments.seconds, multiple))
         pieces.close()  # type: ignore[attr-defined]
-        self._write()
 
     def _write(self) -> None:
         speeds = {cell: statistics.median(speed for speed, _ in found) for cell, found in self.found.items()}
