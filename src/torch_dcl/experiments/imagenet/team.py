@@ -5,6 +5,7 @@ nothing is decided twice: when to pause for a checkpoint, when to stop, which ne
 """
 
 import contextlib
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch_dcl.fleet.run_folder import RunError, differences
 __all__ = ["Team"]
 
 PAUSE = 15.0  # seconds between two returns to the runner, which then saves, or stops when its time is up
+GRACE = 60.0  # seconds that NCCL waits longer than a step does
 GO_ON, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
 
 
@@ -40,8 +42,11 @@ class Team:
         if self.world > 1 and not dist.is_initialized():
             with self._patience("the start of all ranks"):
                 # "cpu:gloo,cuda:nccl": commands go through gloo, gradients through the device's own.
-                is_mixed = backend != "gloo" and torch.cuda.is_available()
-                join_group("cpu:gloo,cuda:nccl" if is_mixed else "gloo", timeout)
+                if backend != "gloo" and torch.cuda.is_available():
+                    # NCCL ends a process that it gives up on; a step waits less long, and says why (`settle`).
+                    join_group("cpu:gloo,cuda:nccl", timeout + GRACE)
+                else:
+                    join_group("gloo", timeout)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:
@@ -112,7 +117,7 @@ class Team:
         if self._pending is None or self._flags is None:
             return GO_ON
         with self._patience("a step"):
-            self._pending.wait()
+            self._pending.wait(datetime.timedelta(seconds=self.timeout))
         agreed, self._pending = int(self._flags), None
         return agreed
 
