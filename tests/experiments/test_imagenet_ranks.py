@@ -19,10 +19,13 @@ from safetensors.torch import load_file
 from tests.halves import slow
 
 import torch_dcl
+from torch_dcl.experiments.protocol import Job
+from torch_dcl.experiments.ranks import join_group, leave_group
+from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.fleet.run_folder import RunFolder
 
 NET = """
-import os, pathlib, signal, threading
+import multiprocessing, os, pathlib, signal, subprocess, threading
 from torch import nn
 
 class Event(nn.Module):
@@ -38,8 +41,9 @@ class Event(nn.Module):
                 flag.touch()
                 if what == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
-                elif what == "term":
-                    os.kill(os.getpid(), signal.SIGTERM)
+                elif what == "term":  # to every process, as Slurm sends it: those that decode too
+                    processes = [os.getpid(), *(process.pid for process in multiprocessing.active_children())]
+                    subprocess.run(["kill", "-TERM", *map(str, processes)], check=True)
                 elif what == "hang":
                     threading.Event().wait()
         return x
@@ -100,13 +104,11 @@ def started_by_hand(commands, **event):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": str(len(commands)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(commands)), MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=port, **event,
-            ),
+            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event}),
         )
         for rank, command in enumerate(commands)
     ]  # fmt: skip
@@ -128,10 +130,10 @@ def same_bits(one, other):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def nearly(one, other, rtol=1e-5):
+def nearly(one, other, rtol=1e-5, images=23):
     """Losses follow each other to the rounding of sums, and every image is counted."""
     for a, b in zip(rows(one), rows(other), strict=True):
-        assert a["images"] == b["images"] == 23
+        assert a["images"] == b["images"] == images
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=rtol)
         assert a["loss"] == pytest.approx(b["loss"], rel=rtol)
         for here, there in zip(a["curves"][0], b["curves"][0], strict=True):
@@ -196,6 +198,17 @@ def test_sigterm_to_one_rank_stops_all_with_the_code_that_requeues_and_any_numbe
         assert len(list((place / name / "fleets").iterdir())) <= 2
         resume(name)
         (same_bits if name == "again" else nearly)("whole", name)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_processes_that_decode_does_not_end_the_run_before_it_is_saved(place):
+    write_images(place / "images")
+    alone(*words("whole", data="images"))
+    said = alone(*words("run", data="images", workers=2), code=75, EVENT="0,7,term")
+    assert "killed by signal" not in said
+    assert said.count("stopping after this step") <= 1, "no other process says so"
+    alone(*words("run", "--resume", data="images"))
+    same_bits("whole", "run")
 
 
 @pytest.mark.slow
@@ -265,3 +278,56 @@ def test_ranks_with_other_settings_or_images_are_found_at_the_start(place, kind)
     assert message in " ".join(texts[0].split())
     assert "Error" not in texts[1], "one message, from the first rank"
     assert not (place / "run").exists()
+
+
+# On a GPU. NCCL needs a GPU for each rank, so with one of them two ranks meet through gloo, and NCCL has a rank alone.
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_two_ranks_on_one_gpu_share_their_batch_norms(place):
+    (place / "net.py").write_text(NET.replace("NORM", "nn.BatchNorm2d(8)"))
+    more = ("--device", "cuda", "--models", "plain,dcl")
+    alone(*words("one", *more, lr=0.005))
+    pair = [words("two", *more, lr=0.005, sync_bn="yes", backend="gloo")] * 2
+    codes, texts = started_by_hand(pair, LOCAL_RANK="0")
+    assert codes == [0, 0], texts
+    for a, b in zip(rows("one"), rows("two"), strict=True):  # convolutions round to TF32
+        assert a["images"] == b["images"] == 23
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=0.02)
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
+
+
+def train_as_one_of_two(device, backend, **changes):
+    """Train, save, load and evaluate as the first of two ranks in a group that has no other; the losses."""
+    settings = {**SETTINGS, "network": "net.py:make", "data": "synthetic", "device": device, "lr": 0.005, **changes}
+    recipe = ImageNet(ImageNetConfig(**settings), device)
+    recipe.prepare(lambda _: None)
+    join_group(backend, 60)
+    try:
+        recipe.team.world = 2
+        training = recipe.build(Job("plain", "synthetic", 0, 0.05))
+        while training.epoch < training.epochs:
+            training.train()
+            training.save("state.safetensors")
+            training.load("state.safetensors")
+        assert training.judge()["images"] == 9  # its share of 23
+        return training.losses
+    finally:
+        leave_group()
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_nccl_and_gloo_serve_one_group(place, monkeypatch):
+    (place / "net.py").write_text(NET.replace("NORM", "nn.BatchNorm2d(8)"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    there = train_as_one_of_two("cuda:0", "cpu:gloo,cuda:nccl", sync_bn=True)
+    here = train_as_one_of_two("cpu", "gloo")
+    assert there == pytest.approx(here, rel=0.02)

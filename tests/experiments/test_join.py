@@ -17,6 +17,7 @@ from torch_dcl.cli.app import app
 from torch_dcl.experiments import join
 from torch_dcl.experiments.join import Claims, run_joined
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
 from torch_dcl.experiments.runner import _key, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet.run_folder import RunError, RunFolder
@@ -156,3 +157,48 @@ def test_processes_that_join_share_the_work_and_give_the_numbers_of_one(tmp_path
     assert len(fleets) == len(set(fleets)), "no fleet was trained twice"
     one, many = (json.loads((tmp_path / name / "demo.json").read_text())["verdict"] for name in ("one", "many"))
     assert one == many
+
+
+WORKER = """
+import os, signal, sys
+from torch_dcl.experiments.join import run_joined
+from torch_dcl.experiments.protocol import Listener
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
+
+class Dying(Listener):
+    '''Kills its process after the second epoch of its second fleet.'''
+    begun = 0
+
+    def on_epoch(self, at):
+        self.begun += at.epoch == 0
+        if self.begun == 2 and at.epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+config = Table1Config(
+    sets=("MNIST-II-01",), models=("baseline", "A2"), seeds=12, data="excerpt", device="cpu", epochs=3, warmup=1,
+    train_images=50, test_images=20, batch=25, most=4)
+Table1.every = 0
+run_joined(Table1(config, "cpu"), "many", listener=Dying() if sys.argv[1] == "dies" else None, patience=2)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_held_is_finished_by_others_to_the_numbers_of_one(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(torch_dcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+    def start(word):
+        return subprocess.Popen([sys.executable, "-c", WORKER, word], cwd=tmp_path, env=environment)
+
+    assert start("dies").wait(300) == -9
+    assert len(found_in(tmp_path / "many")) == 4
+    assert list((tmp_path / "many/fleets").iterdir()), "its second fleet has a checkpoint"
+    workers = [start("lives") for _ in range(2)]
+    assert [worker.wait(300) for worker in workers] == [0, 0]
+    config = Table1Config(
+        sets=("MNIST-II-01",), models=("baseline", "A2"), seeds=12, data="excerpt", device="cpu", epochs=3, warmup=1,
+        train_images=50, test_images=20, batch=25, most=4,
+    )  # fmt: skip
+    assert run(Table1(config, "cpu"), tmp_path / "one").complete
+    one, many = ([(o.job, o.error, o.test_loss) for o in found_in(tmp_path / name)] for name in ("one", "many"))
+    assert one == many
+    assert len(many) == 24

@@ -32,6 +32,8 @@ class Piece:
     """int64 `[B]` on the device."""
     index: Tensor
     """The numbers of the images in the split, int64 `[B]` on the device."""
+    corrupt: tuple[str, ...] = ()
+    """The names of images that were skipped."""
 
 
 def share(count: int, rank: int, world: int, unit: int = 1) -> range:
@@ -160,10 +162,9 @@ class ImageNetBatches:
             places = order[number * self.batch : (number + 1) * self.batch]
             mine = share(len(places), self.rank, self.world, self.unit)
             wanted.append(places[mine.start : mine.stop].tolist())
-        made = self.images.batches(wanted, self.device, self.workers)
-        for images, which in zip(made, wanted, strict=True):
-            there = torch.tensor(which, dtype=torch.int64).to(self.device, non_blocking=True)
-            yield Piece(self._crop(images, there, epoch), self._labels_there[there], there)
+        for made in self.images.batches(wanted, self.device, self.workers):
+            there = torch.tensor(made.numbers, dtype=torch.int64).to(self.device, non_blocking=True)
+            yield Piece(self._crop(made.images, there, epoch), self._labels_there[there], there, made.corrupt)
 
     def _crop(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
         """Crop and subtract the mean; a mean image is subtracted first, which is Caffe's order."""

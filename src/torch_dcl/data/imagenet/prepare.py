@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch_dcl.data.imagenet.samples import Samples, find_samples
 from torch_dcl.data.images import read_image
 from torch_dcl.files import SealedError, check_seal, locate_sealed, write_sealed, write_text
 
-__all__ = ["KEY", "MANIFEST", "VERSION", "Prepared", "decode", "prepare_imagenet", "shard_bytes"]
+__all__ = ["KEY", "MANIFEST", "VERSION", "Prepared", "check_classes", "decode", "prepare_imagenet", "shard_bytes"]
 
 KEY = "torch_dcl_images"
 MANIFEST = "imagenet.json"
@@ -132,7 +132,7 @@ def prepare_imagenet(
     if not root.is_dir():
         raise FileNotFoundError(f"{root} does not exist; name the folder with train/ and val/, or with tar files")
     splits = {split: _first_of_each(find_samples(root, split), per_class) for split in SPLITS}
-    _check_classes(splits)
+    check_classes({split: samples.classes for split, samples in splits.items()})
     shards = {
         split: _plan(samples, root, place / split, size, shape, images_per_shard, skip=skip_corrupt)
         for split, samples in splits.items()
@@ -157,9 +157,13 @@ def _first_of_each(samples: Samples, count: int | None) -> Samples:
     return samples.part(chosen)
 
 
-def _check_classes(splits: dict[str, Samples]) -> None:
-    """Refuse splits whose classes differ; a folder's are checked where it is read."""
-    train, val = (splits[split].classes for split in SPLITS)
+def check_classes(splits: Mapping[str, Sequence[str]]) -> None:
+    """Refuse splits whose classes differ; a folder's are checked where it is read.
+
+    Raises:
+        DataError: They do; the message names some.
+    """
+    train, val = (tuple(splits[split]) for split in SPLITS)
     if train != val:
         differ = sorted(set(train) ^ set(val))[:5]
         raise DataError(f"train and val must have the same classes; these differ: {', '.join(differ)}")
@@ -189,9 +193,13 @@ def _check_space(place: Path, missing: Sequence[_Shard], size: int) -> None:
     free = shutil.disk_usage(there).free
     if missing and needed + _ROOM > free:
         raise OSError(
-            f"{place} needs {needed / 2**30:,.2f} GiB for {len(missing):,} shards, and {free / 2**30:,.2f} GiB are "
-            "free; free space, choose another disk, a smaller size, or fewer images of each class"
+            f"{place} needs {_size(needed)} for {len(missing):,} shards and {_size(_ROOM)} beside them, and "
+            f"{_size(free)} are free; free space, choose another disk, a smaller size, or fewer images of each class"
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 Result = tuple[str, list[int], list[str]]

@@ -7,9 +7,8 @@ names. So the order is the caller's, and every source gives the same images for 
 import dataclasses
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,19 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
-from torch_dcl.data.imagenet.gpu_decode import decode_on
-from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION, decode
-from torch_dcl.data.imagenet.samples import Samples, find_samples
+from torch_dcl.data.imagenet.ahead import Made, Wanted, for_this_stream, in_order
+from torch_dcl.data.imagenet.decoded import Decoded
+from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
+from torch_dcl.data.imagenet.samples import find_samples
 from torch_dcl.files import SealedError, check_seal, locate_sealed, sha256_bytes, sha256_file
 
 __all__ = ["Decoded", "Images", "Mapped", "Resident", "open_images", "synthetic_images"]
 
-AHEAD = 2  # batches that are made before they are needed, by each thread
-Wanted = Sequence[Sequence[int]]
+READERS = 8  # threads that read shards, at most: more only wait for each other
 
 
 class Images(Protocol):
@@ -54,13 +52,13 @@ class Images(Protocol):
     def content(self) -> str:
         """A SHA-256 that is the same where the images are."""
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
-        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+        """The images of every list of indices, on the device."""
 
 
 def open_images(
     root: str | Path, split: str, *, size: int = 256, shape: str = "squash", decoder: str = "pillow",
-    classes: int = 1000, images: int = 0,
+    classes: int = 1000, images: int = 0, skip_corrupt: bool = False,
 ) -> Images:  # fmt: skip
     """Open the images of one split.
 
@@ -72,6 +70,8 @@ def open_images(
         decoder: `"pillow"` decodes in worker processes, `"gpu"` with nvJPEG, `"auto"` with the second where it is.
         classes: Of synthetic images.
         images: How many synthetic images there are; 0 for two batches of 256 of each split.
+        skip_corrupt: Whether images that cannot be decoded on the fly are skipped and named; by default they are an
+            error. In training the next image that can be decoded takes the place of one, in validation none does.
 
     Raises:
         FileNotFoundError: There is no such folder or split.
@@ -86,91 +86,8 @@ def open_images(
         return Mapped(place, split, size, shape)
     if any(place.glob("train-*.safetensors")):
         raise DataError(f"{place} holds shards without {MANIFEST}: run `dcl data prepare` again to complete them")
-    return Decoded(place, find_samples(place, split), size, shape, decoder)
-
-
-def in_order(make: Callable[[Sequence[int]], Tensor], wanted: Wanted, threads: int) -> Iterator[Tensor]:
-    """Make batches in threads, some ahead of the caller, and give them in order."""
-    if not threads:
-        yield from map(make, wanted)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        left, running = iter(wanted), deque[Future[Tensor]]()
-        try:
-            while True:
-                while len(running) < AHEAD * threads and (indices := next(left, None)) is not None:
-                    running.append(pool.submit(make, indices))
-                if not running:
-                    return
-                yield running.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _for_this_stream(batches: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-    """Batches that were made on other streams, whose memory those must not reuse before this one is done with it."""
-    for batch in batches:
-        if device.type == "cuda":
-            batch.record_stream(torch.cuda.current_stream(device))
-        yield batch
-
-
-# Decoded on the fly
-
-
-class _Files(Dataset[tuple[Tensor, int]]):
-    """Images of one size, decoded by Pillow in a worker."""
-
-    def __init__(self, samples: Samples, size: int, shape: str):
-        self.samples, self.size, self.shape = samples, size, shape
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitems__(self, indices: Sequence[int]) -> Tensor:
-        """All images of a batch."""
-        images = [torch.from_numpy(decode(self.samples, index, self.size, self.shape)) for index in indices]
-        return torch.stack(images) if images else torch.empty(0, 3, self.size, self.size, dtype=torch.uint8)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class Decoded:
-    """Encoded images, decoded and resized batch by batch."""
-
-    def __init__(self, root: Path, samples: Samples, size: int, shape: str, decoder: str):
-        if decoder not in ("auto", "pillow", "gpu"):
-            raise ValueError(f"decoder must be auto, pillow or gpu, not {decoder!r}")
-        self.root, self.samples, self.size, self.shape, self.decoder = root, samples, size, shape, decoder
-        self.classes, self.labels = samples.classes, torch.tensor(samples.labels)
-        what = "tar shards" if samples.members else "image folder"
-        self.about = f"{len(samples):,} images, {len(samples.classes):,} classes, {what} {root}, decoded on the fly"
-
-    def decoder_on(self, device: torch.device) -> str:
-        """Which decoder is used: pillow or gpu."""
-        return ("gpu" if device.type == "cuda" else "pillow") if self.decoder == "auto" else self.decoder
-
-    def content(self) -> str:
-        """The SHA-256 of the names, sizes and labels of the files, which are not read."""
-        return self.samples.signature(self.root)
-
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
-        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
-        if self.decoder_on(device) == "gpu":
-            made = in_order(lambda indices: decode_on(device, self, indices), wanted, min(workers, 4))
-            yield from _for_this_stream(made, device)
-            return
-        loader = DataLoader(
-            _Files(self.samples, self.size, self.shape),
-            batch_sampler=[list(indices) for indices in wanted],
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            collate_fn=_as_it_is,
-        )
-        for images in loader:
-            yield images.to(device, non_blocking=True)
+    corrupt = ("replace" if split == "train" else "omit") if skip_corrupt else "refuse"
+    return Decoded(place, find_samples(place, split), size, shape, decoder, corrupt)
 
 
 # Prepared shards
@@ -235,27 +152,29 @@ class Mapped:
 
     def take(self, indices: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
         """Copy images into an array."""
-        shards = np.searchsorted(self.starts, indices, side="right") - 1
-        for place, (index, shard) in enumerate(zip(indices, shards.tolist(), strict=True)):
-            out[place] = self.maps[shard][index - self.starts[shard]]
+        wanted = np.asarray(indices, np.int64)
+        shards = np.searchsorted(self.starts, wanted, side="right") - 1
+        rows = (wanted - self.starts[shards]).tolist()
+        for place, (shard, row) in enumerate(zip(shards.tolist(), rows, strict=True)):
+            out[place] = self.maps[shard][row]
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
-        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+        """The images of every list of indices, on the device."""
         pinned = device.type == "cuda"
 
-        def make(indices: Sequence[int]) -> Tensor:
+        def make(indices: Sequence[int]) -> Made:
             batch = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=pinned)
             self.take(indices, batch.numpy())
             if not pinned:
-                return batch
+                return Made(batch, indices)
             # Copied on a stream of its own, beside the steps of the network.
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 there = batch.to(device, non_blocking=True)
             stream.synchronize()
-            return there
+            return Made(there, indices)
 
-        yield from _for_this_stream(in_order(make, wanted, workers), device)
+        yield from for_this_stream(in_order(make, wanted, min(workers, READERS)), device)
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
@@ -309,7 +228,8 @@ def _map_shard(path: Path, count: int, size: int) -> tuple[npt.NDArray[np.uint8]
         raise DataError(f"{path} has other tensors than {MANIFEST} lists; remove it and run `dcl data prepare` again")
     if not count:
         return np.empty((0, 3, size, size), np.uint8), np.empty(0, np.int64)
-    images = np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size))
+    # As plain arrays: an index into np.memmap costs ten times as much, in a lock that all threads share.
+    images = np.asarray(np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size)))
     return images, np.array(np.memmap(path, "<i8", "r", places["labels"][2], (count,)))
 
 
@@ -335,12 +255,13 @@ class Resident:
         """The SHA-256 of what they were made of."""
         return self.hash
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Tensor]:
-        """uint8 `[B, 3, size, size]` on the device for every list of indices."""
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+        """The images of every list of indices, on the device."""
         del workers
         images = self.images.to(device)
         for indices in wanted:
-            yield images.index_select(0, torch.as_tensor(indices, dtype=torch.int64).to(device))
+            there = torch.as_tensor(indices, dtype=torch.int64).to(device, non_blocking=True)
+            yield Made(images.index_select(0, there), indices)
 
 
 def synthetic_images(split: str, classes: int, size: int, count: int) -> Resident:

@@ -26,6 +26,7 @@ __all__ = [
     "dropout_keys",
     "key_dropouts_",
     "mix_images",
+    "optimizer_of",
     "parameter_groups",
     "rate_at",
 ]
@@ -48,7 +49,7 @@ def rate_at(step: int, total: int, rates: "ImageNetConfig") -> float:
 
 
 def parameter_groups(network: nn.Module, decay: float, bias_rate: float) -> list[dict[str, object]]:
-    """Weights with decay; biases and the parameters of norms without, at a multiple of the rate (Caffe's is 2).
+    """Weights with decay; biases, norms and other scales without. Biases have a multiple of the rate (Caffe's is 2).
 
     Args:
         network: The network.
@@ -69,14 +70,41 @@ def parameter_groups(network: nn.Module, decay: float, bias_rate: float) -> list
     scales: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            kind = scales if id(parameter) in norms else biases if name.endswith("bias") else weights
-            kind.append(parameter)
+            is_bias = name.endswith("bias")
+            is_scale = id(parameter) in norms or (parameter.ndim < 2 and not is_bias)
+            (scales if is_scale else biases if is_bias else weights).append(parameter)
     groups = [
         {"params": weights, "weight_decay": decay, "factor": 1.0},
         {"params": biases, "weight_decay": 0.0, "factor": bias_rate},
         {"params": scales, "weight_decay": 0.0, "factor": 1.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def optimizer_of(network: nn.Module, settings: "ImageNetConfig") -> torch.optim.Optimizer:
+    """SGD with momentum or AdamW, with all of its state from the start, so that every checkpoint has the same tensors.
+
+    Args:
+        network: The network, on its device.
+        settings: The settings.
+    """
+    groups = parameter_groups(network, settings.weight_decay, settings.bias_lr)
+    fused = any(parameter.is_cuda for parameter in network.parameters())
+    optimizer: torch.optim.Optimizer
+    if settings.optimizer == "adamw":
+        first, second = settings.betas
+        optimizer = torch.optim.AdamW(groups, settings.lr, (first, second), settings.eps, fused=fused)
+        moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    else:
+        optimizer = torch.optim.SGD(groups, settings.lr, settings.momentum, nesterov=settings.nesterov, fused=fused)
+        moments = ("momentum_buffer",)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            state.update({name: torch.zeros_like(parameter) for name in moments})
+            if settings.optimizer == "adamw":
+                state["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+    return optimizer
 
 
 class KeyedDropout(nn.Module):

@@ -5,6 +5,7 @@ nothing is decided twice: when to pause for a checkpoint, when to stop, which ne
 """
 
 import contextlib
+import datetime
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch_dcl.fleet.run_folder import RunError, differences
 __all__ = ["Team"]
 
 PAUSE = 15.0  # seconds between two returns to the runner, which then saves, or stops when its time is up
+GRACE = 60.0  # seconds that NCCL waits longer than a step does
 GO_ON, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
 
 
@@ -30,17 +32,21 @@ class Team:
     Args:
         rank: Which one this is.
         timeout: Seconds after which a rank that waits for another gives up.
+        backend: "gloo" for gradients through the CPU's memory too; otherwise through NCCL where there are GPUs.
     """
 
-    def __init__(self, rank: Rank, timeout: float = 600.0) -> None:
+    def __init__(self, rank: Rank, timeout: float = 600.0, backend: str = "auto") -> None:
         self.rank, self.world, self.timeout = rank.number, rank.world, timeout
         self._flags: Tensor | None = None
         self._pending: Any = None
         if self.world > 1 and not dist.is_initialized():
             with self._patience("the start of all ranks"):
                 # "cpu:gloo,cuda:nccl": commands go through gloo, gradients through the device's own.
-                backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-                join_group(backend, timeout)
+                if backend != "gloo" and torch.cuda.is_available():
+                    # NCCL ends a process that it gives up on; a step waits less long, and says why (`settle`).
+                    join_group("cpu:gloo,cuda:nccl", timeout + GRACE)
+                else:
+                    join_group("gloo", timeout)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:
@@ -111,7 +117,7 @@ class Team:
         if self._pending is None or self._flags is None:
             return GO_ON
         with self._patience("a step"):
-            self._pending.wait()
+            self._pending.wait(datetime.timedelta(seconds=self.timeout))
         agreed, self._pending = int(self._flags), None
         return agreed
 

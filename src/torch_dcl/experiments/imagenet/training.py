@@ -11,6 +11,7 @@ see fewer images (``sync_bn=yes`` gives them those of all ranks).
 """
 
 import contextlib
+import json
 import math
 import os
 import time
@@ -30,7 +31,7 @@ from torch_dcl.experiments.imagenet.parts import (
     dropout_keys,
     key_dropouts_,
     mix_images,
-    parameter_groups,
+    optimizer_of,
     rate_at,
 )
 from torch_dcl.experiments.protocol import finite
@@ -81,12 +82,7 @@ class Training:
         if config.sync_bn and team.world > 1:
             network = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
         self.network, self.layout = network, layout
-        groups = parameter_groups(network, config.weight_decay, config.bias_lr)
-        fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.SGD(groups, config.lr, config.momentum, nesterov=config.nesterov, fused=fused)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self.optimizer = optimizer_of(network, config)
         follow_optimizer(network, self.optimizer)
         self.average = Averaged(network.parameters(), config.ema) if config.ema else None
         self.module: nn.Module = torch.compile(network) if config.compile else network  # type: ignore[assignment]
@@ -99,6 +95,7 @@ class Training:
         self.losses: list[float] = []
         self.stopped: int | None = None
         self.curve: list[dict[str, float]] = []
+        self.skipped: set[str] = set()  # corrupt images
         self.waited = self.busy = 0.0
         # Sums of whole numbers: the same however steps are divided among ranks and calls.
         self._tally = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -143,15 +140,23 @@ class Training:
 
     def run_steps(self, should_stop: Stop) -> None:
         """What all ranks do in `train`."""
-        try:
+        with self._together():
             self._run_steps(should_stop)
-        except RuntimeError as error:
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """End the run where this rank fails: the others wait for it, and cannot begin anything else."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
             if self.team.world == 1 or isinstance(error, RunError):
                 raise
             first = (str(error).splitlines() or [type(error).__name__])[0]
+            others = f"; if another rank ended or hung for {self.team.timeout:g} s, its own message says why"
+            hint = others if isinstance(error, RuntimeError) else ""
             raise RunError(
-                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {first}; if another rank ended "
-                f"or hung for {self.team.timeout:g} s, its own message says why; the run can be resumed"
+                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {first}{hint}; the run can be "
+                "resumed"
             ) from error
 
     def _run_steps(self, should_stop: Stop) -> None:
@@ -161,6 +166,7 @@ class Training:
         for piece in pieces:
             ready = time.perf_counter()
             self.take_step(piece)
+            self.skipped.update(piece.corrupt)
             self.step += 1
             if self.step == self.steps_per_epoch or self.at == self.total:
                 break
@@ -238,9 +244,15 @@ class Training:
 
     def _collect(self) -> list[float]:
         """Bring what all ranks have tallied to the first one, which saves it."""
+        self._share_skipped()
         total = self.team.sum(self._tally.tolist())
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else [int(value) for value in total]))
         return total
+
+    def _share_skipped(self) -> None:
+        """Tell all ranks which images each has skipped."""
+        if self.config.skip_corrupt:
+            self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
 
     # Evaluation
 
@@ -257,16 +269,22 @@ class Training:
     @torch.no_grad()
     def judge(self) -> dict[str, float]:
         """Errors in percent and the mean loss over all ranks; every image counts once."""
+        with self._together():
+            return self._judge()
+
+    def _judge(self) -> dict[str, float]:
         self.team.spread(list(self.network.buffers()))  # local batch norms: those of the first rank, as in its files
         self.network.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         with self.average.in_place() if self.average is not None else contextlib.nullcontext():
             for piece in self.held_out.pieces(0):
+                self.skipped.update(piece.corrupt)
                 if len(piece.labels):
                     with self._precision():
                         logits = self.network(piece.images.to(memory_format=self.layout)).float()
                     sums += _sums(logits, piece.labels)
         self.network.train()
+        self._share_skipped()
         count, top1, top5, loss = self.team.sum(sums.tolist())
         return {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": count}
 
@@ -276,7 +294,8 @@ class Training:
         """Write the state to one sealed file; the first rank has all of it."""
         about = {
             "describe": self.describe, "epoch": self.epoch, "step": self.step, "losses": self.losses,
-            "tally": self._tally.tolist(), "stopped": self.stopped, "curve": self.curve, "extra": dict(extra or {}),
+            "tally": self._tally.tolist(), "stopped": self.stopped, "curve": self.curve,
+            "skipped": sorted(self.skipped), "extra": dict(extra or {}),
         }  # fmt: skip
         return write_sealed(path, KEY, self._state(), finite(about))
 
@@ -314,21 +333,22 @@ class Training:
             raise ValueError(f"epoch {epoch}, step {step}, {len(losses)} losses")
         tally = [int(value) for value in about["tally"]]
         return {"epoch": epoch, "step": step, "losses": losses, "tally": tally, "stopped": about["stopped"],
-                "curve": list(about["curve"])}  # fmt: skip
+                "curve": list(about["curve"]), "skipped": [str(name) for name in about.get("skipped", [])]}  # fmt: skip
 
     def resume_at(self, where: Mapping[str, Any]) -> None:
         """What all ranks do in `load`: take the first rank's tensors and its place."""
         self.team.spread(list(self._state().values()))
         self.epoch, self.step, self.losses = where["epoch"], where["step"], list(where["losses"])
         self.stopped, self.curve, self._pieces = where["stopped"], list(where["curve"]), None
+        self.skipped = set(where["skipped"])
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else where["tally"]))
 
     def _state(self) -> dict[str, Tensor]:
         state = {f"parameter.{name}": value.detach() for name, value in self.network.named_parameters()}
         state |= {f"buffer.{name}": value for name, value in self.network.named_buffers()}
         for name, parameter in self.network.named_parameters():
-            if parameter in self.optimizer.state:
-                state[f"momentum.{name}"] = self.optimizer.state[parameter]["momentum_buffer"]
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{kind.removesuffix('_buffer')}.{name}"] = value
         if self.average is not None:
             names = (name for name, _ in self.network.named_parameters())
             state |= {f"average.{name}": mean for name, mean in zip(names, self.average.means, strict=True)}

@@ -19,7 +19,8 @@ import torch
 from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
-from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, open_images
+from torch_dcl.data.imagenet.prepare import check_classes
+from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, Resident, open_images
 from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
@@ -71,6 +72,9 @@ class ImageNetConfig(Config):
         "auto", "of JPEGs: pillow in worker processes, gpu, or the second on a GPU", choices=("auto", "pillow", "gpu"),
         what="decoder",
     )  # fmt: skip
+    skip_corrupt: bool = setting(
+        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error"
+    )
     classes: int = setting(1000, "classes of synthetic images", smoke=10, least=1, most=1_000_000)
     images: int = setting(512, "synthetic images of each split", smoke=16, least=1, most=10_000_000)
     batch: int = setting(256, "images of a step, of all ranks together", smoke=4, least=1, most=1_000_000)
@@ -81,8 +85,11 @@ class ImageNetConfig(Config):
     drop_every: int = setting(100_000, "steps between two drops of the rate", least=1)
     drop: float = setting(0.1, "what the rate is multiplied by then", above=0, most=1)
     warmup: int = setting(0, "steps of linear warm-up", least=0)
-    momentum: float = setting(0.9, "momentum", least=0, most=1)
+    optimizer: str = setting("sgd", "sgd, or adamw", choices=("sgd", "adamw"), what="optimiser")
+    momentum: float = setting(0.9, "momentum of SGD", least=0, most=1)
     nesterov: bool = setting(False, "Nesterov's momentum")
+    betas: tuple[float, ...] = setting((0.9, 0.999), "decays of AdamW's two averages", least=0, most=1, longest=2)
+    eps: float = setting(1e-8, "what AdamW adds to the root", above=0)
     weight_decay: float = setting(5e-4, "weight decay; biases and norms have none", least=0)
     bias_lr: float = setting(2.0, "the rate of biases, as a multiple", least=0)
     clip: float = setting(0.0, "the largest norm of the gradient; 0 for none", least=0)
@@ -107,6 +114,10 @@ class ImageNetConfig(Config):
         4, "processes or threads of each rank that read images", smoke=0, least=0, most=1024, machine=True
     )
     save_minutes: float = setting(10.0, "minutes between two checkpoints", least=0, machine=True)
+    backend: str = setting(
+        "auto", "of several ranks: auto for NCCL on GPUs, or gloo", choices=("auto", "gloo"), what="backend",
+        machine=True,
+    )  # fmt: skip
     timeout: float = setting(600.0, "seconds after which a rank that hangs ends the run", above=0, machine=True)
     device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
 
@@ -131,14 +142,18 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Open the images on every rank, and check that all ranks have the same settings and images."""
-        self.team = Team(Rank.here(), self.config.timeout)
+        self.team = Team(Rank.here(), self.config.timeout, self.config.backend)
         with self.team.together():
             if not self.config.data:
                 raise SettingError(
                     "the recipe imagenet needs images; give --data FOLDER with train/ and val/, or --data synthetic"
                 )
             self._check()
-            self.splits = {split: self.open_split(split) for split in ("train", "val")}
+            try:
+                self.splits = {split: self.open_split(split) for split in ("train", "val")}
+                check_classes({split: images.classes for split, images in self.splits.items()})
+            except (DataError, FileNotFoundError) as error:
+                raise SettingError(str(error)) from error
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
             for (
@@ -153,6 +168,8 @@ class ImageNet(Recipe[ImageNetConfig]):
             raise SettingError("plan and budget exclude each other; give one of them")
         if config.sync_bn and world > 1 and not self.device.startswith("cuda"):
             raise SettingError("sync_bn needs GPUs: torch has no synchronised batch norm for the CPU; leave it out")
+        if len(config.betas) != 2 or max(config.betas) >= 1:
+            raise SettingError(f"betas are two numbers below 1, such as 0.9,0.999, not {config.betas}")
         if config.resize < self.crop:
             raise SettingError(f"a crop must lie within the image: crop {self.crop}, resize {config.resize}")
         unit = 1 if config.mix == "none" else 2
@@ -167,18 +184,19 @@ class ImageNet(Recipe[ImageNetConfig]):
     def open_split(self, split: str) -> Images:
         """The images of a split, hashed and moved to the device where that is asked for."""
         config = self.config
-        try:
-            images = open_images(
-                config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
-                classes=config.classes, images=config.images,
-            )  # fmt: skip
-            if isinstance(images, Mapped):
-                if config.verify:
-                    images.check(self.team.rank, self.team.world)
-                if config.keep == "device":
-                    images = images.resident(torch.device(self.device))
-        except (DataError, FileNotFoundError) as error:
-            raise SettingError(str(error)) from error
+        images = open_images(
+            config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
+            classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
+        )  # fmt: skip
+        if isinstance(images, Decoded):
+            images.decoder_on(torch.device(self.device))  # which there may be none of
+        if isinstance(images, Mapped):
+            if config.verify:
+                images.check(self.team.rank, self.team.world)
+            if config.keep == "device":
+                images = images.resident(torch.device(self.device))
+        elif isinstance(images, Resident):
+            images = dataclasses.replace(images, images=images.images.to(self.device))
         if split == "train" and len(images.labels) < config.batch:
             raise SettingError(
                 f"{len(images.labels):,} images do not fill one batch of {config.batch:,}; use a smaller batch"
@@ -253,6 +271,7 @@ class ImageNet(Recipe[ImageNetConfig]):
             "top5": last["top5"], "images": last["images"], "curve": training.curve, "ranks": self.team.world,
             "weights": sum(p.numel() for name, p in training.network.named_parameters() if not name.endswith("bias")),
             "waiting": training.waited / training.busy if training.busy else None,
+            "skipped": sorted(training.skipped),
         }  # fmt: skip
         return [
             Outcome(
@@ -318,6 +337,7 @@ class ImageNet(Recipe[ImageNetConfig]):
         content = {
             "network": self.config.network, "data": {name: images.about for name, images in self.splits.items()},
             "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "models": rows,
+            "skipped": sorted({name for outcome in known.values() for name in outcome.extra.get("skipped", [])}),
         }  # fmt: skip
         write_text(folder.path / "imagenet.json", json.dumps(content, indent=1) + "\n")
         return content
@@ -338,6 +358,9 @@ class ImageNet(Recipe[ImageNetConfig]):
         heads = ("<model", "<", "weights", "top-1 error % (n)", "top-5 error % (n)", "train loss", "paper", "time")
         table = Grid(heads, lines, ("", "time", "train loss", "paper")).as_rich(width)
         words = f"{result['network']} on {result['data']['val']}."
+        if skipped := result.get("skipped"):
+            more = ", …" if len(skipped) > 5 else ""
+            words += f" {len(skipped):,} corrupt images were skipped: {', '.join(skipped[:5])}{more}."
         if result["network"] == "alexnet":
             plain, dcl, _ = WEIGHTS["AlexNet"]
             words += f" The paper's errors are of ILSVRC2012, 450,000 steps, {plain:.2f}M and {dcl:.2f}M weights."

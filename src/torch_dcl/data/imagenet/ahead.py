@@ -1,0 +1,52 @@
+"""Batches of images, made in threads ahead of the caller and given in order."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["AHEAD", "Made", "Wanted", "for_this_stream", "in_order"]
+
+AHEAD = 2  # batches that are made before they are needed, by each thread
+Wanted = Sequence[Sequence[int]]
+T = TypeVar("T")
+
+
+class Made(NamedTuple):
+    """The images of a batch."""
+
+    images: Tensor
+    """uint8 `[B, 3, size, size]`."""
+    numbers: Sequence[int]
+    """Their numbers: those that were asked for, unless some were skipped."""
+    corrupt: tuple[str, ...] = ()
+    """The names of those that were skipped."""
+
+
+def in_order(make: Callable[[Sequence[int]], T], wanted: Wanted, threads: int) -> Iterator[T]:
+    """Make batches in threads, some ahead of the caller, and give them in order."""
+    if not threads:
+        yield from map(make, wanted)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        left, running = iter(wanted), deque[Future[T]]()
+        try:
+            while True:
+                while len(running) < AHEAD * threads and (indices := next(left, None)) is not None:
+                    running.append(pool.submit(make, indices))
+                if not running:
+                    return
+                yield running.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def for_this_stream(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:
+    """Batches that were made on other streams, whose memory those must not reuse before this one is done with it."""
+    for batch in batches:
+        if device.type == "cuda":
+            batch.images.record_stream(torch.cuda.current_stream(device))
+        yield batch
