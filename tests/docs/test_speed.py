@@ -228,6 +228,31 @@ def test_whole_networks():
             agree(cell, *([float(found[what])] if found else []))
 
 
+SOURCES = {
+    "the same batches again and again": "ready", "synthetic": "synthetic",
+    "prepared shards, kept on the GPU": "resident",
+    "prepared shards, mapped into memory": "prepared", "JPEGs decoded on the GPU (nvJPEG)": "gpu",
+    "JPEGs decoded by Pillow, 16 workers": "pillow",
+}  # fmt: skip
+
+
+def test_the_sources_of_imagenet():
+    rows = {(row["network"], row["source"], row["model"]): row for row in results("imagenet.csv")}
+    shown = table_under("| source | AlexNet | of synthetic |", SPEED)
+    assert [row[0] for row in shown] == list(SOURCES)
+    for name, *cells in shown:
+        for network, pair in (("alexnet", cells[:2]), ("resnet50", cells[2:])):
+            found = rows.get((network, SOURCES[name], "plain"))
+            for cell, what in zip(pair, ("images_per_s", "of_synthetic"), strict=True):
+                agree(cell, *([float(found[what])] if found else []))
+    (text,) = re.findall(r"takes (.*?) of the plain step's time .*? \(paper: .*?\), (.*?)\. Here", " ".join(SPEED))
+    ratios = {key[:2]: float(row["dcl_ratio"]) for key, row in rows.items() if key[2] == "dcl"}
+    agree(text[0], ratios["alexnet", "ready"])
+    said = text[1].replace("ResNet-50", "")
+    wanted = [("alexnet", "resident"), ("alexnet", "prepared"), ("resnet50", "ready"), ("resnet50", "prepared")]
+    agree(said, *(ratios[key] for key in wanted))
+
+
 def test_the_speed_of_a_fleet():
     of = {row["method"]: row for row in results("fleet.csv") if row["networks"] in ("75", "1")}
     kinds = {
