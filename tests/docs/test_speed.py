@@ -245,7 +245,7 @@ def test_the_sources_of_imagenet():
             found = rows.get((network, SOURCES[name], "plain"))
             for cell, what in zip(pair, ("images_per_s", "of_synthetic"), strict=True):
                 agree(cell, *([float(found[what])] if found else []))
-    (text,) = re.findall(r"takes (.*?) of the plain step's time .*? \(paper: .*?\), (.*?)\. Here", " ".join(SPEED))
+    (text,) = re.findall(r"as in the paper\) takes (.*?) of the plain step's time .*? \(paper: .*?\), (.*?)\. Here", " ".join(SPEED))
     ratios = {key[:2]: float(row["dcl_ratio"]) for key, row in rows.items() if key[2] == "dcl"}
     agree(text[0], ratios["alexnet", "ready"])
     said = text[1].replace("ResNet-50", "")
