@@ -245,12 +245,12 @@ def test_the_sources_of_imagenet():
             found = rows.get((network, SOURCES[name], "plain"))
             for cell, what in zip(pair, ("images_per_s", "of_synthetic"), strict=True):
                 agree(cell, *([float(found[what])] if found else []))
-    (text,) = re.findall(r"as in the paper\) takes (.*?) of the plain step's time .*? \(paper: .*?\), (.*?)\. Here", " ".join(SPEED))
+    said = r"as in the paper\) takes (.*?) of the plain step's time .*? \(paper: .*?\), (.*?)\. Here"
+    ((ready, others),) = re.findall(said, " ".join(SPEED))
     ratios = {key[:2]: float(row["dcl_ratio"]) for key, row in rows.items() if key[2] == "dcl"}
-    agree(text[0], ratios["alexnet", "ready"])
-    said = text[1].replace("ResNet-50", "")
+    agree(ready, ratios["alexnet", "ready"])
     wanted = [("alexnet", "resident"), ("alexnet", "prepared"), ("resnet50", "ready"), ("resnet50", "prepared")]
-    agree(said, *(ratios[key] for key in wanted))
+    agree(others.replace("ResNet-50", ""), *(ratios[key] for key in wanted))
 
 
 def test_the_speed_of_a_fleet():
