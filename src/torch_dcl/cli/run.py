@@ -1,7 +1,6 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
-import functools
 import math
 import os
 import shlex
@@ -69,7 +68,6 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
 
 def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
-    from torch_dcl.experiments.join import run_joined
     from torch_dcl.experiments.runner import run
     from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
@@ -81,10 +79,9 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
         told = Listener(bar)
         tracker = open_tracker(log, task.out, told) if log and first_rank() else None
         with stop:
-            start = run_joined if task.join else functools.partial(run, resume=task.resume)
-            summary = start(
-                task.recipe, task.out, seconds=task.seconds, should_stop=stop, listener=tracker or told,
-                files=task.files(),
+            summary = run(
+                task.recipe, task.out, resume=task.resume, join=task.join, seconds=task.seconds, should_stop=stop,
+                listener=tracker or told, files=task.files(),
             )  # fmt: skip
     if tracker is not None:
         tracker.update()
