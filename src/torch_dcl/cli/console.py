@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from torch_dcl.progress import first_rank, say_minutes
+from torch_dcl.progress import PLAIN, first_rank, say_minutes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,10 +64,10 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def _tolerate(stream: Any) -> None:
-    """Print a question mark where a terminal cannot show ± or ▾, instead of failing."""
+    """Print a similar sign where a terminal cannot show − or ▾, instead of failing."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
+        stream.reconfigure(errors=PLAIN)
 
 
 def print_json(value: Any) -> None:
@@ -79,7 +79,7 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print text as it is, with a question mark for what the terminal cannot show."""
+    """Print text as it is, with similar signs for those that the terminal cannot show."""
     _tolerate(sys.stdout)
     sys.stdout.write(text)
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -360,8 +361,15 @@ class Recipe(abc.ABC, Generic[C]):
 
 
 def find_recipe_type(name: str) -> type[Recipe[Any]]:
-    """The class of a recipe, by the recipe's name."""
-    module = importlib.import_module(f"torch_dcl.experiments.recipes.{name.replace('-', '_')}")
+    """The class of a recipe, by the recipe's name.
+
+    Raises:
+        ValueError: There is no such recipe.
+    """
+    file = name.replace("-", "_")
+    if not file.isidentifier() or not Path(__file__).with_name("recipes").joinpath(f"{file}.py").is_file():
+        raise ValueError(f"its recipe {name!r} is unknown; it was run with another version, or by another program")
+    module = importlib.import_module(f"torch_dcl.experiments.recipes.{file}")
     kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 

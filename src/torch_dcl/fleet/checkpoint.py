@@ -4,6 +4,7 @@ A seal says that a file is whole, not that it makes sense: a file that was seale
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -51,12 +52,14 @@ class Checkpoints:
         Returns:
             The seconds of training until there, and the test losses of its epochs, where they were evaluated.
         """
-        for file in self.of(key):
+        files = self.of(key)
+        for file, earlier in itertools.zip_longest(files, files[1:]):
             try:
                 extra = fleet.load(file)
                 return float(extra.get("seconds", 0.0)), [_from_json(epoch) for epoch in extra.get("losses", [])]
             except SealedError as error:
-                self._report(f"{error}; the checkpoint before it is used, or the fleet starts from the beginning")
+                then = f"the earlier {earlier.name} is used" if earlier else "the fleet starts from the beginning"
+                self._report(f"{error}; {then}")
                 file.unlink()
             except ValueError as error:
                 raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error

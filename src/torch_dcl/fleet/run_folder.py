@@ -147,6 +147,8 @@ class RunFolder:
         """
         records = []
         for path in sorted(self.path.glob(f"{name}*.jsonl")):
+            if not path.is_file():  # a pipe or a device may never end
+                raise RunError(f"{path} is no regular file; remove it")
             lines = path.read_bytes().split(b"\n")
             for number, line in enumerate(lines):
                 try:
@@ -282,7 +284,7 @@ def _commit() -> str | None:
 
 def lock_holder(path: str | os.PathLike[str]) -> int | None:
     """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says."""
-    for lock in sorted(Path(path).glob("lock*")):
+    for lock in filter(Path.is_file, sorted(Path(path).glob("lock*"))):
         try:
             with lock.open("r", encoding="utf-8", errors="replace") as file:
                 text = file.read().strip()
@@ -361,11 +363,13 @@ def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"
         )
+    if (then := before.recipe.get("recipe")) != (now := recipe.get("recipe")):
+        raise RunError(f"{folder} holds a run of {then}, not of {now}; choose another folder")
     if changes := list(differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
         raise RunError(
-            f"{folder} was begun with other settings:\n{shown}{more}\nask for the same, or choose another folder"
+            f"{folder} was begun with other settings or data:\n{shown}{more}\nchoose the same, or another folder"
         )
 
 
