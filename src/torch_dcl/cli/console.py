@@ -222,11 +222,7 @@ def split(text: str | Sequence[str]) -> list[str]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before any work goes into its content.
-
-    Raises:
-        UsageError: Its folder does not exist, or it is a folder itself.
-    """
+    """Refuse a file that cannot be written, before any work goes into its content."""
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
@@ -234,11 +230,7 @@ def check_output(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder to write to, with those above it.
-
-    Raises:
-        UsageError: A file is in the way.
-    """
+    """Make a folder to write to, with those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -246,11 +238,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_device(given: str) -> str:
-    """Resolve a device; "auto" is the GPU where there is one.
-
-    Raises:
-        UsageError: It is not there.
-    """
+    """Resolve a device; "auto" is the GPU where there is one."""
     import torch
 
     if given == "auto":

@@ -117,11 +117,7 @@ def _run(path: Path) -> Check:
 
 
 def print_checks(runs: list[Path], *, as_json: bool) -> None:
-    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem.
-
-    Raises:
-        UsageError: There is no such run.
-    """
+    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem."""
     from rich.text import Text
 
     from torch_dcl.experiments.run_reader import find_runs

@@ -54,12 +54,7 @@ def list_all(runs: Path, *, as_json: bool) -> None:
 
 
 def write_report(runs: Sequence[str], output: Path) -> Path:
-    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table.
-
-    Raises:
-        UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not
-            parts of one table.
-    """
+    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table."""
     from torch_dcl.experiments import read_run
     from torch_dcl.report.page import check, report
 
@@ -92,11 +87,7 @@ def _write_table(runs: "Sequence[Run]", output: Path) -> None:
 
 
 def find_run(run: str) -> Path:
-    """Find a run: a folder, a file, or a name in ``runs/``.
-
-    Raises:
-        UsageError: There is none; the nearest is offered.
-    """
+    """Find a run: a folder, a file, or a name in ``runs/``."""
     from torch_dcl.experiments import find_runs
 
     for path in (Path(run), Path("runs", run)):

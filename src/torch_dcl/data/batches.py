@@ -169,19 +169,9 @@ class Batches:
 def cut(
     images: Tensor, index: Tensor, seed: int, epoch: int, size: tuple[int, int], *, flip: bool, pad: int = 0
 ) -> Tensor:
-    """Randomly flip and crop every image of a batch.
+    """Randomly flip and crop images `[B, C, H, W]` to `[B, C, h, w]`, after reflection padding of `pad` pixels.
 
-    Args:
-        images: `[B, C, H, W]` of any type.
-        index: Indices of the images in the set: flip and crop are hashes of (seed, epoch, index).
-        seed: The seed of the run.
-        epoch: The number of the epoch.
-        size: Height and width of the crops.
-        flip: Whether to flip, with probability 1/2.
-        pad: Pixels of reflection padding at every border.
-
-    Returns:
-        `[B, C, h, w]` of the same type.
+    Flip (with probability 1/2) and crop are hashes of (seed, epoch, index of the image in the set).
     """
     count, channels, height, width = images.shape
     rows = _positions(draw(seed, "crop row", epoch, index), height, size[0], pad)
@@ -195,14 +185,7 @@ def cut(
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """The mean of the images, pixel by pixel, as some recipes subtract it.
-
-    Args:
-        images: uint8 `[N, C, H, W]`.
-
-    Returns:
-        float32 `[C, H, W]`, from 0 to 255. Exact sums, so the same on every device.
-    """
+    """The mean of uint8 images, pixel by pixel: float32 `[C, H, W]` from 0 to 255. Sums are exact on every device."""
     total = torch.zeros(images.shape[1:], dtype=torch.int64, device=images.device)
     for start in range(0, len(images), 8192):
         total += images[start : start + 8192].sum(0, dtype=torch.int64)

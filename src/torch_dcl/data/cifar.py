@@ -91,12 +91,7 @@ ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 
 
 def read_cifar_set(name: str, place: Path) -> Dataset | None:
-    """Read a CIFAR set: the official binary files, the official archive, or arrays; None where no file of it is there.
-
-    Raises:
-        FileNotFoundError: Some of the files are there and others are missing.
-        DataError: A file is damaged or of another format.
-    """
+    """Read a CIFAR set: the official binary files, the official archive, or arrays; None where it is not there."""
     form = CIFAR[name]
     files = (*form.train, *form.test)
     for folder in (place / form.folder, place / name, place):

@@ -83,11 +83,7 @@ class NaturalConfig(TrainingConfig):
         return None if self.root in ("", AUTO) else self.root
 
     def check_root(self) -> None:
-        """Refuse a folder that does not exist.
-
-        Raises:
-            SettingError: It does not.
-        """
+        """Refuse a folder that does not exist."""
         if self.place not in (None, MADE_UP) and not Path(self.root).expanduser().is_dir():
             raise SettingError(f"root is {self.root!r}, and there is no such folder; name one, {AUTO} or {MADE_UP}")
 
@@ -102,9 +98,6 @@ def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = F
     """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
 
     A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
-
-    Raises:
-        SettingError: A word is neither, or there are two folders, or too many sets.
     """
     names: set[str] = set()
     folders: list[str] = []
@@ -135,11 +128,7 @@ def tensors_of(data: Dataset) -> list[Tensor]:
 
 
 def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
-    """The sets that are not there, with what to put where.
-
-    Raises:
-        SettingError: The folder to look in does not exist.
-    """
+    """The sets that are not there, with what to put where."""
     config.check_root()
     missing: dict[str, str] = {}
     for name in names:
@@ -154,14 +143,7 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
 def read_sets(
     names: Sequence[str], config: NaturalConfig, report: Callable[[str], None] = print
 ) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Read the sets that are there, and report which are not.
-
-    Returns:
-        Sets by name, and by name why one is absent.
-
-    Raises:
-        SettingError: None of them is there.
-    """
+    """Read the sets that are there, and report which are not: sets by name, and by name why one is absent."""
     config.check_root()
     sets: dict[str, Dataset] = {}
     absent: dict[str, str] = {}

@@ -40,11 +40,7 @@ class Reported(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Reported":
-        """Read the paper's notation: ``1.96(03)`` is 1.96 with a standard deviation of 0.03.
-
-        Raises:
-            ValueError: text in another form.
-        """
+        """Read the paper's notation: ``1.96(03)`` is 1.96 with a standard deviation of 0.03."""
         match = re.fullmatch(r"(\d+\.\d\d)\((\d\d)\)", text)
         if match is None:
             raise ValueError(f"{text!r} is not a mean with its deviation; write it like 1.96(03)")

@@ -361,11 +361,7 @@ class Recipe(abc.ABC, Generic[C]):
 
 
 def find_recipe_type(name: str) -> type[Recipe[Any]]:
-    """The class of a recipe, by the recipe's name.
-
-    Raises:
-        ValueError: There is no such recipe.
-    """
+    """The class of a recipe, by the recipe's name; a ValueError where there is none."""
     file = name.replace("-", "_")
     if not file.isidentifier() or not Path(__file__).with_name("recipes").joinpath(f"{file}.py").is_file():
         raise ValueError(f"its recipe {name!r} is unknown; it was run with another version, or by another program")

@@ -255,12 +255,7 @@ class Worker(Rank):
 
 
 def join_group(backend: str, seconds: float) -> None:
-    """Meet the other ranks.
-
-    Args:
-        backend: Of torch.distributed.
-        seconds: How long a rank waits for another, here and later.
-    """
+    """Meet the other ranks; a rank waits for another for as many seconds, here and later."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=seconds)

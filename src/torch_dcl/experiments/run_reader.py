@@ -164,12 +164,7 @@ def _read(file: Path) -> Any:
 
 
 def _count_old(folder: RunFolder) -> Count:
-    """How far a run is that an earlier version began.
-
-    Raises:
-        ValueError: Its recipe is unknown.
-        LookupError: Its recipe is damaged.
-    """
+    """How far a run is that an earlier version began."""
     asked = folder.recipe
     if asked.get("table") in (1, 2):
         entries = len(asked["columns"]) * len(asked["sets"]) if asked["table"] == 1 else len(asked["recipes"])

@@ -110,11 +110,7 @@ def run(
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
-    """All outcomes in a run folder, by job.
-
-    Raises:
-        RunError: A line is damaged.
-    """
+    """All outcomes in a run folder, by job."""
     outcomes = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
     return {outcome.job: outcome for outcome in outcomes}
 

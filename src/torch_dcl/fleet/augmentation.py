@@ -56,11 +56,7 @@ class Inputs:
             raise ValueError(f"pad must not be negative, got {self.pad}")
 
     def size(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Channels, height and width of the inputs from images of a shape ``[C, H, W]``.
-
-        Raises:
-            ValueError: The images are too small for the crop or for the padding.
-        """
+        """Channels, height and width of the inputs from images of a shape ``[C, H, W]``."""
         channels, height, width = shape
         side = min(height, width)
         if self.crop is not None and self.crop > side:

@@ -97,12 +97,9 @@ def read(
 ) -> dict[str, Any]:  # fmt: skip
     """Copy what `write` wrote into tensors of the same names, and return the description.
 
-    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SealedError: The file is damaged, or is not a checkpoint of a fleet.
-        ValueError: It belongs to another fleet; the message names the first difference.
+    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet: a
+    SealedError where it is damaged or no checkpoint, a ValueError that names the first difference where it belongs to
+    another fleet.
     """
     tensors, about = read_sealed(path, _KEY)
     _check_members(path, about.get("members"), finite(list(members)))

@@ -98,11 +98,7 @@ class RunFolder:
 
     @classmethod
     def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
-        """Open a folder for reading, without its lock; another process may write to it meanwhile.
-
-        Raises:
-            RunError: It is not a run folder, or its recipe is damaged.
-        """
+        """Open a folder for reading, without its lock; another process may write to it meanwhile."""
         file = Path(path) / "recipe.json"
         try:
             recipe = json.loads(file.read_text(encoding="utf-8"))
@@ -184,12 +180,7 @@ def _digest(text: bytes) -> str:
 
 
 def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
-    """The record of a line.
-
-    Raises:
-        ValueError: It is not JSON, or its checksum is missing or wrong.
-        RecursionError: It is nested too deep.
-    """
+    """The record of a line."""
     if checked:
         match = _CHECKED.fullmatch(line)
         if match is None:

@@ -54,11 +54,7 @@ def is_registered(layer: nn.Module) -> bool:
 
 
 def build_stacked(layers: Sequence[nn.Module], name: str) -> nn.Module:
-    """Stack layers of a registered class.
-
-    Raises:
-        TypeError: Their class is not registered.
-    """
+    """Stack layers of a registered class."""
     kind = type(layers[0])
     if kind not in _BUILDERS:
         known = sorted(known.__name__ for known in _BUILDERS)

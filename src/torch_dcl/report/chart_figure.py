@@ -49,9 +49,6 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
             missing. A unit may have several points, for several budgets; they are joined.
         dark: For a dark page.
-
-    Raises:
-        ValueError: something is missing, empty or out of range.
     """
     read = Reader("chart_figure", data)
     points = [_read(point) for point in read.get("points", bool, "at least one point")]

@@ -108,11 +108,7 @@ TRACKERS = {"tensorboard": TensorBoard}
 
 
 def open_tracker(name: str, path: str | os.PathLike[str], behind: Listener) -> Tracker:
-    """A tracker by its name.
-
-    Raises:
-        SettingError: There is none of that name, or its package is not installed.
-    """
+    """A tracker by its name."""
     if name not in TRACKERS:
         near = difflib.get_close_matches(name, TRACKERS, 1, 0.4)
         hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(TRACKERS)}"

@@ -210,11 +210,8 @@ def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
     """Split the training images: nine tenths of each class to train on, a tenth for validation.
 
-    The hash of an image's place decides, so the split is always the same. The test set is not used. Where
-    no class has ten images, as in a trial, it is a tenth of all.
-
-    Raises:
-        ValueError: There is one image, or none.
+    The hash of an image's place decides, so the split is always the same. Where no class has ten images, as in a trial,
+    it is a tenth of all.
     """
     order = draw(0, "deciding validation", 0, torch.arange(len(data.train_labels))).argsort(stable=True)
     judged = torch.zeros(len(order), dtype=torch.bool)
@@ -284,12 +281,9 @@ def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
 
 
 def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
-    """The point's error minus that of DCL with two branches, on the same seeds.
+    """The point's error minus that of DCL with two branches, on the same seeds; None where that cannot be compared.
 
     A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
-
-    Returns:
-        None for DCL itself, and where there are fewer than two seeds to compare.
     """
     rivals = [p for p in chart["points"] if p["unit"] == "dcl"]
     if point["unit"] != "plain":

@@ -162,11 +162,7 @@ def digits_of_classes(classes: Sequence[str]) -> int:
 
 
 def as_inputs(images: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where ``mean`` and ``std`` are given.
-
-    Raises:
-        SettingError: Neither one number nor one for each channel.
-    """
+    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where mean and std are given."""
     inputs = images.to(torch.get_default_dtype()) / 255
     for what, values in (("mean", mean), ("std", std)):
         if values and len(values) not in (1, images.shape[1]):
