@@ -49,10 +49,7 @@ def main(
 
 
 @app.command(**SETTINGS)
-@command(
-    "dcl demo",
-    "dcl demo --epochs 8 --seeds 5 --out my-demo",
-)
+@command("dcl demo", "dcl demo --epochs 8 --seeds 5 --out my-demo")
 def demo(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run folder.  [dim]\\[default: runs/demo, or the next][/dim]")
@@ -248,11 +245,7 @@ def run(
 
 
 @app.command("ls", **SETTINGS)
-@command(
-    "dcl ls",
-    "dcl ls table1 > mine.toml",
-    "dcl ls runs/table1",
-)
+@command("dcl ls", "dcl ls table1 > mine.toml", "dcl ls runs/table1")
 def list_runs(
     name: Annotated[
         str | None,
@@ -272,9 +265,7 @@ def list_runs(
 
 @app.command(**SETTINGS)
 @command(
-    "dcl report runs/table1",
-    "dcl report table1 figures -o both.html",
-    "dcl report runs/lenet runs/wrn -o table2.json",
+    "dcl report runs/table1", "dcl report table1 figures -o both.html", "dcl report runs/lenet runs/wrn -o table2.json"
 )
 def report(
     runs: Annotated[
@@ -301,14 +292,10 @@ def report(
 
 
 @app.command(**SETTINGS)
-@command(
-    "dcl doctor",
-    "dcl doctor runs/table1 --json",
-)
+@command("dcl doctor", "dcl doctor runs/table1 --json")
 def doctor(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run folders; without any, all in runs/.", autocompletion=_complete_run),
+        list[Path] | None, typer.Argument(help="Run folders; without any, all in runs/.", autocompletion=_complete_run)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

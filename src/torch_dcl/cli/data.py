@@ -60,10 +60,7 @@ def data(context: typer.Context, as_json: AsJson = False) -> None:
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data fetch mnist",
-    "dcl data fetch cifar10 --out data",
-)
+@command("dcl data fetch mnist", "dcl data fetch cifar10 --out data")
 def fetch(
     name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn.", metavar="NAME")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data"),
@@ -78,10 +75,7 @@ def fetch(
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data digits --sets II-01",
-    "dcl data digits --mnist mnist/ --out data/digits",
-)
+@command("dcl data digits --sets II-01", "dcl data digits --mnist mnist/ --out data/digits")
 def digits(
     sets: Sets = "all",
     mnist: Mnist = None,
@@ -130,10 +124,7 @@ def digits(
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data sheet -o sheet.png",
-    "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
-)
+@command("dcl data sheet -o sheet.png", "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg")
 def sheet(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
         "sheet.png"
@@ -195,10 +186,7 @@ def prepare(
 
 
 @data_app.command("check", **SETTINGS)
-@command(
-    "dcl data check data/digits",
-    "dcl data check data/digits/MNIST-II-01.safetensors",
-)
+@command("dcl data check data/digits", "dcl data check data/digits/MNIST-II-01.safetensors")
 def check_data(
     paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
 ) -> None:

@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import (
-    bullets,
-    console,
-    first_rank,
-    print_json,
-    say_minutes,
-    say_state,
-    several,
-    table_of,
-)
+from torch_dcl.cli.console import bullets, console, first_rank, print_json, say_minutes, say_state, several, table_of
 from torch_dcl.experiments import protocol
 from torch_dcl.progress import Bar
 

@@ -25,10 +25,7 @@ def fetch(addresses: list[str], target: Path, md5: str) -> None:
 
     The addresses are tried in order, and folders are created as needed. Where all fail nothing is left behind.
     """
-    from torchvision.datasets.utils import (
-        check_integrity,
-        download_url,
-    )
+    from torchvision.datasets.utils import check_integrity, download_url
 
     if target.exists():
         if not check_integrity(target, md5):

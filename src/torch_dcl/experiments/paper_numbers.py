@@ -145,7 +145,4 @@ IMAGENET_DROPS = TopErrors(0.5, 0.9)
 IMAGENET_SECONDS = Shrinkage(6.04, 5.67, 6.13)
 
 # Millions of weights. The paper states none for LeNet and for WRN.
-WEIGHTS: dict[str, Shrinkage] = {
-    "BigNet": Shrinkage(5.74, 5.09, 11.41),
-    "AlexNet": Shrinkage(62.35, 51.86, 16.82),
-}
+WEIGHTS: dict[str, Shrinkage] = {"BigNet": Shrinkage(5.74, 5.09, 11.41), "AlexNet": Shrinkage(62.35, 51.86, 16.82)}

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.fleet.operations import cross_entropy, keep_low_copy, leaf
-from torch_dcl.fleet.stacked_layers import (
-    StackedConv2d,
-    StackedDropout,
-    StackedFusion,
-    build_stacked,
-    is_registered,
-)
+from torch_dcl.fleet.stacked_layers import StackedConv2d, StackedDropout, StackedFusion, build_stacked, is_registered
 from torch_dcl.models import _common
 
 __all__ = ["Stack"]
