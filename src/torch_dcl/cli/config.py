@@ -20,17 +20,8 @@ if TYPE_CHECKING:
     from torch_dcl.experiments.settings import Config
 
 __all__ = [
-    "ABOUT",
-    "Asked",
-    "Task",
-    "as_toml",
-    "find_recipe",
-    "make_task",
-    "plain_settings",
-    "read_recipe",
-    "read_settings",
-    "recipe",
-    "with_settings",
+    "ABOUT", "Asked", "Task", "as_toml", "find_recipe", "make_task", "plain_settings", "read_recipe", "read_settings",
+    "recipe", "with_settings",
 ]  # fmt: skip
 
 _LARGEST = 1_000_000  # bytes of a recipe

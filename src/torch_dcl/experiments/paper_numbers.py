@@ -9,24 +9,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "BIGNET_ORIGINAL_ERROR",
-    "COLUMNS",
-    "DCL_COLUMNS",
-    "IMAGENET",
-    "IMAGENET_DROPS",
-    "IMAGENET_SECONDS",
-    "SETS",
-    "TABLE1",
-    "TABLE2",
-    "TABLE2_DROPS",
-    "THREE_DIGITS",
-    "TWO_DIGITS",
-    "WEIGHTS",
-    "Reported",
-    "Row",
-    "Shrinkage",
+    "BIGNET_ORIGINAL_ERROR", "COLUMNS", "DCL_COLUMNS", "IMAGENET", "IMAGENET_DROPS", "IMAGENET_SECONDS", "SETS",
+    "TABLE1", "TABLE2", "TABLE2_DROPS", "THREE_DIGITS", "TWO_DIGITS", "WEIGHTS", "Reported", "Row", "Shrinkage",
     "TopErrors",
-]
+]  # fmt: skip
 
 COLUMNS = ("baseline", "oracle", "A2", "A3S", "A3D", "B2", "B3S", "B3D")
 DCL_COLUMNS = COLUMNS[2:]

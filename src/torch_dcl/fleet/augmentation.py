@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl import kernels
-from torch_dcl.data.batches import _affine
+from torch_dcl.data.batches import _affine, pixels_at, reflect
 from torch_dcl.data.draws import below, draw
 
 __all__ = ["Augmenter", "Inputs"]
@@ -176,24 +176,17 @@ class Augmenter:
         return images.to(dtype).contiguous()
 
     def _crop(self, images: Tensor, index: Tensor) -> Tensor:
-        count, channels, height, width = images.shape
+        count, _, height, width = images.shape
         row = torch.arange(len(index), device=index.device)[:, None]
         first = self._first[:, row, index].long().view(2, count, 1)
         rows, columns = (
-            _reflect(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
+            reflect(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
             for side, length in enumerate((height, width))
         )
         if self.flip:
             flipped = self._flipped[row, index].view(count, 1)
             columns = torch.where(flipped, columns.flip(1), columns)
-        indices = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
-        flat = images.reshape(count, channels, height * width)
-        return flat.gather(2, indices.expand(count, channels, -1)).view(count, *self.size)
-
-
-def _reflect(at: Tensor, length: int) -> Tensor:
-    """Indices along a side, reflected at its ends."""
-    return (length - 1) - ((length - 1) - at.abs()).abs()
+        return pixels_at(images, rows, columns)
 
 
 def _mean_image(mean: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:

@@ -34,9 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = [
-    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text",
-]  # fmt: skip
+__all__ = ["RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text"]
 
 FORMAT = 3
 _CHECK = "check"

@@ -32,17 +32,8 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "Chart",
-    "ChartConfig",
-    "against_dcl",
-    "budget_of",
-    "chart_grid",
-    "chart_verdict",
-    "hold_out",
-    "lowest_first",
-    "points_of",
-    "rates_at_edge",
-    "step_times",
+    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_verdict", "hold_out", "lowest_first",
+    "points_of", "rates_at_edge", "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
