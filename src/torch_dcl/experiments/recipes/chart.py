@@ -8,7 +8,7 @@ there. Then it is trained on all training images with the chart's seeds, and the
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,13 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
+from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ __all__ = [
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
-SEARCH_SEED = 100
 LEVEL = 0.05
 Point = tuple[str, float]
 """A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
@@ -70,11 +70,10 @@ class ChartConfig(NaturalConfig):
         return points_of(self.units, self.shares)
 
 
-class Chart(NaturalRecipe[ChartConfig]):
+class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
     """Every unit at every budget: trials to choose a learning rate, then all seeds at that rate."""
 
     name = "chart"
-    unit = "trainings"
     config_type = ChartConfig
     data: Dataset
     whole: TrainingRecipe
@@ -106,37 +105,15 @@ class Chart(NaturalRecipe[ChartConfig]):
             "deterministic": config.deterministic,
         }  # fmt: skip
 
-    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """The trials; and when they are done, the seeds of each point at the rate that it takes."""
-        trials = [job for point in self.config.points for job in self._trials(point)]
-        if any(job not in outcomes for job in trials):
-            return trials
-        seeds = range(self.config.seeds)
-        return trials + [
-            self._job("report", point, seed, self._chosen(point, outcomes))
-            for point in self.config.points
-            for seed in seeds
-        ]
+    @property
+    def points(self) -> Sequence[Point]:
+        return self.config.points
 
-    def _job(self, phase: str, point: Point, seed: int, lr: float) -> Job:
+    def job(self, point: Point, seed: int, lr: float, phase: str = "report") -> Job:
         return Job(point[0], self.data.name, seed, lr, phase, (("share", point[1]),))
 
-    def _trials(self, point: Point) -> list[Job]:
-        return [self._job("choose", point, SEARCH_SEED, lr) for lr in self.config.rates]
-
-    def _chosen(self, point: Point, outcomes: Mapping[Job, Outcome]) -> float:
-        return min(self._trials(point), key=lambda job: outcomes[job].judged_error).lr
-
-    def total(self) -> int:
-        return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
-
-    def concurrent(self, job: Job) -> Hashable:
-        return job.phase
-
-    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        points = [f"{jobs[0].network} at {jobs[0].option('share'):g}" for jobs in fleets]
-        return f"{aim} {', '.join(points)}"
+    def named(self, job: Job) -> str:
+        return f"{job.network} at {job.option('share'):g}"
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         is_trial, data = jobs[0].phase == "choose", self.data
@@ -157,14 +134,14 @@ class Chart(NaturalRecipe[ChartConfig]):
         times = step_times(config.points, self.data, self.whole, config, self.device)
         rows = []
         for point in config.points:
-            lr = self._chosen(point, outcomes)
-            errors = [outcomes[self._job("report", point, seed, lr)].judged_error for seed in range(config.seeds)]
+            reports = self.reports(point, outcomes)
             rows.append(
                 {
                     "unit": point[0], "share": point[1],
-                    "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": lr, "errors": errors,
+                    "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": reports[0].lr,
+                    "errors": [outcomes[job].judged_error for job in reports],
                     "seeds": list(range(config.seeds)), "step_ms": times[point],
-                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self._trials(point)},
+                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self.trials(point)},
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
@@ -241,7 +218,10 @@ def step_times(
     some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
     schedule = dataclasses.replace(recipe.schedule, epochs=config.rounds + 1)
     short = dataclasses.replace(recipe, schedule=schedule)
-    jobs = {point: Job(point[0], data.name, SEARCH_SEED, recipe.lr, "time", (("share", point[1]),)) for point in points}
+    jobs = {
+        point: Job(point[0], data.name, UnitRecipe.search_seed, recipe.lr, "time", (("share", point[1]),))
+        for point in points
+    }
     fleets = {point: _fleet([job], some, data, short, config, device) for point, job in jobs.items()}
     times: dict[Point, list[float]] = {point: [] for point in points}
     for turn in range(config.rounds + 1):
