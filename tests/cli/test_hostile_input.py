@@ -88,7 +88,7 @@ def test_networks_of_libraries_want_no_trust(dcl, folder):
         (f'recipe = "table1"\nsets = {"[" * 5000}{"]" * 5000}', "nested too deeply for a recipe"),
         ('recipe = "table1"\nsets = [["II-01"]]', "there is no set \"['II-01']\""),
         ('recipe = "table1"\nepochs = {a = 1}', "epochs must be a whole number, not {'a': 1}"),
-        ('recipe = ["table1"]', "asks for the recipe ['table1'], which there is not"),
+        ('recipe = ["table1"]', "names the unknown recipe ['table1']"),
         ("x = 1\n" * 200_000, "a recipe has some thousands"),
         ('recipe = "table1"\nfactor = nan', "factor must be"),
         ('recipe = "table1"\ndrops = [inf]', "drops must rise and lie between 0 and 1"),

@@ -69,7 +69,7 @@ def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]
     if path.is_dir():
         file = path / "recipe.toml"
         if not file.is_file():
-            raise UsageError(f"{path} is no run folder: it has no recipe.toml; name a recipe, {', '.join(ABOUT)}")
+            raise UsageError(f"{path} is not a run folder: it has no recipe.toml; name a recipe, {', '.join(ABOUT)}")
         return read_recipe(file, smoke=smoke), file
     if path.is_file():
         return read_recipe(path, smoke=smoke), path
@@ -90,7 +90,7 @@ def read_recipe(path: Path, *, smoke: bool = False) -> Asked:
         raise UsageError(f"{path} is not TOML: {error}") from error
     name = data.pop("recipe", None)
     if not isinstance(name, str) or name not in ABOUT:
-        what = "has no line such as" if name is None else f"asks for the recipe {name!r}, which there is not:"
+        what = "has no line such as" if name is None else f"names the unknown recipe {name!r}; write"
         raise UsageError(f'{path} {what} recipe = "table1"; there are {", ".join(ABOUT)}')
     asked = with_settings(recipe(name), data, where=f"{path}: ")
     return Asked(name, dataclasses.replace(asked.config, **_smoke(type(asked.config)))) if smoke else asked

@@ -37,7 +37,7 @@ data_app = typer.Typer(
     pretty_exceptions_enable=False,
 )  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
+AsJsonEnd = Annotated[bool, typer.Option("--json", help="Print JSON on stdout at the end; messages go to stderr.")]
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
 Mnist = Annotated[
     str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
@@ -54,7 +54,7 @@ Mnist = Annotated[
     "dcl data prepare imagenet ILSVRC2012/ data/imagenet",
 )
 def data(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the data that is here, and where it is searched. Fetch, generate, draw and check it."""
+    """List datasets and where they are searched. Download, generate, draw and check them."""
     if context.invoked_subcommand is None:
         show(as_json=as_json)
 
@@ -266,8 +266,8 @@ def show(*, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     looked = ", ".join(str(place) for place in places())
-    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
-    screen.print("Multi-digit sets are written when needed.")
+    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a folder)", markup=False)
+    screen.print("Multi-digit sets are generated when needed.")
     screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
 
 

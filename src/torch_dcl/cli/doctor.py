@@ -85,7 +85,7 @@ def _data() -> list[Check]:
         if row["name"] == "mnist-excerpt":
             try:
                 mnist_excerpt("test")
-                rows.append(_check("embedded digits", "ok", f"{row['about']}, their SHA-256 is right"))
+                rows.append(_check("embedded digits", "ok", f"{row['about']}, SHA-256 verified"))
             except (OSError, ValueError) as error:
                 rows.append(_check("embedded digits", "problem", str(error), "install torch-dcl again"))
         else:
@@ -125,7 +125,8 @@ def print_checks(runs: list[Path], *, as_json: bool) -> None:
     known = [Path(state.path) for state in find_runs(Path("runs"))]
     for path in runs:
         if not path.is_dir():
-            raise UsageError(f"{path} is no run folder; {nearest(str(path), map(str, known))}")
+            near = nearest(str(path), map(str, known))
+            raise UsageError(f"{path} is not a run folder; {near}" + ("" if known else " in runs/"))
     checks = examine(runs or known)
     bad = [check for check in checks if check["state"] == "problem"]
     if as_json:

@@ -43,7 +43,8 @@ def list_all(runs: Path, *, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     if not states:
-        screen.print(Text.assemble(f"No runs in {runs}/ yet. ", ("Try: dcl run table1 --smoke", "dim")))
+        hint = "Try: dcl run table1 --smoke · what a recipe takes: dcl run NAME --dry-run"
+        screen.print(Text.assemble(f"No runs in {runs}/ yet. ", (hint, "dim")))
         return
     table = table_of("run", "recipe", "state", "begun", fixed=("recipe", "begun"))
     for state in states:
@@ -79,7 +80,7 @@ def _write_table(runs: "Sequence[Run]", output: Path) -> None:
     tables = [run.table for run in runs if isinstance(run.table, NaturalTable)]
     if len(tables) < len(runs):
         other = next(run.path for run in runs if not isinstance(run.table, NaturalTable))
-        raise UsageError(f"{other} is no run of table2, and only those are joined in a file; name a page, x.html")
+        raise UsageError(f"{other} is not a run of table2, and only those are joined in a file; name a page, x.html")
     try:
         save(join_table2(tables), output)
     except TableError as error:
@@ -94,6 +95,6 @@ def find_run(run: str) -> Path:
         if path.is_file() or (path / "recipe.json").is_file():
             return path
         if path.is_dir():
-            raise UsageError(f"{path} is no run folder: it has no recipe.json")
+            raise UsageError(f"{path} is not a run folder: it has no recipe.json")
     known = [state.path for state in find_runs("runs")]
     raise UsageError(f"there is no run {run!r}; {nearest(run, known)}" + ("" if known else " in runs/"))

@@ -254,7 +254,7 @@ class DigitRecipe(Recipe[C]):
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
             "networks": f"{loads[0].networks:,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **({"elsewhere": f"about {loads[0].seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
+            **({"on a GPU": f"about {loads[0].seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 

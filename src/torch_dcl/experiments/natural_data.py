@@ -213,7 +213,7 @@ def departures(sources: Iterable[str], images: Sequence[int | None] | None, batc
         train, test = ("all" if count is None else f"the first {count:,}" for count in images)
         sentences.append(f"Of each set {train} images were trained on, and {test} tested with.")
     if sizes := sorted(set(batches)):
-        sentences.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
+        sentences.append(f"Batches of {', '.join(map(str, sizes))} images instead of the recipe's.")
     return sentences
 
 
@@ -274,7 +274,7 @@ class NaturalRecipe(Recipe[C]):
         short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
         then = ", its cells will say so" if there else ""
         words = {
-            "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; DCL counts as fast as plain",
+            "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; assumes that DCL is as fast",
             **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
             **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
         }

@@ -226,7 +226,7 @@ class Recipe(abc.ABC, Generic[C]):
         loads = self.workloads()
         words, plain = self.about(loads)
         if not loads:
-            return Estimate({**words, "device": self.device}, plain)
+            return Estimate({**words, "device": self.device, "time": "no estimate for this recipe"}, plain)
         networks, images = sum(load.networks for load in loads), sum(load.seen for load in loads)
         trials = {name: self.speed(name, loads) for name in dict.fromkeys(load.network for load in loads)}
         speeds = {name: speed for name, (speed, _) in trials.items()}
@@ -235,12 +235,12 @@ class Recipe(abc.ABC, Generic[C]):
         words = {
             "recipe": words["recipe"],
             "networks": f"{networks:,}: {', '.join(speeds)}",
-            "images": f"{images:,} to train on, all epochs of all networks together",
+            "images": f"{images:,} to train on, over all epochs and networks",
             **words,
             "device": self.device,
             "memory": f"about {gib:.1f} GiB",
             "speed": f"{shown}, {next(where for _, where in trials.values())}",
-            "time": f"about {say_time(seconds)}, without preparing data and evaluating",
+            "time": f"about {say_time(seconds)}, without data preparation and evaluation",
         }
         counts = {"networks": networks, "images": images, "memory_gib": gib, "images_per_s": speeds}
         return Estimate(words, {**counts, "minutes": seconds / 60, **plain})

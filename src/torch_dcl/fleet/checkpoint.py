@@ -62,7 +62,7 @@ class Checkpoints:
                 self._report(f"{error}; {then}")
                 file.unlink()
             except ValueError as error:
-                raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
+                raise RunError(f"{error}; resume with the same settings, or remove {file}") from error
         return 0.0, []
 
     def save(self, key: str, fleet: "Fleet", seconds: float, losses: Sequence[Sequence[float]]) -> None:

@@ -101,7 +101,7 @@ class RunFolder:
         try:
             recipe = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RunError(f"{os.fspath(path)} is no run folder: it has no recipe.json") from None
+            raise RunError(f"{os.fspath(path)} is not a run folder: it has no recipe.json") from None
         except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
         if not isinstance(recipe, dict):
@@ -142,7 +142,7 @@ class RunFolder:
         records = []
         for path in sorted(self.path.glob(f"{name}*.jsonl")):
             if not path.is_file():  # a pipe or a device may never end
-                raise RunError(f"{path} is no regular file; remove it")
+                raise RunError(f"{path} is not a regular file; remove it")
             lines = path.read_bytes().split(b"\n")
             for number, line in enumerate(lines):
                 try:

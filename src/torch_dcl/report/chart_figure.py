@@ -89,7 +89,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     many = canvas.seeds_in_words([point.errors for point in points])
     network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
-        f"Test error (%) of {network} with different layers in place of the first fully-connected one, against the "
+        f"Test error (%) of {network} with different layers instead of the first fully-connected one, against the "
         f"network's weights and against the measured time of a training step. Large marks are means over "
         f"{many}, small dots are seeds, bars are 95 % t-intervals of the mean. "
         "On the left, layers of one budget (weights within 1 %) stand side by side on a band, the lowest error first. "

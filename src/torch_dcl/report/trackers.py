@@ -17,11 +17,11 @@ __all__ = ["TensorBoard", "Tracker", "open_tracker"]
 
 
 class Tracker(Listener):
-    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and passes on what it is told.
+    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and forwards progress to a listener.
 
     Args:
         path: The run folder.
-        behind: A listener that is told the same.
+        behind: The listener that progress is forwarded to.
     """
 
     def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:

@@ -1,7 +1,7 @@
 """DCL against its rivals on BigNet: test error against weights and against the time of a step.
 
 The order is the protocol. Every unit goes through the same trials, learning rates with one seed that the chart does not
-use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the lowest error
+use, on training images alone: a tenth of them is held out to judge with. Each takes the rate with the lowest error
 there. Then it is trained on all training images with the chart's seeds, and the test set is evaluated once.
 """
 
@@ -122,7 +122,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
         return _fleet(jobs, train, data, self.whole.scaled(scale), self.config, self.device)
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """For a trial the training images that were kept apart; otherwise the test set."""
+        """For a trial the training images that were held out; otherwise the test set."""
         data = self.data
         test = (data.test_images, data.test_labels)
         return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
