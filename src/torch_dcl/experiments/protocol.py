@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,18 +23,19 @@ from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
 from torch_dcl.fleet.checkpoint import finite
 from torch_dcl.fleet.fleet import Precision
+from torch_dcl.fleet.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.run_folder import RunFolder
-
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "TrainingConfig",
-    "Workload", "content_hash", "find_recipe_type", "finite", "measure_speed",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "RunFolder", "Shown", "Trained",
+    "TrainingConfig", "Workload", "content_hash", "find_recipe_type", "finite", "measure_speed",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
+Shown: TypeAlias = "list[RenderableType]"
+"""What a terminal shows of a result: tables, texts, and strings as bullet points."""
 C = TypeVar("C", bound=Config)
 
 
@@ -301,17 +302,17 @@ class Recipe(abc.ABC, Generic[C]):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def result(self, folder: "RunFolder") -> Any:
+    def result(self, folder: RunFolder) -> Any:
         """The result of a run whose jobs are all done, written to its folder."""
 
     @classmethod
-    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+    def so_far(cls, folder: RunFolder, outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
         """Functions that compute the table (under the recipe's name) and the data of figures of a run so far."""
         return {}
 
     @abc.abstractmethod
-    def shown(self, result: Any, width: int) -> "list[RenderableType]":
-        """What a terminal of this width shows of the result; strings are printed as bullet points."""
+    def shown(self, result: Any, width: int) -> Shown:
+        """What a terminal of this width shows of the result."""
 
     @property
     def at_once(self) -> int:

@@ -13,22 +13,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.experiments.digits import SETS_RULES, TWO, DigitConfig, DigitRecipe
 from torch_dcl.experiments.paper_numbers import SETS, TABLE1
-from torch_dcl.experiments.protocol import Job, Outcome
+from torch_dcl.experiments.protocol import Job, Outcome, RunFolder, Shown
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
 from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Calibration", "CalibrationConfig", "Fitted", "largest_strength", "next_strength"]
 
@@ -120,7 +115,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
             for seed in range(config.seeds)
         ]
 
-    def result(self, folder: "RunFolder") -> list[Fitted]:
+    def result(self, folder: RunFolder) -> list[Fitted]:
         fitted = list(self.fit(outcomes_of(folder))[1].values())
         rows: list[dict[str, Any]] = [
             {"set": fit.name, "paper": fit.target, "strength": fit.best, "errors": fit.tried[fit.best],
@@ -134,7 +129,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         folder.write_json("calibration", content)
         return fitted
 
-    def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
+    def shown(self, result: list[Fitted], width: int) -> Shown:
         lines = []
         for fit in result:
             errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"

@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Workload, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
@@ -26,11 +26,6 @@ from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean
 from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
     "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_verdict", "hold_out", "lowest_first",
@@ -127,7 +122,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
         test = (data.test_images, data.test_labels)
         return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
 
-    def result(self, folder: "RunFolder") -> dict[str, Any]:
+    def result(self, folder: RunFolder) -> dict[str, Any]:
         """The chart as JSON: errors, weights, time of a step and trials of each point."""
         config, outcomes = self.config, outcomes_of(folder)
         folder.log("measuring the time of a step")
@@ -149,7 +144,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
         folder.write_json("chart", chart)
         return chart
 
-    def _described(self, folder: "RunFolder") -> dict[str, Any]:
+    def _described(self, folder: RunFolder) -> dict[str, Any]:
         """What a reader has to know of a chart beside its points."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
@@ -163,7 +158,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
             "environment": folder.read("environment")[-1],
         }  # fmt: skip
 
-    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+    def shown(self, result: dict[str, Any], width: int) -> Shown:
         from rich.text import Text
 
         said = [*result["told"], chart_verdict(result), *filter(None, [rates_at_edge(result)])]
