@@ -259,10 +259,12 @@ def show(*, as_json: bool) -> None:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return
     screen = console()
-    table = table_of("data", "what", "where")
+    heads = ("data", "where", "what") if screen.width >= 60 else ("data", "where")
+    table = table_of(*heads, fixed=("data",))
     for row in rows:
         there, remedy = row["found"], f"not found; {row['remedy']}"
-        table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
+        where = Text(there, "green") if there else Text(remedy, "dim")
+        table.add_row(*(row["name"], where, row["about"])[: len(heads)])
     screen.print(table)
     screen.print()
     looked = ", ".join(str(place) for place in places())

@@ -46,11 +46,13 @@ def list_all(runs: Path, *, as_json: bool) -> None:
         hint = "Try: dcl run table1 --smoke · what a recipe takes: dcl run NAME --dry-run"
         screen.print(Text.assemble(f"No runs in {runs}/ yet. ", (hint, "dim")))
         return
-    table = table_of("run", "recipe", "state", "begun", fixed=("recipe", "begun"))
+    # A narrow terminal goes without the recipe, and then without the time.
+    heads = ["run", "state"] + ["begun"] * (screen.width >= 60) + ["recipe"] * (screen.width >= 80)
+    table = table_of(*heads, fixed=("recipe", "begun"))
     for state in states:
         begun = (state.started or "")[:16].replace("T", " ")
         words = Text(say_state(state), style=COLOURS[state.state])
-        table.add_row(Text(state.path, style="bold"), Text(state.recipe), words, begun)
+        table.add_row(*[Text(state.path, style="bold"), words, Text(begun), Text(state.recipe)][: len(heads)])
     screen.print(table)
 
 
