@@ -188,11 +188,11 @@ def test_a_resume_of_another_run_names_what_differs(dcl, folder):
 
 def test_a_narrow_terminal_lists_runs_a_line_each(dcl, folder, monkeypatch):
     dcl("run", "table1", *TINY, "--out", "runs/t")
-    for width, heads in (("40", "run state"), ("60", "run state begun"), ("80", "run state begun recipe")):
+    for width, heads in (("40", "run state"), ("60", "run state begun"), ("80", "run recipe state begun")):
         monkeypatch.setenv("COLUMNS", width)
         lines = dcl("ls").splitlines()
         assert lines[-2].split() == heads.split()
-        assert lines[-1].startswith("runs/t  finished, ")
+        assert lines[-1].startswith("runs/t  table1  finished, " if width == "80" else "runs/t  finished, ")
 
 
 def test_a_report_of_a_recipe_that_there_is_not_says_so(dcl, folder):

@@ -259,12 +259,13 @@ def show(*, as_json: bool) -> None:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return
     screen = console()
-    heads = ("data", "where", "what") if screen.width >= 60 else ("data", "where")
+    heads = ("data", "what", "where") if screen.width >= 60 else ("data", "where")
     table = table_of(*heads, fixed=("data",))
     for row in rows:
         there, remedy = row["found"], f"not found; {row['remedy']}"
         where = Text(there, "green") if there else Text(remedy, "dim")
-        table.add_row(*(row["name"], where, row["about"])[: len(heads)])
+        cells = {"data": row["name"], "what": row["about"], "where": where}
+        table.add_row(*(cells[head] for head in heads))
     screen.print(table)
     screen.print()
     looked = ", ".join(str(place) for place in places())

@@ -47,12 +47,19 @@ def list_all(runs: Path, *, as_json: bool) -> None:
         screen.print(Text.assemble(f"No runs in {runs}/ yet. ", (hint, "dim")))
         return
     # A narrow terminal goes without the recipe, and then without the time.
-    heads = ["run", "state"] + ["begun"] * (screen.width >= 60) + ["recipe"] * (screen.width >= 80)
+    least = {"run": 0, "recipe": 80, "state": 0, "begun": 60}
+    heads = [head for head, width in least.items() if screen.width >= width]
     table = table_of(*heads, fixed=("recipe", "begun"))
     for state in states:
         begun = (state.started or "")[:16].replace("T", " ")
         words = Text(say_state(state), style=COLOURS[state.state])
-        table.add_row(*[Text(state.path, style="bold"), words, Text(begun), Text(state.recipe)][: len(heads)])
+        cells = {
+            "run": Text(state.path, style="bold"),
+            "recipe": Text(state.recipe),
+            "state": words,
+            "begun": Text(begun),
+        }
+        table.add_row(*(cells[head] for head in heads))
     screen.print(table)
 
 
