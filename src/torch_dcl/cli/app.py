@@ -10,8 +10,6 @@ from torch_dcl.cli.config import ABOUT
 from torch_dcl.cli.console import HELP, SETTINGS, PlainGroup, check_output, command, console, for_machines, print_json
 from torch_dcl.cli.data import AsJson, AsJsonEnd, data_app
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="dcl",
     cls=PlainGroup,

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
     from torch_dcl.experiments.settings import Config
 
-__all__ = [
-    "ABOUT", "Asked", "Task", "as_toml", "find_recipe", "make_task", "plain_settings", "read_recipe", "read_settings",
-    "recipe", "with_settings",
-]  # fmt: skip
-
 _LARGEST = 1_000_000  # bytes of a recipe
 
 

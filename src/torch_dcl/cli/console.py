@@ -17,19 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from torch_dcl.progress import PLAIN, first_rank, say_minutes
+from torch_dcl.progress import PLAIN, first_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from torch_dcl.experiments.run_reader import State
-
-__all__ = [
-    "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
-    "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
-    "say_state", "several", "split", "table_of", "was_restarted",
-]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _aside = False

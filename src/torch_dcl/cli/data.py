@@ -23,8 +23,6 @@ from torch_dcl.cli.console import (
 )
 from torch_dcl.progress import Bar
 
-__all__ = ["AsJson", "AsJsonEnd", "data_app", "what_is_here"]
-
 NAMED = {
     "mnist": "60,000 + 10,000 digits",
     "cifar10": "50,000 + 10,000 images",

@@ -11,8 +11,6 @@ import typer
 
 from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state, table_of
 
-__all__ = ["examine", "print_checks"]
-
 Check = dict[str, Any]
 
 

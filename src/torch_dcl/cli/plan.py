@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from torch_dcl.convert import Plan
 
-__all__ = ["plan_network", "prepared", "read_size", "read_width"]
-
 Size = tuple[int, ...]
 _OPTIONS = ("batch", "branches", "budget", "eps", "force", "input-size", "mode", "phase", "ratio", "round-to", "select",
             "strategy", "width")  # fmt: skip

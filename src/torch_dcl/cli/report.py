@@ -11,8 +11,6 @@ from torch_dcl.cli.console import UsageError, console, nearest, print_json, prin
 if TYPE_CHECKING:
     from torch_dcl.experiments.run_reader import Run
 
-__all__ = ["find_run", "list_all", "print_recipe", "write_report"]
-
 COLOURS = {"running": "cyan", "finished": "green", "incomplete": "yellow", "damaged": "red"}
 
 

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import bullets, console, first_rank, print_json, say_minutes, say_state, several, table_of
+from torch_dcl.cli.console import bullets, console, print_json, say_state, several, table_of
 from torch_dcl.experiments import protocol
-from torch_dcl.progress import Bar
+from torch_dcl.progress import Bar, first_rank, say_minutes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_dcl.experiments.runner import Failure, Summary
-
-__all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
 
 RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""

@@ -218,14 +218,7 @@ def remedy(name: str, place: Path, *, failed: bool = False) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Counts and hashes of a set, train and test.
-
-    Args:
-        title: Its usual name.
-        counts: Number of images.
-        content: Hashes that do not depend on the order.
-        order: Hashes in the order of the original files, where these were available.
-    """
+    """Counts and hashes of a set, train and test: of the content in any order, and in that of the original files."""
 
     title: str
     counts: tuple[int, int]

@@ -79,16 +79,7 @@ class Inputs:
 
 
 class Augmenter:
-    """`Inputs` on a device, for E networks.
-
-    Args:
-        inputs: The settings.
-        networks: E.
-        count: Number of images.
-        shape: Shape of an image, ``[C, H, W]``.
-        device: The device.
-        train: Whether to draw crops and flips.
-    """
+    """`Inputs` on a device, for E networks and images of a shape ``[C, H, W]``; in training with crops and flips."""
 
     def __init__(
         self, inputs: Inputs, networks: int, count: int, shape: Sequence[int], device: torch.device, *, train: bool

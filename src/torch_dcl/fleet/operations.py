@@ -131,14 +131,9 @@ class _Conv(torch.autograd.Function):
 
 
 def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None = None, pairs: bool = False) -> Tensor:
-    """Fuse responses ``[E, T, B, N]`` with biases ``[E, T, N]`` to ``[E, B, N]``.
+    """Fuse responses ``[E, T, B, N]``, before bias and ReLU, with biases ``[E, T, N]`` to ``[E, B, N]``.
 
-    Args:
-        pre: The responses before bias and ReLU.
-        bias: The biases, or None.
-        eps: ε.
-        active: ``[E, 2]``: fuse only these two branches of each network.
-        pairs: Take the mean over all pairs of branches.
+    With ``active`` ``[E, 2]`` only these two branches of each network; with ``pairs`` the mean over all pairs.
     """
     T = pre.shape[1]
     if not pairs and kernels.usable(pre) and (active is not None or T in (2, 3)):

@@ -53,11 +53,6 @@ class RunFolder:
         with RunFolder.open("runs/table1", recipe, resume=True) as folder:
             for record in folder.read("outcomes"): ...
             folder.append("outcomes", {"error": 1.96})
-
-    Args:
-        path: The folder.
-        recipe: The settings of the run, as plain data.
-        format: The format of its files.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], format: int = FORMAT) -> None:

@@ -174,11 +174,7 @@ class Unstacked(nn.Module):
         return self.body.named_parameters()
 
     def check_randomness(self, size: Sequence[int]) -> None:
-        """Refuse networks that use torch's random number generator, found by running two images ``[C, H, W]``.
-
-        Raises:
-            TypeError: They do. Their results would depend on what ran before.
-        """
+        """Refuse networks that use torch's random number generator, found by running two images ``[C, H, W]``."""
         trial = _with_drawn_dropout(self.network(0)).train()
         for module in trial.modules():
             if isinstance(module, _Dropout):

@@ -17,12 +17,7 @@ __all__ = ["TensorBoard", "Tracker", "open_tracker"]
 
 
 class Tracker(Listener):
-    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and forwards progress to a listener.
-
-    Args:
-        path: The run folder.
-        behind: The listener that progress is forwarded to.
-    """
+    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and forwards progress to a listener."""
 
     def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
         self.path, self.behind = Path(path), behind
