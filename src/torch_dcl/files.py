@@ -25,17 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "SealedError",
-    "check_seal",
-    "locate_sealed",
-    "read_sealed",
-    "replacing",
-    "sha256_bytes",
-    "sha256_file",
-    "write_bytes",
-    "write_sealed",
-    "write_text",
-]
+    "SealedError", "check_seal", "locate_sealed", "read_sealed", "replacing", "sha256_bytes", "sha256_file",
+    "write_bytes", "write_sealed", "write_text",
+]  # fmt: skip
 
 _SEAL = "seal"
 _MARK = rb"\"seal\": \""  # in the header the JSON text is a JSON string
@@ -51,18 +43,13 @@ class SealedError(ValueError):
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a path to write to, which becomes `path` when the block ends well.
 
-    This is for libraries that open files by name themselves. The path that is given does not exist yet and ends in
-    the same file name, so a library that looks at the suffix sees the right one. When the block raises, whatever was
-    written is removed and `path` stays as it was. A file that is replaced keeps its permission bits; a new one has
-    those its writer gave it. A symbolic link is followed: the file it points to is replaced, the link stays.
+    This is for libraries that open files by name themselves. The path that is given does not exist yet, is on the same
+    file system, and ends in the same file name, so a library that looks at the suffix sees the right one. When the
+    block raises, whatever was written is removed and `path` stays as it was. A file that is replaced keeps its
+    permission bits; a new one has those its writer gave it. A symbolic link is followed: the file it points to is
+    replaced, the link stays.
 
     A killed process leaves a folder named `.writing-*` beside the target, which can be deleted.
-
-    Args:
-        path: The file to create or replace. Its folder must exist.
-
-    Yields:
-        The path to write to, on the same file system as `path`.
 
     Raises:
         FileNotFoundError: The folder of `path` does not exist, or the block wrote nothing.
@@ -83,56 +70,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
-    """Create or replace a file with `data`, all or nothing.
-
-    Args:
-        path: The file to create or replace. Its folder must exist.
-        data: The whole new content.
-
-    Raises:
-        OSError: As `replacing`, or the disk refused the data.
-    """
+    """Create or replace a file with `data`, all or nothing. Its folder must exist."""
     with replacing(path) as fresh:
         fresh.write_bytes(data)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Create or replace a file with `text` in UTF-8, all or nothing. Line ends are written as they are.
-
-    Args:
-        path: The file to create or replace. Its folder must exist.
-        text: The whole new content.
-
-    Raises:
-        OSError: As `replacing`, or the disk refused the data.
-    """
+    """Create or replace a file with `text` in UTF-8, all or nothing. Line ends are written as they are."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
-    """Hash a file of any size without reading it into memory at once.
-
-    Args:
-        path: The file to read.
-
-    Returns:
-        The SHA-256 as 64 lowercase hexadecimal digits.
-    """
+    """The SHA-256 of a file of any size, in hexadecimal digits, without reading it into memory at once."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
-    """Hash the parts one after the other, as if they were joined, without joining them.
+    """The SHA-256 of the parts one after the other, as if they were joined, without joining them.
 
-    The borders between parts leave no trace: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. If
-    the borders matter, put the lengths among the parts.
-
-    Args:
-        *parts: What to hash, in order.
-
-    Returns:
-        The SHA-256 as 64 lowercase hexadecimal digits.
+    The borders between parts leave no trace: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. If the
+    borders matter, put the lengths among the parts.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -143,19 +101,10 @@ def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
 def write_sealed(
     path: str | os.PathLike[str], key: str, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]
 ) -> str:
-    """Write tensors and a description to one file, all or nothing.
+    """Write tensors and a description, as plain data, to one file, all or nothing; return the SHA-256 that it carries.
 
-    Args:
-        path: The file to create or replace. Its folder must exist.
-        key: What kind of file it is; `read_sealed` asks for it.
-        tensors: By name. They are brought to the CPU, and copied where they are views.
-        about: The description, as plain data.
-
-    Returns:
-        The SHA-256 that the file carries.
-
-    Raises:
-        OSError: As `replacing`, or the disk refused the data.
+    The key says what kind of file it is; `read_sealed` asks for it. Tensors are brought to the CPU, and copied where
+    they are views.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -187,14 +136,7 @@ def write_sealed(
 
 
 def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """Read what `write_sealed` wrote, after checking every byte.
-
-    Args:
-        path: The file.
-        key: What kind of file it must be.
-
-    Returns:
-        Tensors by name, on the CPU, and the description.
+    """Read what `write_sealed` wrote, after checking every byte: tensors by name, on the CPU, and the description.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -221,18 +163,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
 
 
 def check_seal(path: str | os.PathLike[str]) -> str:
-    """Hash a sealed file and compare with the SHA-256 that it carries.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The SHA-256.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SealedError: The file is damaged, was altered, or is not sealed.
-    """
+    """Hash a sealed file, and return the SHA-256 that it carries; a SealedError where the two differ."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
@@ -250,17 +181,8 @@ def locate_sealed(
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
     """Say where the tensors of a sealed file lie in it, to map them into memory. `check_seal` checks their bytes.
 
-    Args:
-        path: The file.
-        key: What kind of file it must be.
-
     Returns:
-        By name the type as safetensors writes it (`"U8"`), the shape, and the place of the first byte; and the
-        description.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SealedError: The file is truncated, damaged or of another kind.
+        By name the type as safetensors writes it (`"U8"`), the shape, and the place of the first byte; the description.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,5 +1,6 @@
 """Progress: a bar in a terminal, a plain line now and then elsewhere."""
 
+import codecs
 import os
 import sys
 import threading
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 __all__ = ["Bar", "error_console", "first_rank", "say_minutes"]
 
 EVERY = 5.0  # seconds between plain lines
+PLAIN = "torch_dcl.plain"
+"""An error handler for `str.encode`: a similar sign for one that a terminal does not have, so that no minus is lost."""
+_SIMILAR = dict(zip("−–·•×→…’▾▴†", "---*x>.'v^+", strict=True))
+
+
+def _similar(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_SIMILAR.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(PLAIN, _similar)
 
 
 def first_rank() -> bool:
@@ -42,10 +55,10 @@ class _Lines:
         self.quiet = quiet
 
     def print(self, line: str, **_: bool) -> None:
-        """Print a line on stderr, with a question mark for what its encoding does not have."""
+        """Print a line on stderr, with similar signs for those that its encoding does not have."""
         if not self.quiet:
             encoding = sys.stderr.encoding or "utf-8"
-            print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+            print(line.encode(encoding, PLAIN).decode(encoding), file=sys.stderr, flush=True)
 
 
 def error_console(*, quiet: bool = False) -> "Console | _Lines":

@@ -387,8 +387,8 @@ def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
     for_machines(False)
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
-    console().print("1.96 ± 0.03 ▾")
-    assert raw.getvalue() == b"1.96 ? 0.03 ?\n"
+    console().print("1.96 ± 0.03 ▾, −0.20, ü")
+    assert raw.getvalue() == b"1.96 ? 0.03 v, -0.20, ?\n"
 
 
 def test_a_line_of_the_run_is_printed_as_it_is():

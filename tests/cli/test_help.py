@@ -184,7 +184,7 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["data", "sheet", "-o", "sheet.gif"], ".png, .svg or .pdf"),
         (["data", "sheet", "--samples", "0"], "at least 1"),
         (["data", "digits", "--images", "0"], "at least 1"),
-        (["doctor", "runs/none"], "no run folder"),
+        (["doctor", "runs/none"], "not a run folder; there are none in runs/"),
         (["demo", "--seeds", "0"], "at least 1"),
     ],
 )

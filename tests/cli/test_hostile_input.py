@@ -88,7 +88,7 @@ def test_networks_of_libraries_want_no_trust(dcl, folder):
         (f'recipe = "table1"\nsets = {"[" * 5000}{"]" * 5000}', "nested too deeply for a recipe"),
         ('recipe = "table1"\nsets = [["II-01"]]', "there is no set \"['II-01']\""),
         ('recipe = "table1"\nepochs = {a = 1}', "epochs must be a whole number, not {'a': 1}"),
-        ('recipe = ["table1"]', "asks for the recipe ['table1'], which there is not"),
+        ('recipe = ["table1"]', "names the unknown recipe ['table1']"),
         ("x = 1\n" * 200_000, "a recipe has some thousands"),
         ('recipe = "table1"\nfactor = nan', "factor must be"),
         ('recipe = "table1"\ndrops = [inf]', "drops must rise and lie between 0 and 1"),
@@ -160,6 +160,9 @@ def test_a_narrow_terminal_gets_a_table_that_it_can_show(width):
         lambda run: (run / "environment.jsonl").write_text('{"time": 3}\n{}\n'),
         lambda run: (run / "recipe.json").write_text("[" * 100_000),
         lambda run: ((run / "lock").unlink(), (run / "lock").mkdir()),
+        lambda run: ((run / "lock").unlink(), os.mkfifo(run / "lock")),
+        lambda run: ((run / "outcomes.jsonl").unlink(), (run / "outcomes.jsonl").symlink_to("/dev/zero")),
+        lambda run: os.mkfifo(run / "outcomes-1.jsonl"),
         lambda run: (shutil.rmtree(run), os.mkfifo(run.parent / "fifo"), run.mkdir(), os.mkfifo(run / "recipe.json")),
     ],
 )
@@ -179,5 +182,22 @@ def test_a_resume_of_another_run_names_what_differs(dcl, folder):
     assert "batch: 50 then, 25 now" in told
     assert len(told.splitlines()) < 8
     told = dcl("run", "calibration", "--smoke", "--out", "runs/t", "--resume", code=1)
-    assert 'recipe: "table1" then, "calibration" now' in told
-    assert len(told.splitlines()) < 15
+    assert "runs/t holds a run of table1, not of calibration" in told
+    assert len(told.splitlines()) < 5
+
+
+def test_a_narrow_terminal_lists_runs_a_line_each(dcl, folder, monkeypatch):
+    dcl("run", "table1", *TINY, "--out", "runs/t")
+    for width, heads in (("40", "run state"), ("60", "run state begun"), ("80", "run recipe state begun")):
+        monkeypatch.setenv("COLUMNS", width)
+        lines = dcl("ls").splitlines()
+        assert lines[-2].split() == heads.split()
+        assert lines[-1].startswith("runs/t  table1  finished, " if width == "80" else "runs/t  finished, ")
+
+
+def test_a_report_of_a_recipe_that_there_is_not_says_so(dcl, folder):
+    dcl("run", "table1", *TINY, "--out", "runs/t")
+    for name in ("tea", "../tea", "os.path"):
+        asked = json.loads((folder / "runs/t/recipe.json").read_text())
+        (folder / "runs/t/recipe.json").write_text(json.dumps({**asked, "recipe": name}))
+        assert f"its recipe {name!r} is unknown" in dcl("report", "runs/t", code=1)

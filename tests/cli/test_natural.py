@@ -104,7 +104,7 @@ def test_a_shortened_run_and_other_batches_are_marked(finished):
     title = load_table2(out / "table2.json").title
     assert "shortened to 0.0134 of the epochs" in title
     assert "a trial, not the protocol" in title
-    assert "Batches of 5 images, in place of the recipe's." in shown
+    assert "Batches of 5 images instead of the recipe's." in shown
 
 
 def test_without_any_data_nothing_is_begun_and_the_files_are_named(dcl, folder):

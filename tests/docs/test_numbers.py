@@ -1,5 +1,6 @@
 """The figures of README and the page of results are those of the files in results/, as far as they are rounded."""
 
+import html
 import json
 import re
 import statistics
@@ -10,6 +11,10 @@ from tests.docs.numbers import README, RESULTS, agree, holm, paired, results, ta
 from tests.docs.pages import ROOT
 
 from torch_dcl import convert_, models
+from torch_dcl.experiments import load
+from torch_dcl.experiments.recipes import table1, table2
+from torch_dcl.experiments.recipes.chart import chart_verdict
+from torch_dcl.report.document import prose
 
 
 def test_the_start_from_trained_weights():
@@ -302,3 +307,19 @@ def test_the_weights_of_the_papers_networks():
         convert_(kinds[name], models.variant_plan(kinds[name], "A2"), init="random")
         after = models.count_weights(kinds[name])
         agree(f"{plain} {dcl} {change}", before, after, 100 * (after / before - 1))
+
+
+def test_stored_pages_have_the_sentences_that_the_code_writes_today():
+    """CONTRIBUTING.md has the commands that write them again."""
+    said = {
+        "table1": [
+            sentence for of in (table1.effects, table1.notes) for sentence in of(load(ROOT / "results/table1.json"))
+        ],
+        "table2": table2.verdict(load(ROOT / "results/table2.json")),
+        "chart": [chart_verdict(results(f"chart/{data}/chart.json")) for data in ("cifar10", "cifar100")],
+    }
+    for name, sentences in said.items():
+        page = html.unescape((ROOT / f"results/{name}.html").read_text(encoding="utf-8"))
+        assert sentences
+        for sentence in sentences:
+            assert prose(sentence) in page, f"results/{name}.html is not that of the present code"

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import torch_dcl
 from torch_dcl.cli.app import app
-from torch_dcl.experiments import join
-from torch_dcl.experiments.join import Claims, run_joined
+from torch_dcl.experiments import ranks
+from torch_dcl.experiments.ranks import Claims
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
-from torch_dcl.experiments.runner import _key, outcomes_of, plan_fleets, run
+from torch_dcl.experiments.runner import key_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
@@ -30,8 +30,8 @@ def clock(monkeypatch):
     class Clock:
         now = 100.0
 
-    monkeypatch.setattr(join.time, "monotonic", lambda: Clock.now)
-    monkeypatch.setattr(join.time, "sleep", lambda seconds: setattr(Clock, "now", Clock.now + seconds))
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(ranks.time, "sleep", lambda seconds: setattr(Clock, "now", Clock.now + seconds))
     return Clock
 
 
@@ -46,7 +46,7 @@ def test_one_of_many_gets_a_claim_that_all_of_them_saw_free(tmp_path, monkeypatc
         together.wait(60)
         return really(*args)
 
-    monkeypatch.setattr(join.os, "open", open_together)
+    monkeypatch.setattr(ranks.os, "open", open_together)
     workers = [Claims(tmp_path, f"-{number}", 60) for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
         assert sum(pool.map(lambda claims: claims.take("fleet"), workers)) == 1
@@ -80,18 +80,19 @@ def test_what_is_given_back_is_free_at_once(tmp_path):
 def test_a_process_that_joins_alone_does_all(tmp_path):
     whole = run(toy(), tmp_path / "whole").result
     told = Told()
-    done = run_joined(toy(), tmp_path / "run", listener=told, files={"recipe.toml": b"seeds = 2\n"})
+    done = run(toy(), tmp_path / "run", listener=told, files={"recipe.toml": b"seeds = 2\n"}, join=True)
     assert done.complete
     assert done.result == whole
     assert told.began == (0, 8)
     assert (tmp_path / "run/recipe.toml").read_bytes() == b"seeds = 2\n"
-    assert run_joined(toy(), tmp_path / "run").complete
+    assert run(toy(), tmp_path / "run", join=True).complete
 
 
 def test_what_a_dead_process_held_is_taken_up_at_its_checkpoint(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("TORCH_DCL_TIMEOUT", "60")
     whole = run(toy(), tmp_path / "whole").result
     asked = iter(range(1000))
-    run_joined(toy(), tmp_path / "run", should_stop=lambda: next(asked) >= 9)
+    run(toy(), tmp_path / "run", should_stop=lambda: next(asked) >= 9, join=True)
     kept = list((tmp_path / "run/fleets").iterdir())
     assert kept, "it was stopped inside of a fleet"
     dead = Claims(tmp_path / "run", "-dead", 60)
@@ -99,13 +100,13 @@ def test_what_a_dead_process_held_is_taken_up_at_its_checkpoint(tmp_path, clock,
     recipe = toy()
     recipe.prepare(lambda _: None)
     for fleet in plan_fleets(recipe.jobs(known), recipe.group, recipe.at_once):
-        assert dead.take(_key(fleet))
+        assert dead.take(key_of(fleet))
     trained = []
     real = Toy.fleet
     monkeypatch.setattr(Toy, "fleet", lambda self, jobs: trained.append(jobs) or real(self, jobs))
     told = Told()
     before = clock.now
-    done = run_joined(toy(), tmp_path / "run", patience=60, listener=told)
+    done = run(toy(), tmp_path / "run", listener=told, join=True)
     assert done.complete
     assert clock.now - before >= 60
     assert any("resumed after" in line for line in told.lines)
@@ -121,21 +122,37 @@ def test_a_fleet_that_fails_does_not_end_the_others_and_is_said_so(tmp_path, mon
         return real(self, jobs)
 
     monkeypatch.setattr(Toy, "fleet", failing)
-    done = run_joined(toy(), tmp_path / "run")
+    done = run(toy(), tmp_path / "run", join=True)
     assert not done.complete
     assert [failure.error for failure in done.failures] == ["RuntimeError: no room"]
     monkeypatch.setattr(Toy, "fleet", real)
-    assert run_joined(toy(), tmp_path / "run").complete
+    assert run(toy(), tmp_path / "run", join=True).complete
 
 
 def test_other_settings_and_a_recipe_of_shared_ranks_are_refused(tmp_path):
-    run_joined(toy(), tmp_path / "run")
+    run(toy(), tmp_path / "run", join=True)
     with pytest.raises(RunError, match="begun with other settings"):
-        run_joined(Toy(ToyConfig(seeds=3)), tmp_path / "run")
+        run(Toy(ToyConfig(seeds=3)), tmp_path / "run", join=True)
     with pytest.raises(SettingError, match="start it with torchrun"):
-        run_joined(ImageNet(ImageNetConfig(data="synthetic")), tmp_path / "other")
+        run(ImageNet(ImageNetConfig(data="synthetic")), tmp_path / "other", join=True)
     done = CliRunner().invoke(app, ["run", "demo", "--join", "--resume"], prog_name="dcl")
     assert (done.exit_code, "leave --resume out" in done.output) == (2, True)
+
+
+def test_a_process_whose_time_is_up_takes_no_further_fleet_and_waits_for_nobody(tmp_path):
+    told = Told()
+    assert not run(toy(), tmp_path / "run", join=True, seconds=0, listener=told).complete
+    assert len([line for line in told.lines if line.startswith("time is up")]) == 1
+    assert not list((tmp_path / "run/claims").iterdir()), "others may take at once what it had"
+
+
+def test_a_link_in_the_folder_is_refused_by_a_process_that_joins(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/outcomes.jsonl").symlink_to(tmp_path / "mine")
+    with pytest.raises(RunError, match="symbolic link"):
+        run(toy(), tmp_path / "run", join=True)
+    assert (tmp_path / "mine").read_text() == "precious"
 
 
 @pytest.mark.slow
@@ -161,9 +178,9 @@ def test_processes_that_join_share_the_work_and_give_the_numbers_of_one(tmp_path
 
 WORKER = """
 import os, signal, sys
-from torch_dcl.experiments.join import run_joined
 from torch_dcl.experiments.protocol import Listener
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
+from torch_dcl.experiments.runner import run
 
 class Dying(Listener):
     '''Kills its process after the second epoch of its second fleet.'''
@@ -178,13 +195,14 @@ config = Table1Config(
     sets=("MNIST-II-01",), models=("baseline", "A2"), seeds=12, data="excerpt", device="cpu", epochs=3, warmup=1,
     train_images=50, test_images=20, batch=25, most=4)
 Table1.every = 0
-run_joined(Table1(config, "cpu"), "many", listener=Dying() if sys.argv[1] == "dies" else None, patience=2)
+run(Table1(config, "cpu"), "many", listener=Dying() if sys.argv[1] == "dies" else None, join=True)
 """
 
 
 @pytest.mark.slow
 def test_what_a_killed_process_held_is_finished_by_others_to_the_numbers_of_one(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(torch_dcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DCL_TIMEOUT"] = "2"
 
     def start(word):
         return subprocess.Popen([sys.executable, "-c", WORKER, word], cwd=tmp_path, env=environment)

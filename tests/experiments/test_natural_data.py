@@ -73,5 +73,5 @@ def test_what_departs_from_the_protocol_is_said():
         assert "The images are synthetic" in departures([source], (4, 2), [])[0]
     assert departures(["CIFAR-10"], (100, None), [5, 7, 5]) == [
         "Of each set the first 100 images were trained on, and all tested with.",
-        "Batches of 5, 7 images, in place of the recipe's.",
+        "Batches of 5, 7 images instead of the recipe's.",
     ]

@@ -92,7 +92,7 @@ def test_only_a_lock_that_is_held_counts(run):
     [
         (lambda run: (run / "recipe.json").write_text("{"), "recipe.json is damaged"),
         (lambda run: (run / "recipe.json").write_text("[]"), "recipe.json is damaged: it holds list"),
-        (lambda run: (run / "recipe.json").unlink(), "is no run folder: it has no recipe.json"),
+        (lambda run: (run / "recipe.json").unlink(), "is not a run folder: it has no recipe.json"),
         (lambda run: (run / "recipe.json").write_text('{"table": 1}'), "KeyError: 'columns'"),
         (lambda run: (run / "curves.json").write_text("{"), "curves.json is not JSON"),
     ],

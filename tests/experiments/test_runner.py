@@ -283,7 +283,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(whole, tmp_
         file.write_bytes(content)
     told = Told()
     assert run(toy(), tmp_path, resume=True, listener=told).result == whole
-    assert sum("is damaged or was altered" in line for line in told.lines) == damaged
+    named = [line for line in told.lines if "is damaged or was altered" in line]
+    assert len(named) == damaged
+    assert f"the earlier {stopped[0].name} is used" in named[0]
+    assert damaged == 1 or "the fleet starts from the beginning" in named[1]
     assert any("resumed after epoch 1 of 2" in line for line in told.lines) == (damaged == 1)
 
 
@@ -307,7 +310,7 @@ def test_checkpoints_are_gone_when_the_run_is_done(tmp_path, stopped):
 def test_a_resume_on_other_data_is_refused(tmp_path, stopped):
     other = toy()
     other.salt = 1
-    with pytest.raises(RunError, match=r"other settings:\n  sha256: "):
+    with pytest.raises(RunError, match=r"other settings or data:\n  sha256: "):
         run(other, tmp_path, resume=True)
 
 

@@ -282,7 +282,7 @@ def test_a_run_that_exists_is_refused_without_resume(done, untrained):
     ],
 )
 def test_a_changed_recipe_is_refused_with_the_difference(done, untrained, change, difference):
-    with pytest.raises(RunError, match=rf"(?s)was begun with other settings:\n.*{difference}.*ask for the same"):
+    with pytest.raises(RunError, match=rf"(?s)begun with other settings or data:\n.*{difference}.*choose the same"):
         run(done, resume=True, **change)
 
 

@@ -351,7 +351,7 @@ def test_a_resume_on_other_images_in_a_folder_of_the_same_name_is_refused(root, 
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RunError, match=r"other settings:\n  sha256\.cifar10: "):
+    with pytest.raises(RunError, match=r"other settings or data:\n  sha256\.cifar10: "):
         run(tmp_path / "run", place, resume=True)
 
 

@@ -10,8 +10,6 @@ from torch_dcl.cli.config import ABOUT
 from torch_dcl.cli.console import HELP, SETTINGS, PlainGroup, check_output, command, console, for_machines, print_json
 from torch_dcl.cli.data import AsJson, AsJsonEnd, data_app
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="dcl",
     cls=PlainGroup,
@@ -49,10 +47,7 @@ def main(
 
 
 @app.command(**SETTINGS)
-@command(
-    "dcl demo",
-    "dcl demo --epochs 8 --seeds 5 --out my-demo",
-)
+@command("dcl demo", "dcl demo --epochs 8 --seeds 5 --out my-demo")
 def demo(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run folder.  [dim]\\[default: runs/demo, or the next][/dim]")
@@ -86,41 +81,46 @@ def plan(
     ],
     measure: Annotated[bool, typer.Option("--measure", help="Time every unit, plain and converted.")] = False,
     select: Annotated[
-        str, typer.Option(help="The units that are smaller, or, by time, those that make the network faster.")
+        str,
+        typer.Option(
+            help="smaller: units with fewer weights; faster: units that are measured to speed the network up."
+        ),
     ] = "smaller",
     mode: Annotated[
-        str, typer.Option(help="With faster, how the network will run: eager, compile, reduce-overhead, graph.")
+        str, typer.Option(help="With faster: how the network will run, eager, compile, reduce-overhead, graph.")
     ] = "eager",
-    phase: Annotated[str, typer.Option(help="With faster, what is to be so: train, infer.")] = "train",
+    phase: Annotated[str, typer.Option(help="With faster: which phase, train or infer.")] = "train",
     only: Annotated[
         list[str] | None, typer.Option(help="Units or globs: 'classifier.*'. May be repeated.", metavar="NAMES")
     ] = None,
     without: Annotated[
         list[str] | None, typer.Option(help="Units or globs to leave out. May be repeated.", metavar="NAMES")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --only take layers that are left alone.")] = False,
-    branches: Annotated[int, typer.Option(help="Branches of a unit.")] = 2,
-    ratio: Annotated[float, typer.Option(help="Filters of a branch, as a part of the unit's.")] = 0.25,
+    force: Annotated[bool, typer.Option("--force", help="Let --only convert layers that are left alone.")] = False,
+    branches: Annotated[int, typer.Option(help="Branches per unit.")] = 2,
+    ratio: Annotated[float, typer.Option(help="Filters of a branch, as a fraction of the unit's.")] = 0.25,
     width: Annotated[
         str | None, typer.Option(help="Filters of a branch instead: 64, or 64,32 for each.", metavar="M[,M…]")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Part of the weights to keep at most: 0.5. Picks units and widths.")
+        float | None, typer.Option(help="Fraction of the weights to keep at most: 0.5. Chooses units and widths.")
     ] = None,
-    round_to: Annotated[int, typer.Option(help="What --ratio and --budget round widths to a multiple of.")] = 8,
+    round_to: Annotated[int, typer.Option(help="Round the widths of --ratio and --budget to a multiple of this.")] = 8,
     strategy: Annotated[
         str, typer.Option(help="deterministic, or stochastic for 3 or more branches.")
     ] = "deterministic",
     eps: Annotated[float | None, typer.Option(help="ε.  [dim]\\[default: the paper's, 10^-T][/dim]")] = None,
-    input_size: Annotated[str | None, typer.Option(help="Of one input: 3,224,224.", metavar="C,H,W")] = None,
+    input_size: Annotated[str | None, typer.Option(help="Size of one input: 3,224,224.", metavar="C,H,W")] = None,
     batch: Annotated[int, typer.Option(help="Inputs to run and measure with.")] = 1,
     device: Annotated[str, typer.Option(help="Where to run and measure: cpu, cuda, auto.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of weights and inputs: float32, bfloat16, float16.")] = "float32",
-    memory: Annotated[str, typer.Option(help="channels_last or contiguous; auto is the first on a GPU.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Type of weights and inputs: float32, bfloat16, float16.")] = "float32",
+    memory: Annotated[
+        str, typer.Option(help="Memory format: channels_last, contiguous; auto is channels_last on a GPU.")
+    ] = "auto",
     as_json: AsJson = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON to a file.")] = None,
 ) -> None:
-    """Which layers of a network pay, which do not, and why."""
+    """Say which layers of a network are worth converting, which are not, and why."""
     from torch_dcl.cli.plan import plan_network, read_width
     from torch_dcl.files import write_text
 
@@ -181,22 +181,25 @@ def run(
     sets: Annotated[str | None, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")] = None,
     models: Annotated[
         str | None,
-        typer.Option(help="Which columns: baseline,A2,low-rank or all; of table2: bignet,bignet+dcl.", metavar="NAMES"),
+        typer.Option(
+            help="Which columns: baseline,A2,low-rank or all; for table2: bignet,bignet+dcl.", metavar="NAMES"
+        ),
     ] = None,
     networks: Annotated[
-        str | None, typer.Option(help="Of table2: lenet,bignet,wrn or all, each without and with DCL.", metavar="NAMES")
+        str | None,
+        typer.Option(help="For table2: lenet,bignet,wrn or all, each without and with DCL.", metavar="NAMES"),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="Of imagenet: alexnet, torchvision:NAME, timm:NAME, file.py:function.")
+        str | None, typer.Option(help="For imagenet: alexnet, torchvision:NAME, timm:NAME, file.py:function.")
     ] = None,
-    plan: Annotated[str | None, typer.Option(help="Of imagenet: a plan of dcl plan -o.", metavar="FILE")] = None,
+    plan: Annotated[str | None, typer.Option(help="For imagenet: a plan of dcl plan -o.", metavar="FILE")] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Of imagenet: the part of the weights to keep at most, in place of a plan.")
+        float | None, typer.Option(help="For imagenet: the fraction of the weights to keep at most, instead of a plan.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Networks of each kind.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over a set.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training set.")] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Of table2, chart: the part of each recipe's epochs to train, up to 1.")
+        float | None, typer.Option(help="For table2, chart: the fraction of each recipe's epochs to train, up to 1.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, auto.")] = None,
     data: Annotated[str | None, typer.Option(help=DATA_HELP, metavar="FOLDER|NAMES")] = None,
@@ -206,17 +209,17 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", help="The run folder.  [dim]\\[default: runs/NAME][/dim]")
     ] = None,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Say what it would take, and run nothing.")] = False,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny version of the same path, in seconds.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Estimate time and memory, and run nothing.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Run a tiny version of the recipe, in seconds.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run that the folder holds.")] = False,
     join: Annotated[
         bool,
-        typer.Option("--join", help="Share the run with others that were started like this; begin it if none was."),
+        typer.Option("--join", help="Share the run with other processes that are started with --join."),
     ] = False,
     minutes: Annotated[float | None, typer.Option(help="Stop after about this many minutes; resume later.")] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Run code that a file or a folder names.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Allow code that a file or a run folder names.")] = False,
     log: Annotated[
-        str | None, typer.Option(help="Where to pass on losses and errors while it runs: tensorboard.")
+        str | None, typer.Option(help="Send losses and errors to a tracker while it runs: tensorboard.")
     ] = None,
     as_json: AsJsonEnd = False,
 ) -> None:
@@ -248,11 +251,7 @@ def run(
 
 
 @app.command("ls", **SETTINGS)
-@command(
-    "dcl ls",
-    "dcl ls table1 > mine.toml",
-    "dcl ls runs/table1",
-)
+@command("dcl ls", "dcl ls table1 > mine.toml", "dcl ls runs/table1")
 def list_runs(
     name: Annotated[
         str | None,
@@ -261,7 +260,7 @@ def list_runs(
     runs: Annotated[Path, typer.Option(help="The folder with the runs.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Recipes, and runs with their state. With a name: the recipe as TOML, to copy and edit."""
+    """List recipes, and runs with their state. With a name: print the recipe as TOML, to copy and edit."""
     from torch_dcl.cli.report import list_all, print_recipe
 
     if name is not None:
@@ -272,9 +271,7 @@ def list_runs(
 
 @app.command(**SETTINGS)
 @command(
-    "dcl report runs/table1",
-    "dcl report table1 figures -o both.html",
-    "dcl report runs/lenet runs/wrn -o table2.json",
+    "dcl report runs/table1", "dcl report table1 figures -o both.html", "dcl report runs/lenet runs/wrn -o table2.json"
 )
 def report(
     runs: Annotated[
@@ -290,7 +287,7 @@ def report(
     ] = Path("report.html"),
     as_json: AsJson = False,
 ) -> None:
-    """One page of one or several runs: the verdict, the paper's numbers beside yours, figures."""
+    """Write a page of one or several runs: the verdict, the paper's numbers beside yours, figures."""
     from torch_dcl.cli.report import write_report
 
     path = write_report(runs, output)
@@ -301,18 +298,14 @@ def report(
 
 
 @app.command(**SETTINGS)
-@command(
-    "dcl doctor",
-    "dcl doctor runs/table1 --json",
-)
+@command("dcl doctor", "dcl doctor runs/table1 --json")
 def doctor(
     runs: Annotated[
-        list[Path] | None,
-        typer.Argument(help="Run folders; without any, all in runs/.", autocompletion=_complete_run),
+        list[Path] | None, typer.Argument(help="Run folders; without any, all in runs/.", autocompletion=_complete_run)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is installed and found here, what is missing, and what to do about it."""
+    """Check the installation, GPUs, data and runs, and say how to fix what is wrong."""
     from torch_dcl.cli.doctor import print_checks
 
     print_checks(runs or [], as_json=as_json)

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
     from torch_dcl.experiments.settings import Config
 
-__all__ = [
-    "ABOUT",
-    "Asked",
-    "Task",
-    "as_toml",
-    "find_recipe",
-    "make_task",
-    "plain_settings",
-    "read_recipe",
-    "read_settings",
-    "recipe",
-    "with_settings",
-]  # fmt: skip
-
 _LARGEST = 1_000_000  # bytes of a recipe
 
 
@@ -71,18 +57,14 @@ def _smoke(kind: "type[Config]") -> dict[str, Any]:
 
 
 def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]:
-    """A recipe by the word after ``dcl run``, its name, a file, or the folder of a run; and the file it was read from.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """A recipe by what follows ``dcl run``: its name, a file, or the folder of a run; and the file it was read from."""
     if given in ABOUT:
         return recipe(given, smoke=smoke), None
     path = Path(given)
     if path.is_dir():
         file = path / "recipe.toml"
         if not file.is_file():
-            raise UsageError(f"{path} is no run folder: it has no recipe.toml; name a recipe, {', '.join(ABOUT)}")
+            raise UsageError(f"{path} is not a run folder: it has no recipe.toml; name a recipe, {', '.join(ABOUT)}")
         return read_recipe(file, smoke=smoke), file
     if path.is_file():
         return read_recipe(path, smoke=smoke), path
@@ -92,11 +74,7 @@ def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]
 
 
 def read_recipe(path: Path, *, smoke: bool = False) -> Asked:
-    """Read a recipe as `as_toml` writes it; what it leaves out has its default.
-
-    Raises:
-        UsageError: It is no recipe; the message says what is wrong.
-    """
+    """Read a recipe as `as_toml` writes it; what it leaves out has its default."""
     if path.stat().st_size > _LARGEST:
         raise UsageError(f"{path} has {path.stat().st_size:,} bytes; a recipe has some thousands")
     try:
@@ -107,18 +85,14 @@ def read_recipe(path: Path, *, smoke: bool = False) -> Asked:
         raise UsageError(f"{path} is not TOML: {error}") from error
     name = data.pop("recipe", None)
     if not isinstance(name, str) or name not in ABOUT:
-        what = "has no line such as" if name is None else f"asks for the recipe {name!r}, which there is not:"
+        what = "has no line such as" if name is None else f"names the unknown recipe {name!r}; write"
         raise UsageError(f'{path} {what} recipe = "table1"; there are {", ".join(ABOUT)}')
     asked = with_settings(recipe(name), data, where=f"{path}: ")
     return Asked(name, dataclasses.replace(asked.config, **_smoke(type(asked.config)))) if smoke else asked
 
 
 def with_settings(asked: Asked, settings: Mapping[str, Any], where: str = "") -> Asked:
-    """A recipe with some settings changed, given as values or as typed; ``where`` is what a message begins with.
-
-    Raises:
-        UsageError: There is no such setting, or it cannot have this value.
-    """
+    """A recipe with some settings changed, given as values or as typed; ``where`` is what a message begins with."""
     from torch_dcl.experiments import settings as rules
 
     known = list(rules.settings_of(type(asked.config)))
@@ -132,11 +106,7 @@ def with_settings(asked: Asked, settings: Mapping[str, Any], where: str = "") ->
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The texts of ``--set key=value``.
-
-    Raises:
-        UsageError: One has no ``=``.
-    """
+    """The texts of ``--set key=value``."""
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -219,11 +189,7 @@ def make_task(
     trust: bool = False,
     join: bool = False,
 ) -> Task:
-    """Build a task from the arguments of ``dcl run``.
-
-    Raises:
-        UsageError: An argument is invalid.
-    """
+    """Build a task from the arguments of ``dcl run``."""
     asked, file = find_recipe(given, smoke=smoke)
     typed = read_settings(pairs) | {key: value for key, value in settings.items() if value is not None}
     if file is not None and not trust:

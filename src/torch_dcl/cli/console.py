@@ -17,19 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from torch_dcl.progress import first_rank, say_minutes
+from torch_dcl.progress import PLAIN, first_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from torch_dcl.experiments.run_reader import State
-
-__all__ = [
-    "SETTINGS", "PlainGroup", "UsageError", "bullets", "check_output", "command", "console", "first_rank",
-    "for_machines", "in_options", "make_folder", "nearest", "print_json", "print_text", "read_device", "say_minutes",
-    "say_state", "several", "split", "table_of", "was_restarted",
-]  # fmt: skip
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _aside = False
@@ -64,10 +58,10 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def _tolerate(stream: Any) -> None:
-    """Print a question mark where a terminal cannot show ± or ▾, instead of failing."""
+    """Print a similar sign where a terminal cannot show − or ▾, instead of failing."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
+        stream.reconfigure(errors=PLAIN)
 
 
 def print_json(value: Any) -> None:
@@ -79,7 +73,7 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print text as it is, with a question mark for what the terminal cannot show."""
+    """Print text as it is, with similar signs for those that the terminal cannot show."""
     _tolerate(sys.stdout)
     sys.stdout.write(text)
 
@@ -222,11 +216,7 @@ def split(text: str | Sequence[str]) -> list[str]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before any work goes into its content.
-
-    Raises:
-        UsageError: Its folder does not exist, or it is a folder itself.
-    """
+    """Refuse a file that cannot be written, before any work goes into its content."""
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
@@ -234,11 +224,7 @@ def check_output(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder to write to, with those above it.
-
-    Raises:
-        UsageError: A file is in the way.
-    """
+    """Make a folder to write to, with those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -246,11 +232,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_device(given: str) -> str:
-    """Resolve a device; "auto" is the GPU where there is one.
-
-    Raises:
-        UsageError: It is not there.
-    """
+    """Resolve a device; "auto" is the GPU where there is one."""
     import torch
 
     if given == "auto":

@@ -23,8 +23,6 @@ from torch_dcl.cli.console import (
 )
 from torch_dcl.progress import Bar
 
-__all__ = ["AsJson", "AsJsonEnd", "data_app", "what_is_here"]
-
 NAMED = {
     "mnist": "60,000 + 10,000 digits",
     "cifar10": "50,000 + 10,000 images",
@@ -37,7 +35,7 @@ data_app = typer.Typer(
     pretty_exceptions_enable=False,
 )  # fmt: skip
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
-AsJsonEnd = Annotated[bool, typer.Option("--json", help="End with JSON on stdout; what is for people goes to stderr.")]
+AsJsonEnd = Annotated[bool, typer.Option("--json", help="Print JSON on stdout at the end; messages go to stderr.")]
 Sets = Annotated[str, typer.Option(help="Which sets: II-01,III-10 or all.", metavar="NAMES")]
 Mnist = Annotated[
     str | None, typer.Option(help="A folder with the idx files of MNIST. Without it: looked for, else the excerpt.")
@@ -54,16 +52,13 @@ Mnist = Annotated[
     "dcl data prepare imagenet ILSVRC2012/ data/imagenet",
 )
 def data(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the data that is here, and where it is searched. Fetch, generate, draw and check it."""
+    """List datasets and where they are searched. Download, generate, draw and check them."""
     if context.invoked_subcommand is None:
         show(as_json=as_json)
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data fetch mnist",
-    "dcl data fetch cifar10 --out data",
-)
+@command("dcl data fetch mnist", "dcl data fetch cifar10 --out data")
 def fetch(
     name: Annotated[str, typer.Argument(help="mnist, cifar10, cifar100 or svhn.", metavar="NAME")],
     out: Annotated[Path, typer.Option("--out", help="The folder to write to.")] = Path("data"),
@@ -78,10 +73,7 @@ def fetch(
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data digits --sets II-01",
-    "dcl data digits --mnist mnist/ --out data/digits",
-)
+@command("dcl data digits --sets II-01", "dcl data digits --mnist mnist/ --out data/digits")
 def digits(
     sets: Sets = "all",
     mnist: Mnist = None,
@@ -130,10 +122,7 @@ def digits(
 
 
 @data_app.command(**SETTINGS)
-@command(
-    "dcl data sheet -o sheet.png",
-    "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg",
-)
+@command("dcl data sheet -o sheet.png", "dcl data sheet --sets II-05,III-10 --samples 20 -o two.svg")
 def sheet(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture: .png, .svg or .pdf.")] = Path(
         "sheet.png"
@@ -195,10 +184,7 @@ def prepare(
 
 
 @data_app.command("check", **SETTINGS)
-@command(
-    "dcl data check data/digits",
-    "dcl data check data/digits/MNIST-II-01.safetensors",
-)
+@command("dcl data check data/digits", "dcl data check data/digits/MNIST-II-01.safetensors")
 def check_data(
     paths: Annotated[list[Path], typer.Argument(help="Prepared files, or folders with some.")], as_json: AsJson = False
 ) -> None:
@@ -271,15 +257,18 @@ def show(*, as_json: bool) -> None:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return
     screen = console()
-    table = table_of("data", "what", "where")
+    heads = ("data", "what", "where") if screen.width >= 60 else ("data", "where")
+    table = table_of(*heads, fixed=("data",))
     for row in rows:
         there, remedy = row["found"], f"not found; {row['remedy']}"
-        table.add_row(row["name"], row["about"], Text(there, "green") if there else Text(remedy, "dim"))
+        where = Text(there, "green") if there else Text(remedy, "dim")
+        cells = {"data": row["name"], "what": row["about"], "where": where}
+        table.add_row(*(cells[head] for head in heads))
     screen.print(table)
     screen.print()
     looked = ", ".join(str(place) for place in places())
-    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a place)", markup=False)
-    screen.print("Multi-digit sets are written when needed.")
+    screen.print(f"Searched in {looked}  (set TORCH_DCL_DATA to add a folder)", markup=False)
+    screen.print("Multi-digit sets are generated when needed.")
     screen.print("Download a set: dcl data fetch NAME · multi-digit files: dcl data digits · a picture: dcl data sheet")
 
 

@@ -11,8 +11,6 @@ import typer
 
 from torch_dcl.cli.console import UsageError, console, nearest, print_json, say_state, table_of
 
-__all__ = ["examine", "print_checks"]
-
 Check = dict[str, Any]
 
 
@@ -85,7 +83,7 @@ def _data() -> list[Check]:
         if row["name"] == "mnist-excerpt":
             try:
                 mnist_excerpt("test")
-                rows.append(_check("embedded digits", "ok", f"{row['about']}, their SHA-256 is right"))
+                rows.append(_check("embedded digits", "ok", f"{row['about']}, SHA-256 verified"))
             except (OSError, ValueError) as error:
                 rows.append(_check("embedded digits", "problem", str(error), "install torch-dcl again"))
         else:
@@ -117,11 +115,7 @@ def _run(path: Path) -> Check:
 
 
 def print_checks(runs: list[Path], *, as_json: bool) -> None:
-    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem.
-
-    Raises:
-        UsageError: There is no such run.
-    """
+    """Print all checks, of all runs in ``runs/`` where none is named; the exit code is 1 where one is a problem."""
     from rich.text import Text
 
     from torch_dcl.experiments.run_reader import find_runs
@@ -129,7 +123,8 @@ def print_checks(runs: list[Path], *, as_json: bool) -> None:
     known = [Path(state.path) for state in find_runs(Path("runs"))]
     for path in runs:
         if not path.is_dir():
-            raise UsageError(f"{path} is no run folder; {nearest(str(path), map(str, known))}")
+            near = nearest(str(path), map(str, known))
+            raise UsageError(f"{path} is not a run folder; {near}" + ("" if known else " in runs/"))
     checks = examine(runs or known)
     bad = [check for check in checks if check["state"] == "problem"]
     if as_json:

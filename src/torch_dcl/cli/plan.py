@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from torch_dcl.convert import Plan
 
-__all__ = ["plan_network", "prepared", "read_size", "read_width"]
-
 Size = tuple[int, ...]
 _OPTIONS = ("batch", "branches", "budget", "eps", "force", "input-size", "mode", "phase", "ratio", "round-to", "select",
             "strategy", "width")  # fmt: skip
@@ -32,12 +30,7 @@ def plan_network(
     batch: int,
     **wish: Any,
 ) -> "Plan":
-    """Build a network and plan its conversion: options as they were typed, and further arguments of `torch_dcl.plan`.
-
-    Raises:
-        UsageError: An argument is invalid.
-        RuntimeError: The network cannot be built, or does not run.
-    """
+    """Build a network and plan its conversion: options as typed, and further arguments of `torch_dcl.plan`."""
     from torch_dcl.convert import plan
     from torch_dcl.experiments.network_source import find_model
 
@@ -65,11 +58,7 @@ def plan_network(
 
 
 def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.Module":
-    """Move a network to the device, type and memory format to measure it in; "auto" is channels_last on a GPU.
-
-    Raises:
-        UsageError: There is no such type or format.
-    """
+    """Move a network to the device, type and memory format to measure it in; "auto" is channels_last on a GPU."""
     import torch
 
     for option, given, known in (("dtype", dtype, _TYPES), ("memory", memory, _FORMATS)):
@@ -84,11 +73,7 @@ def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.
 
 
 def read_size(text: str) -> Size:
-    """The size of an input from ``3,224,224`` or ``3x224x224``.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """The size of an input from ``3,224,224`` or ``3x224x224``."""
     try:
         size = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
@@ -99,11 +84,7 @@ def read_size(text: str) -> Size:
 
 
 def read_width(text: str | None) -> int | Size | None:
-    """The filters of a branch from ``64``, or of each branch from ``64,32``.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """The filters of a branch from ``64``, or of each branch from ``64,32``."""
     if text is None:
         return None
     try:

@@ -11,8 +11,6 @@ from torch_dcl.cli.console import UsageError, console, nearest, print_json, prin
 if TYPE_CHECKING:
     from torch_dcl.experiments.run_reader import Run
 
-__all__ = ["find_run", "list_all", "print_recipe", "write_report"]
-
 COLOURS = {"running": "cyan", "finished": "green", "incomplete": "yellow", "damaged": "red"}
 
 
@@ -43,23 +41,28 @@ def list_all(runs: Path, *, as_json: bool) -> None:
     screen.print(table)
     screen.print()
     if not states:
-        screen.print(Text.assemble(f"No runs in {runs}/ yet. ", ("Try: dcl run table1 --smoke", "dim")))
+        hint = "Try: dcl run table1 --smoke · what a recipe takes: dcl run NAME --dry-run"
+        screen.print(Text.assemble(f"No runs in {runs}/ yet. ", (hint, "dim")))
         return
-    table = table_of("run", "recipe", "state", "begun", fixed=("recipe", "begun"))
+    # A narrow terminal goes without the recipe, and then without the time.
+    least = {"run": 0, "recipe": 80, "state": 0, "begun": 60}
+    heads = [head for head, width in least.items() if screen.width >= width]
+    table = table_of(*heads, fixed=("recipe", "begun"))
     for state in states:
         begun = (state.started or "")[:16].replace("T", " ")
         words = Text(say_state(state), style=COLOURS[state.state])
-        table.add_row(Text(state.path, style="bold"), Text(state.recipe), words, begun)
+        cells = {
+            "run": Text(state.path, style="bold"),
+            "recipe": Text(state.recipe),
+            "state": words,
+            "begun": Text(begun),
+        }
+        table.add_row(*(cells[head] for head in heads))
     screen.print(table)
 
 
 def write_report(runs: Sequence[str], output: Path) -> Path:
-    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table.
-
-    Raises:
-        UsageError: There is no such run, or nothing to report of it, or no such folder to write to; or the runs are not
-            parts of one table.
-    """
+    """Write the page of some runs; or, to a file that ends in ``.json``, the runs of parts of Table 2 as one table."""
     from torch_dcl.experiments import read_run
     from torch_dcl.report.page import check, report
 
@@ -84,7 +87,7 @@ def _write_table(runs: "Sequence[Run]", output: Path) -> None:
     tables = [run.table for run in runs if isinstance(run.table, NaturalTable)]
     if len(tables) < len(runs):
         other = next(run.path for run in runs if not isinstance(run.table, NaturalTable))
-        raise UsageError(f"{other} is no run of table2, and only those are joined in a file; name a page, x.html")
+        raise UsageError(f"{other} is not a run of table2, and only those are joined in a file; name a page, x.html")
     try:
         save(join_table2(tables), output)
     except TableError as error:
@@ -92,17 +95,13 @@ def _write_table(runs: "Sequence[Run]", output: Path) -> None:
 
 
 def find_run(run: str) -> Path:
-    """Find a run: a folder, a file, or a name in ``runs/``.
-
-    Raises:
-        UsageError: There is none; the nearest is offered.
-    """
+    """Find a run: a folder, a file, or a name in ``runs/``."""
     from torch_dcl.experiments import find_runs
 
     for path in (Path(run), Path("runs", run)):
         if path.is_file() or (path / "recipe.json").is_file():
             return path
         if path.is_dir():
-            raise UsageError(f"{path} is no run folder: it has no recipe.json")
+            raise UsageError(f"{path} is not a run folder: it has no recipe.json")
     known = [state.path for state in find_runs("runs")]
     raise UsageError(f"there is no run {run!r}; {nearest(run, known)}" + ("" if known else " in runs/"))

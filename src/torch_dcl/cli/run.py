@@ -1,7 +1,6 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
-import functools
 import math
 import os
 import shlex
@@ -13,25 +12,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from torch_dcl.cli.config import Task, make_task
-from torch_dcl.cli.console import (
-    bullets,
-    console,
-    first_rank,
-    print_json,
-    say_minutes,
-    say_state,
-    several,
-    table_of,
-)
+from torch_dcl.cli.console import bullets, console, print_json, say_state, several, table_of
 from torch_dcl.experiments import protocol
-from torch_dcl.progress import Bar
+from torch_dcl.progress import Bar, first_rank, say_minutes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch_dcl.experiments.runner import Failure, Summary
-
-__all__ = ["RESUME_ME", "Listener", "dry_run", "run_demo", "run_task"]
 
 RESUME_ME = 75
 """The exit code of a run that was stopped by SIGTERM and saved: EX_TEMPFAIL, try again."""
@@ -69,7 +57,6 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
 
 def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     """Run with a bar, and print and draw the result."""
-    from torch_dcl.experiments.join import run_joined
     from torch_dcl.experiments.runner import run
     from torch_dcl.files import write_text
     from torch_dcl.report import draw_run
@@ -81,10 +68,9 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
         told = Listener(bar)
         tracker = open_tracker(log, task.out, told) if log and first_rank() else None
         with stop:
-            start = run_joined if task.join else functools.partial(run, resume=task.resume)
-            summary = start(
-                task.recipe, task.out, seconds=task.seconds, should_stop=stop, listener=tracker or told,
-                files=task.files(),
+            summary = run(
+                task.recipe, task.out, resume=task.resume, join=task.join, seconds=task.seconds, should_stop=stop,
+                listener=tracker or told, files=task.files(),
             )  # fmt: skip
     if tracker is not None:
         tracker.update()

@@ -8,16 +8,6 @@ from torch_dcl.data.mnist import mnist_excerpt
 from torch_dcl.data.sources import load
 
 __all__ = [
-    "Batches",
-    "DataError",
-    "Dataset",
-    "ImageNetBatches",
-    "digits",
-    "layouts",
-    "load",
-    "mnist_excerpt",
-    "open_images",
-    "prepare_imagenet",
-    "read_prepared",
-    "write_prepared",
-]
+    "Batches", "DataError", "Dataset", "ImageNetBatches", "digits", "layouts", "load", "mnist_excerpt", "open_images",
+    "prepare_imagenet", "read_prepared", "write_prepared",
+]  # fmt: skip

@@ -55,14 +55,7 @@ MnistLike = str | os.PathLike[str] | tuple[Tensor, Tensor] | Segments | None
 
 
 def source(mnist: MnistLike = None) -> str:
-    """Describe the digits that `generate` and `segment` use for `mnist`.
-
-    Args:
-        mnist: As for `generate`.
-
-    Returns:
-        A phrase for a report.
-    """
+    """Describe the digits that `generate` and `segment` use for `mnist`, in a phrase for a report."""
     if mnist is None:
         return "the embedded excerpt of MNIST (6,000 training and 1,000 test digits)"
     if isinstance(mnist, Segments):
@@ -75,18 +68,7 @@ def source(mnist: MnistLike = None) -> str:
 def segment(mnist: MnistLike, split: str) -> Segments:
     """Read the digits of a split and crop them. Do this once and pass the result on, to generate many sets quickly.
 
-    Args:
-        mnist: As for `generate`.
-        split: `"train"` or `"test"`.
-
-    Returns:
-        The digits on the CPU, or `mnist` itself where it is `Segments`.
-
-    Raises:
-        ValueError: The digits have the wrong shape, a label is outside 0 to 9, a class has no digit, an image is blank,
-            an idx file is damaged or of another format, or `mnist` has the digits of the other split.
-        TypeError: The digits are not uint8 or the labels are not integers.
-        FileNotFoundError: An idx file is missing.
+    Digits of the wrong type are a TypeError; of the wrong shape, range or split a ValueError.
     """
     if split not in FILES:
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
@@ -103,11 +85,7 @@ def segment(mnist: MnistLike, split: str) -> Segments:
 
 
 def read_digits(mnist: str | os.PathLike[str] | tuple[Tensor, Tensor] | None, split: str) -> tuple[Tensor, Tensor]:
-    """Read and check the digits of a split, uint8 `[n, 28, 28]`, and their labels, int64 `[n]`, without cropping them.
-
-    Raises:
-        OSError, TypeError, ValueError: As for `segment`.
-    """
+    """Read and check the digits of a split, uint8 `[n, 28, 28]`, and their labels, int64 `[n]`, without cropping."""
     if mnist is None:
         images, labels = mnist_excerpt(split)
     elif isinstance(mnist, str | os.PathLike):

@@ -169,40 +169,33 @@ class Batches:
 def cut(
     images: Tensor, index: Tensor, seed: int, epoch: int, size: tuple[int, int], *, flip: bool, pad: int = 0
 ) -> Tensor:
-    """Randomly flip and crop every image of a batch.
+    """Randomly flip and crop images `[B, C, H, W]` to `[B, C, h, w]`, after reflection padding of `pad` pixels.
 
-    Args:
-        images: `[B, C, H, W]` of any type.
-        index: Indices of the images in the set: flip and crop are hashes of (seed, epoch, index).
-        seed: The seed of the run.
-        epoch: The number of the epoch.
-        size: Height and width of the crops.
-        flip: Whether to flip, with probability 1/2.
-        pad: Pixels of reflection padding at every border.
-
-    Returns:
-        `[B, C, h, w]` of the same type.
+    Flip (with probability 1/2) and crop are hashes of (seed, epoch, index of the image in the set).
     """
-    count, channels, height, width = images.shape
+    height, width = images.shape[2:]
     rows = _positions(draw(seed, "crop row", epoch, index), height, size[0], pad)
     columns = _positions(draw(seed, "crop column", epoch, index), width, size[1], pad)
     if flip:
         flipped = draw(seed, "flip", epoch, index) < 0
         columns = torch.where(flipped[:, None], columns.flip(1), columns)
-    places = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
-    flat = images.reshape(count, channels, height * width)
-    return flat.gather(2, places.expand(count, channels, -1)).view(count, channels, *size)
+    return pixels_at(images, rows, columns)
+
+
+def pixels_at(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The pixels of images `[B, C, H, W]` at rows `[B, h]` and columns `[B, w]`: `[B, C, h, w]`."""
+    places = (rows[:, :, None] * images.shape[3] + columns[:, None, :]).flatten(1)[:, None]
+    pixels = images.flatten(2).gather(2, places.expand(-1, images.shape[1], -1))
+    return pixels.view(*images.shape[:2], rows.shape[1], columns.shape[1])
+
+
+def reflect(at: Tensor, length: int) -> Tensor:
+    """Positions along a side, reflected at its ends."""
+    return (length - 1) - ((length - 1) - at.abs()).abs()
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """The mean of the images, pixel by pixel, as some recipes subtract it.
-
-    Args:
-        images: uint8 `[N, C, H, W]`.
-
-    Returns:
-        float32 `[C, H, W]`, from 0 to 255. Exact sums, so the same on every device.
-    """
+    """The mean of uint8 images, pixel by pixel: float32 `[C, H, W]` from 0 to 255. Sums are exact on every device."""
     total = torch.zeros(images.shape[1:], dtype=torch.int64, device=images.device)
     for start in range(0, len(images), 8192):
         total += images[start : start + 8192].sum(0, dtype=torch.int64)
@@ -212,8 +205,7 @@ def mean_image(images: Tensor) -> Tensor:
 def _positions(drawn: Tensor, length: int, size: int, pad: int) -> Tensor:
     """The pixels of each crop along one side, `[B, size]`, reflected at the border."""
     first = below(drawn, length + 2 * pad - size + 1) - pad
-    at = (first[:, None] + torch.arange(size, device=drawn.device)).abs()
-    return (length - 1) - ((length - 1) - at).abs()
+    return reflect(first[:, None] + torch.arange(size, device=drawn.device), length)
 
 
 def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -> tuple[Tensor, Tensor]:

@@ -30,18 +30,9 @@ _CIFAR100_CLASSES = (
 
 @dataclasses.dataclass(frozen=True)
 class Cifar:
-    """The official binary archive of a CIFAR set.
+    """The official binary archive of a CIFAR set; `records` are the images of a training and of a test file.
 
-    Args:
-        title: Its usual name.
-        folder: The folder inside the archive.
-        archive: Its file name.
-        md5: Its published MD5.
-        train: The files with training images.
-        test: The files with test images.
-        classes: The class names.
-        label_bytes: How many bytes of labels a record starts with; the last of them is used.
-        records: How many images each training file and each test file has.
+    A record starts with some bytes of labels, of which the last is used.
     """
 
     title: str
@@ -91,12 +82,7 @@ ADDRESS = "https://www.cs.toronto.edu/~kriz/"
 
 
 def read_cifar_set(name: str, place: Path) -> Dataset | None:
-    """Read a CIFAR set: the official binary files, the official archive, or arrays; None where no file of it is there.
-
-    Raises:
-        FileNotFoundError: Some of the files are there and others are missing.
-        DataError: A file is damaged or of another format.
-    """
+    """Read a CIFAR set: the official binary files, the official archive, or arrays; None where it is not there."""
     form = CIFAR[name]
     files = (*form.train, *form.test)
     for folder in (place / form.folder, place / name, place):

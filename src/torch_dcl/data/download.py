@@ -23,16 +23,9 @@ _WITHOUT_DATA = (
 def fetch(addresses: list[str], target: Path, md5: str) -> None:
     """Download one file with torchvision's downloader, which shows a progress bar. An existing file is kept.
 
-    The addresses are tried in order, and folders are created as needed.
-
-    Raises:
-        OSError: The download failed from all addresses. Nothing is left behind.
-        DataError: There is another file at `target`.
+    The addresses are tried in order, and folders are created as needed. Where all fail nothing is left behind.
     """
-    from torchvision.datasets.utils import (
-        check_integrity,
-        download_url,
-    )
+    from torchvision.datasets.utils import check_integrity, download_url
 
     if target.exists():
         if not check_integrity(target, md5):
@@ -54,9 +47,8 @@ def fetch(addresses: list[str], target: Path, md5: str) -> None:
 def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]:
     """Read the expected files of a gzipped tar archive, by name and size, into memory. Nothing is written.
 
-    Raises:
-        DataError: The archive is damaged or of another format, one of the files is missing, is there twice, is not a
-            regular file or has another size, or the archive is far larger than it may be.
+    A DataError where the archive is damaged or far larger than it may be, or a file is missing, there twice, no regular
+    file or of another size.
     """
     found: dict[str, bytes] = {}
     announced, most = 0, sum(expected.values()) + _MAX_OTHERS
@@ -91,12 +83,7 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
 
 
 def write_members(archive: Path, expected: Mapping[str, int], folder: Path) -> None:
-    """Unpack the expected files of an archive to a folder, each whole or not at all.
-
-    Raises:
-        DataError: As `read_members`.
-        OSError: The disk is full or read-only.
-    """
+    """Unpack the expected files of an archive to a folder, each whole or not at all."""
     for name, content in read_members(archive, expected).items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -16,45 +16,22 @@ _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def draw(seed: int, purpose: str, epoch: int, index: Tensor) -> Tensor:
-    """Draw one number for every index.
+    """Draw one number for every index, int64 of the same shape and device; two purposes get different ones.
 
-    Args:
-        seed: Any whole number.
-        purpose: The use of the numbers; two purposes get different ones.
-        epoch: Any whole number.
-        index: int64, on any device.
-
-    Returns:
-        int64 of the same shape and device; all 64 bits are uniform, so half of the numbers are negative. They are the
-        mixing function of splitmix64 on the index, seeded with the SHA-256 of the other arguments.
-
-    Raises:
-        TypeError: Seed or epoch is not a whole number.
+    All 64 bits are uniform, so half of the numbers are negative. They are the mixing function of splitmix64 on the
+    index, seeded with the SHA-256 of the other arguments.
     """
     return mix(index * _signed(_GOLDEN) + draw_key(seed, purpose, epoch))
 
 
 def draw_key(seed: int, purpose: str, epoch: int) -> int:
-    """The 64 bits that seed, purpose and epoch are to `draw`.
-
-    Args:
-        seed: Any whole number.
-        purpose: The use of the numbers.
-        epoch: Any whole number.
-
-    Raises:
-        TypeError: Seed or epoch is not a whole number.
-    """
+    """The 64 bits that seed, purpose and epoch are to `draw`."""
     seed, epoch = whole_number("seed", seed), whole_number("epoch", epoch)
     return _signed(int.from_bytes(hashlib.sha256(f"{seed}|{epoch}|{purpose}".encode()).digest()[:8], "little"))
 
 
 def mix(x: Tensor) -> Tensor:
-    """The mixing function of splitmix64: every bit of the result depends on every bit of the argument.
-
-    Args:
-        x: int64; it is not changed.
-    """
+    """The mixing function of splitmix64: every bit of the result depends on every bit of the argument."""
     for shift, factor in _FACTORS:
         x = (x ^ _right(x, shift)) * _signed(factor)
     return x ^ _right(x, 31)
@@ -66,12 +43,7 @@ def below(drawn: Tensor, bound: int) -> Tensor:
 
 
 def whole_number(name: str, value: Any, least: int | None = None) -> int:
-    """Check an argument that must be a whole number. Numpy integers are accepted, True and False are not.
-
-    Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is too small.
-    """
+    """Check an argument that must be a whole number. Numpy integers are accepted, True and False are not."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

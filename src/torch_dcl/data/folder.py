@@ -25,18 +25,7 @@ _MAX_NAMES = 2**24  # bytes of a list of class names, of which 65,536 are possib
 
 
 def class_folders(folder: Path) -> list[str]:
-    """The class names of a split: its folders, sorted, without hidden ones.
-
-    Args:
-        folder: For example `PATH/train`.
-
-    Returns:
-        At least one name.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        DataError: It has no class folder.
-    """
+    """The class names of a split, at least one: its folders, sorted, without hidden ones."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist; put the images into {folder}/CLASS/*.png")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -46,18 +35,7 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def image_files(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    """The image files of a split with their labels, by class and then by name.
-
-    Args:
-        folder: For example `PATH/train`.
-        classes: The class names, which must be its folders.
-
-    Returns:
-        Paths and labels.
-
-    Raises:
-        DataError: Classes differ, or one of them has no images.
-    """
+    """The image files of a split with their labels, by class and then by name; classes must be its folders."""
     found = class_folders(folder)
     if found != classes:
         differ = sorted(set(found) ^ set(classes))
@@ -73,23 +51,11 @@ def image_files(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
 
 
 def read_folder(folder: Path, size: int | tuple[int, int] | None, mode: str | None) -> Dataset:
-    """Read `train/CLASS/*` and `test/CLASS/*` into memory.
+    """Read `train/CLASS/*` and `test/CLASS/*` into memory; classes are the folder names, sorted.
 
-    `val/` replaces a missing `test/`; where both exist it is the validation split.
-
-    Args:
-        folder: The folder above the splits.
-        size: Height and width to resize every image to, by antialiased bilinear interpolation, without keeping the
-            aspect ratio; one number for both. By default all images must have one size.
-        mode: `"RGB"` or `"L"` to convert every image to, see `images.read_image`. By default all images must have one
-            of these modes.
-
-    Returns:
-        The dataset; classes are the folder names, sorted.
-
-    Raises:
-        FileNotFoundError: The folder, or one of the splits, does not exist.
-        DataError: An empty class, an unreadable image, or images of mixed size or mode.
+    `val/` replaces a missing `test/`; where both exist it is the validation split. With a size every image is resized
+    to this height and width, by antialiased bilinear interpolation, without keeping the aspect ratio; with a mode it is
+    converted, see `images.read_image`. Otherwise all images must have one size and one mode, RGB or L.
     """
     if mode not in (None, "RGB", "L"):
         raise ValueError(f"mode must be 'RGB', 'L' or None, not {mode!r}")
@@ -173,34 +139,15 @@ class _Form:
 
 
 def has_arrays(folder: Path) -> bool:
-    """Whether a folder has any of the four files of `read_arrays`.
-
-    Args:
-        folder: The folder.
-
-    Returns:
-        True when at least one is there.
-    """
+    """Whether a folder has any of the four files of `read_arrays`."""
     return any((folder / name).is_file() for name in _ARRAYS)
 
 
 def read_arrays(folder: Path, name: str, classes: tuple[str, ...] | None = None) -> Dataset:
-    """Open `{train,test}_{images,labels}.npy`, memory-mapped.
+    """Open `{train,test}_{images,labels}.npy`, memory-mapped: nothing is read before it is used.
 
-    Images are uint8 `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` with 1 or 3 channels. Class names are those of
-    `classes.json`, a list, when it is in the same folder; otherwise the numbers up to the largest label.
-
-    Args:
-        folder: Where the four files are.
-        name: The name of the set.
-        classes: The class names, where they are known.
-
-    Returns:
-        The dataset. Its images are views of the files: nothing is read before it is used.
-
-    Raises:
-        FileNotFoundError: One of the files is missing.
-        DataError: One of them is not such an array, or they do not match.
+    Images are uint8 `[N, H, W]`, `[N, H, W, C]` or `[N, C, H, W]` with 1 or 3 channels. Where class names are not given
+    they are those of `classes.json`, a list, in the same folder; otherwise the numbers up to the largest label.
     """
     missing = [file for file in _ARRAYS if not (folder / file).is_file()]
     if missing:

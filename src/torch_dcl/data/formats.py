@@ -29,11 +29,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read_idx(path: Path, dimensions: int) -> Bytes:
-    """Read an idx file of unsigned bytes, gzipped when its name ends in `.gz`: 3 dimensions for images, 1 for labels.
-
-    Raises:
-        DataError: The file is truncated, too long, wrongly packed or of another format.
-    """
+    """Read an idx file of bytes, gzipped when its name ends in `.gz`: 3 dimensions for images, 1 for labels."""
     packed = path.suffix == ".gz"
     with path.open("rb") as file:
         if (file.read(2) == _GZIP) != packed:
@@ -83,11 +79,7 @@ def _read_idx(path: Path, file: io.BufferedIOBase, dimensions: int, size: int | 
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Read a whole file of at most `most` bytes.
-
-    Raises:
-        DataError: The file is larger.
-    """
+    """Read a whole file of at most `most` bytes."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         if size > most:
@@ -97,15 +89,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tuple[Bytes, Bytes]:
-    """Read the records of a binary CIFAR file: one or two bytes of labels, then 3 × 32 × 32 pixels.
+    """Read the records of a binary CIFAR file: images `[N, 3, 32, 32]` and labels `[N]`. The name is for errors.
 
-    CIFAR-100 has two label bytes, of which the second is the fine label. The name is for errors.
-
-    Returns:
-        Images `[N, 3, 32, 32]` and labels `[N]`.
-
-    Raises:
-        DataError: The file is empty, truncated, packed, or has a label that does not exist.
+    CIFAR-100 has two label bytes, of which the second is the fine label.
     """
     record = label_bytes + _PIXELS
     if not content or len(content) % record:
@@ -126,11 +112,7 @@ def read_cifar(name: str, content: bytes, label_bytes: int, classes: int) -> tup
 
 
 def read_npy(path: Path) -> npt.NDArray[np.generic]:
-    """Open a numpy file as a memory map. Writing to the array changes it in memory and never on the disk.
-
-    Raises:
-        DataError: The file is truncated, packed, pickled, or of another format.
-    """
+    """Open a numpy file as a memory map. Writing to the array changes it in memory and never on the disk."""
     with path.open("rb") as file:
         head = file.read(12)
     if head[:6] != b"\x93NUMPY":

@@ -44,14 +44,9 @@ class _Array(NamedTuple):
 
 
 def read_mat(path: Path) -> tuple[Bytes, Bytes]:
-    """Read a file of SVHN's cropped digits: X of 32 × 32 × 3 × N bytes, y of N labels from 1 to 10, where 10 is zero.
+    """Read a file of SVHN's cropped digits: images `[N, 3, 32, 32]` and labels `[N]` from 0 to 9.
 
-    Returns:
-        Images `[N, 3, 32, 32]` and labels `[N]` from 0 to 9.
-
-    Raises:
-        DataError: The file is truncated, of another format, does not hold such arrays, or holds more images than the
-            largest file of SVHN.
+    In the file X has 32 × 32 × 3 × N bytes, and y has N labels from 1 to 10, where 10 is zero.
     """
     with path.open("rb") as file:
         head = file.read(128)

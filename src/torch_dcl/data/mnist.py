@@ -40,15 +40,7 @@ def find_mnist(place: Path) -> Path | None:
 
 
 def read_mnist(folder: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read one split of MNIST from a folder with its idx files.
-
-    Returns:
-        Images, uint8 `[N, H, W]`, and labels, int64 `[N]`.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        DataError: A file is damaged or of another format.
-    """
+    """Read one split of MNIST from a folder with its idx files: images, uint8 `[N, H, W]`, and labels, int64 `[N]`."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give the folder with the idx files of MNIST")
     missing = [file for file in FILES[split] if _packed_or_not(folder, file) is None]

@@ -111,14 +111,7 @@ def load(
 
 
 def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Where named sets are looked for, in order.
-
-    Args:
-        root: The only place, when it is given.
-
-    Returns:
-        `root` alone; otherwise `$TORCH_DCL_DATA` if it is set, `./data`, and the user's cache.
-    """
+    """Where named sets are looked for: `root` alone if given, else `$TORCH_DCL_DATA`, `./data` and the user's cache."""
     if root is not None:
         return [Path(root).expanduser()]
     set_by_user = os.environ.get("TORCH_DCL_DATA")
@@ -225,14 +218,7 @@ def remedy(name: str, place: Path, *, failed: bool = False) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """Counts and hashes of a set, train and test.
-
-    Args:
-        title: Its usual name.
-        counts: Number of images.
-        content: Hashes that do not depend on the order.
-        order: Hashes in the order of the original files, where these were available.
-    """
+    """Counts and hashes of a set, train and test: of the content in any order, and in that of the original files."""
 
     title: str
     counts: tuple[int, int]
@@ -278,17 +264,9 @@ KNOWN = {
 
 
 def examine(dataset: Dataset) -> str:
-    """Compare the content of a named set with the known one.
+    """Compare the content of a named set with the known one, by its name; the answer in words.
 
-    Args:
-        dataset: The set; its name says which known set it is compared with.
-
-    Returns:
-        `"known content"`, with a note where the order is not the original one, or `"unknown content: …"` with the
-        reason.
-
-    Raises:
-        DataError: It has as many images as the known set, so it claims to be that set, and its hash differs.
+    A DataError where it has as many images as the known set, so it claims to be that set, and its hash differs.
     """
     known = KNOWN.get(dataset.name)
     if known is None:
@@ -316,10 +294,6 @@ def content_hashes(images: Tensor, labels: Tensor) -> tuple[str, str]:
     """Hash images with their labels: a SHA-256 that does not depend on their order, and one that does.
 
     Both are over the SHA-256 of each label (two bytes, the lower first) and image, for the first of them sorted.
-
-    Args:
-        images: uint8 `[N, C, H, W]`.
-        labels: int64 `[N]`, each from 0 to 65,535.
     """
     found: list[bytes] = []
     for start in range(0, len(images), _CHUNK):

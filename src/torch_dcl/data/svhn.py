@@ -22,20 +22,10 @@ _CLASSES = tuple(str(digit) for digit in range(10))
 
 
 def read_svhn(place: Path, *, extra: bool = True, seed: int = 0) -> Dataset | None:
-    """Read SVHN's cropped digits, with the paper's validation split.
+    """Read SVHN's cropped digits with the paper's validation split, from `place`, its `svhn` or its `SVHN`.
 
-    Args:
-        place: The folder with the files, or the one above their folder `svhn` or `SVHN`.
-        extra: Whether to include the extra images.
-        seed: The seed of the validation split, see `set_aside`.
-
-    Returns:
-        The dataset: the rest of train, then of extra, to train on, and the validation images in the same order; or
-        None when no file is there.
-
-    Raises:
-        FileNotFoundError: Some of the files are there and others are missing.
-        DataError: A file is damaged, or has too few images of a class.
+    The rest of train, then of extra, is trained on, and the validation images have the same order. None when no file is
+    there; an error where only some are.
     """
     wanted = [split for split in FILES if extra or split != "extra"]
     for folder in (place / "svhn", place / "SVHN", place):
@@ -62,22 +52,10 @@ def read_svhn(place: Path, *, extra: bool = True, seed: int = 0) -> Dataset | No
 
 
 def set_aside(labels: Tensor, per_class: int, part: str, seed: int = 0) -> Tensor:
-    """Choose the validation images of one part of SVHN.
+    """Choose the validation images of one part of SVHN, `"train"` or `"extra"`: bool `[N]`.
 
     Every image gets the integer hash of (seed, `"svhn validation " + part`, its index). Of each class those with the
-    smallest hashes are chosen, of equal ones the earlier.
-
-    Args:
-        labels: The labels of the part, in the order of its file.
-        per_class: How many of each class: 400 of train, 200 of extra.
-        part: `"train"` or `"extra"`.
-        seed: Another seed chooses others.
-
-    Returns:
-        bool `[N]`, True for the chosen.
-
-    Raises:
-        DataError: A class has fewer images than that.
+    smallest hashes are chosen, of equal ones the earlier: 400 of train, 200 of extra.
     """
     order = draw(seed, f"svhn validation {part}", 0, torch.arange(len(labels))).argsort(stable=True)
     chosen = torch.zeros(len(labels), dtype=torch.bool)
@@ -95,11 +73,7 @@ def set_aside(labels: Tensor, per_class: int, part: str, seed: int = 0) -> Tenso
 def contrast_normalise(images: Tensor) -> Tensor:
     """Subtract the mean of each image over pixels and channels, and divide by its norm.
 
-    Args:
-        images: uint8 or floating `[N, C, H, W]`.
-
-    Returns:
-        float32 (or float64, if given), each image with mean 0 and norm 1; a constant image becomes 0.
+    float32 (or float64, if given); a constant image becomes 0.
     """
     x = images if images.dtype == torch.float64 else images.float()
     x = x - x.mean((1, 2, 3), keepdim=True)
@@ -112,12 +86,6 @@ def local_contrast_normalise(x: Tensor) -> Tensor:
 
     G is a 7 × 7 gaussian of σ 2 with sum 1, and pixels outside of the image count as 0. d is computed from x itself,
     not from the centred x − G∗x; its mean is over the channel of the image.
-
-    Args:
-        x: Floating `[N, C, H, W]`.
-
-    Returns:
-        The same shape and type.
     """
     centred = x - _blur(x)
     d = _blur(x.square()).sqrt()
@@ -125,15 +93,9 @@ def local_contrast_normalise(x: Tensor) -> Tensor:
 
 
 def preprocess(images: Tensor) -> Tensor:
-    """Contrast normalisation, then local contrast normalisation: the inputs of the paper's SVHN networks.
+    """Contrast normalisation, then local contrast normalisation: the inputs of the paper's SVHN networks, float32.
 
     It runs on the device of the images. Pass it to `Batches` as `normalise`.
-
-    Args:
-        images: uint8 `[N, 3, 32, 32]`.
-
-    Returns:
-        float32 of the same shape.
     """
     return local_contrast_normalise(contrast_normalise(images))
 

@@ -303,9 +303,6 @@ def large_banks_help_little(points: Sequence[tuple[int, Sequence[float]]], middl
     """A large filter bank does not help much; ``points`` are filters and errors by seed.
 
     A bank is large from ``middle`` filters on; None takes the middle number of the list.
-
-    Raises:
-        ValueError: a ``middle`` that is not among the points.
     """
     ordered = sorted(points, key=lambda point: point[0])
     filters = [n for n, _ in ordered]

@@ -46,15 +46,11 @@ _FC1, _FC1_IN, _SHARE = 500, 800, 1 / 5
 
 
 def build(column: str, classes: int, seed: int, *, filters: int | None = None) -> nn.Module:
-    """A LeNet of a column, started from a seed.
+    """A LeNet of a column, one of `MODELS`, `MORE` or `EXTRAS`, started from a seed.
 
-    The convolutions of one seed start alike in all columns.
-
-    Args:
-        column: One of `MODELS`, `MORE` or `EXTRAS`; the oracle's networks are the baseline with ten classes.
-        classes: Outputs.
-        seed: What the start is drawn from; torch's own generator is left as it was.
-        filters: Filters of a branch in place of the paper's fifth; for the DCL columns alone.
+    The convolutions of one seed start alike in all columns, and torch's own generator is left as it was. The oracle's
+    networks are the baseline with ten classes. ``filters`` of a branch may take the place of the paper's fifth, in the
+    DCL columns alone.
     """
     with torch.random.fork_rng(devices=[]):
         # Before the seed is set: planning makes a network of its own, and only the first time.

@@ -115,18 +115,12 @@ def class_responses(
 
     Args:
         model: A network with DCL layers.
-        layer_name: The name of one, for example ``"fc1"``.
+        layer_name: The name of one, for example ``"fc1"``; it must be called once a pass.
         images: As the network takes them, ``[N, ...]``.
         labels: Whole numbers ``[N]``.
         digits: How many digits a label has as a number. 1 takes labels as plain classes.
-        classes: How many classes, or their names. None takes ``10**digits``, or with ``digits`` 1 as many as the
-            labels need.
+        classes: How many, or their names; None takes ``10**digits``, or with ``digits`` 1 as many as the labels need.
         batch: Images a forward pass. It changes memory and speed, not the result.
-
-    Raises:
-        KeyError: the network has no DCL layer of that name.
-        TypeError: images or labels of a wrong type.
-        ValueError: images, labels and classes that do not fit together, or a layer that is not called once a pass.
     """
     layer = _find_layer(model, layer_name)
     names = _check_data(images, labels, digits, classes)
@@ -266,11 +260,7 @@ def as_plain(response: Complementary, title: str) -> dict[str, Any]:
 
 
 def from_plain(stored: Mapping[str, Any]) -> Complementary:
-    """Read what `as_plain` gave.
-
-    Raises:
-        ValueError: Something is missing.
-    """
+    """Read what `as_plain` gave."""
     names = [f.name for f in fields(Complementary)]
     if missing := [name for name in names if name not in stored]:
         raise ValueError(f"the responses of a filter lack {', '.join(missing)}; run it again")

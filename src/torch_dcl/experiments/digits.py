@@ -72,11 +72,7 @@ def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
 
 
 def find_digits(given: str | None) -> Path | None:
-    """The folder with MNIST's idx files, given or ("auto", None) in the usual places; None for the embedded digits.
-
-    Raises:
-        SettingError: A folder was named, and MNIST is not there.
-    """
+    """The folder with MNIST's idx files, given or ("auto", None) in the usual places; None for the embedded digits."""
     if given == "excerpt":
         return None
     if given in (None, "", "auto"):
@@ -108,14 +104,10 @@ def make_sets(
     device: torch.device | str = "cpu",
     images: tuple[int, int] | None = None,
 ) -> Sets:
-    """Generate training and evaluation sets.
+    """Generate training and evaluation sets, all of their images or the first ones.
 
-    Args:
-        digits: From `read_mnist`.
-        layouts: Names, or layouts of any name. ``MNIST-II-01@0.5`` is the layout at another strength.
-        purpose: "choose" writes both from training digits alone; "report" writes the sets of the table.
-        device: Where.
-        images: How many to train and to evaluate on, the first ones of the set; None for all.
+    The purpose "choose" writes both with training digits alone, "report" writes the sets of the table.
+    ``MNIST-II-01@0.5`` is a layout at another strength.
     """
     count, seed = len(digits.train[0]) * 5 // 6, 0
     parts = [digits.train, digits.test]
@@ -218,11 +210,7 @@ C = TypeVar("C", bound=DigitConfig)
 
 
 def read_sets(given: str) -> list[str]:
-    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``, each once and in the paper's order.
-
-    Raises:
-        SettingError: There is no such set.
-    """
+    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``, each once and in the paper's order."""
     return list(choose_names(Setting("", **SETS_RULES), [part.strip() for part in given.split(",") if part.strip()]))
 
 
@@ -276,7 +264,7 @@ class DigitRecipe(Recipe[C]):
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
             "networks": f"{sum(load.networks for load in loads):,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **({"elsewhere": f"about {seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
+            **({"on a GPU": f"about {seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 

@@ -84,11 +84,7 @@ class NaturalConfig(TrainingConfig):
         return None if self.root in ("", AUTO) else self.root
 
     def check_root(self) -> None:
-        """Refuse a folder that does not exist.
-
-        Raises:
-            SettingError: It does not.
-        """
+        """Refuse a folder that does not exist."""
         if self.place not in (None, MADE_UP) and not Path(self.root).expanduser().is_dir():
             raise SettingError(f"root is {self.root!r}, and there is no such folder; name one, {AUTO} or {MADE_UP}")
 
@@ -103,9 +99,6 @@ def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = F
     """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
 
     A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
-
-    Raises:
-        SettingError: A word is neither, or there are two folders, or too many sets.
     """
     names: set[str] = set()
     folders: list[str] = []
@@ -136,11 +129,7 @@ def tensors_of(data: Dataset) -> list[Tensor]:
 
 
 def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
-    """The sets that are not there, with what to put where.
-
-    Raises:
-        SettingError: The folder to look in does not exist.
-    """
+    """The sets that are not there, with what to put where."""
     config.check_root()
     missing: dict[str, str] = {}
     for name in names:
@@ -155,14 +144,7 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
 def read_sets(
     names: Sequence[str], config: NaturalConfig, report: Callable[[str], None] = print
 ) -> tuple[dict[str, Dataset], dict[str, str]]:
-    """Read the sets that are there, and report which are not.
-
-    Returns:
-        Sets by name, and by name why one is absent.
-
-    Raises:
-        SettingError: None of them is there.
-    """
+    """Read the sets that are there, and report which are not: sets by name, and by name why one is absent."""
     config.check_root()
     sets: dict[str, Dataset] = {}
     absent: dict[str, str] = {}
@@ -232,7 +214,7 @@ def departures(sources: Iterable[str], images: Sequence[int | None] | None, batc
         train, test = ("all" if count is None else f"the first {count:,}" for count in images)
         sentences.append(f"Of each set {train} images were trained on, and {test} tested with.")
     if sizes := sorted(set(batches)):
-        sentences.append(f"Batches of {', '.join(map(str, sizes))} images, in place of the recipe's.")
+        sentences.append(f"Batches of {', '.join(map(str, sizes))} images instead of the recipe's.")
     return sentences
 
 
@@ -296,7 +278,7 @@ class NaturalRecipe(Recipe[C]):
         short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
         then = ", its cells will say so" if there else ""
         words = {
-            "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; DCL counts as fast as plain",
+            "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; assumes that DCL is as fast",
             **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
             **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
         }

@@ -98,11 +98,7 @@ class TrainingRecipe:
 
 
 def network_of(column: str) -> str:
-    """The network of a column.
-
-    Raises:
-        ValueError: There is no such column.
-    """
+    """The network of a column."""
     if column not in COLUMNS:
         raise ValueError(f"there is no column {column!r}; the columns are {', '.join(COLUMNS)}")
     return column.partition("+")[0]

@@ -23,18 +23,11 @@ _OWN = "or is it your own? Then write module:function or file.py:function"
 
 
 def find_model(name: str, **options: Any) -> tuple["nn.Module", Size | None]:
-    """Build a network by name, with random weights.
+    """Build a network by name, with random weights; return it and the size of its input, where that is known.
 
-    Args:
-        name: ``torchvision:NAME``, ``timm:NAME``, ``module:function``, ``file.py:function``, or a bare name, which is
-            looked for in torchvision first.
-        **options: For torchvision and timm, such as ``num_classes``; one's own function has none.
-
-    Returns:
-        The network, and the size of its input where that is known.
-
-    Raises:
-        SettingError: There is no such network; the nearest is offered.
+    The name is ``torchvision:NAME``, ``timm:NAME``, ``module:function``, ``file.py:function``, or a bare name, which is
+    looked for in torchvision first. Options such as ``num_classes`` are for torchvision and timm. An unknown name is a
+    SettingError with the nearest one.
     """
     home, colon, rest = name.rpartition(":")
     if home == "torchvision":

@@ -9,24 +9,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 __all__ = [
-    "BIGNET_ORIGINAL_ERROR",
-    "COLUMNS",
-    "DCL_COLUMNS",
-    "IMAGENET",
-    "IMAGENET_DROPS",
-    "IMAGENET_SECONDS",
-    "SETS",
-    "TABLE1",
-    "TABLE2",
-    "TABLE2_DROPS",
-    "THREE_DIGITS",
-    "TWO_DIGITS",
-    "WEIGHTS",
-    "Reported",
-    "Row",
-    "Shrinkage",
+    "BIGNET_ORIGINAL_ERROR", "COLUMNS", "DCL_COLUMNS", "IMAGENET", "IMAGENET_DROPS", "IMAGENET_SECONDS", "SETS",
+    "TABLE1", "TABLE2", "TABLE2_DROPS", "THREE_DIGITS", "TWO_DIGITS", "WEIGHTS", "Reported", "Row", "Shrinkage",
     "TopErrors",
-]
+]  # fmt: skip
 
 COLUMNS = ("baseline", "oracle", "A2", "A3S", "A3D", "B2", "B3S", "B3D")
 DCL_COLUMNS = COLUMNS[2:]
@@ -40,11 +26,7 @@ class Reported(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Reported":
-        """Read the paper's notation: ``1.96(03)`` is 1.96 with a standard deviation of 0.03.
-
-        Raises:
-            ValueError: text in another form.
-        """
+        """Read the paper's notation: ``1.96(03)`` is 1.96 with a standard deviation of 0.03."""
         match = re.fullmatch(r"(\d+\.\d\d)\((\d\d)\)", text)
         if match is None:
             raise ValueError(f"{text!r} is not a mean with its deviation; write it like 1.96(03)")
@@ -149,7 +131,4 @@ IMAGENET_DROPS = TopErrors(0.5, 0.9)
 IMAGENET_SECONDS = Shrinkage(6.04, 5.67, 6.13)
 
 # Millions of weights. The paper states none for LeNet and for WRN.
-WEIGHTS: dict[str, Shrinkage] = {
-    "BigNet": Shrinkage(5.74, 5.09, 11.41),
-    "AlexNet": Shrinkage(62.35, 51.86, 16.82),
-}
+WEIGHTS: dict[str, Shrinkage] = {"BigNet": Shrinkage(5.74, 5.09, 11.41), "AlexNet": Shrinkage(62.35, 51.86, 16.82)}

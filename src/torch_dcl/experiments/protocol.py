@@ -13,7 +13,8 @@ import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,18 +23,19 @@ from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
 from torch_dcl.fleet.checkpoint import finite
 from torch_dcl.fleet.fleet import Precision
+from torch_dcl.fleet.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torch_dcl.fleet.run_folder import RunFolder
-
 __all__ = [
-    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "Trained", "TrainingConfig",
-    "Workload", "content_hash", "find_recipe_type", "finite", "measure_speed",
+    "Estimate", "Job", "Labelled", "Listener", "Outcome", "Progress", "Recipe", "RunFolder", "Shown", "Trained",
+    "TrainingConfig", "Workload", "content_hash", "find_recipe_type", "finite", "measure_speed",
 ]  # fmt: skip
 
 Labelled = tuple[Tensor, Tensor]
+Shown: TypeAlias = "list[RenderableType]"
+"""What a terminal shows of a result: tables, texts, and strings as bullet points."""
 C = TypeVar("C", bound=Config)
 
 
@@ -229,7 +231,7 @@ class Recipe(abc.ABC, Generic[C]):
         loads = self.workloads()
         words, plain = self.about(loads)
         if not loads:
-            return Estimate({**words, "device": self.device}, plain)
+            return Estimate({**words, "device": self.device, "time": "no estimate for this recipe"}, plain)
         networks, images = sum(load.networks for load in loads), sum(load.seen for load in loads)
         trials = {name: self.speed(name, loads) for name in dict.fromkeys(load.network for load in loads)}
         speeds = {name: speed for name, (speed, _) in trials.items()}
@@ -238,12 +240,12 @@ class Recipe(abc.ABC, Generic[C]):
         words = {
             "recipe": words["recipe"],
             "networks": f"{networks:,}: {', '.join(speeds)}",
-            "images": f"{images:,} to train on, all epochs of all networks together",
+            "images": f"{images:,} to train on, over all epochs and networks",
             **words,
             "device": self.device,
             "memory": f"about {gib:.1f} GiB",
             "speed": f"{shown}, {next(where for _, where in trials.values())}",
-            "time": f"about {say_time(seconds)}, without preparing data and evaluating",
+            "time": f"about {say_time(seconds)}, without data preparation and evaluation",
         }
         counts = {"networks": networks, "images": images, "memory_gib": gib, "images_per_s": speeds}
         return Estimate(words, {**counts, "minutes": seconds / 60, **plain})
@@ -304,17 +306,17 @@ class Recipe(abc.ABC, Generic[C]):
         raise NotImplementedError
 
     @abc.abstractmethod
-    def result(self, folder: "RunFolder") -> Any:
+    def result(self, folder: RunFolder) -> Any:
         """The result of a run whose jobs are all done, written to its folder."""
 
     @classmethod
-    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+    def so_far(cls, folder: RunFolder, outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
         """Functions that compute the table (under the recipe's name) and the data of figures of a run so far."""
         return {}
 
     @abc.abstractmethod
-    def shown(self, result: Any, width: int) -> "list[RenderableType]":
-        """What a terminal of this width shows of the result; strings are printed as bullet points."""
+    def shown(self, result: Any, width: int) -> Shown:
+        """What a terminal of this width shows of the result."""
 
     @property
     def at_once(self) -> int:
@@ -369,8 +371,11 @@ class Recipe(abc.ABC, Generic[C]):
 
 
 def find_recipe_type(name: str) -> type[Recipe[Any]]:
-    """The class of a recipe, by the recipe's name."""
-    module = importlib.import_module(f"torch_dcl.experiments.recipes.{name.replace('-', '_')}")
+    """The class of a recipe, by the recipe's name; a ValueError where there is none."""
+    file = name.replace("-", "_")
+    if not file.isidentifier() or not Path(__file__).with_name("recipes").joinpath(f"{file}.py").is_file():
+        raise ValueError(f"its recipe {name!r} is unknown; it was run with another version, or by another program")
+    module = importlib.import_module(f"torch_dcl.experiments.recipes.{file}")
     kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
     return next(kind for kind in kinds if kind.__module__ == module.__name__)
 

@@ -1,28 +1,44 @@
-"""The process of a run: its rank where ``torchrun`` starts several, and the signals that ask it to stop.
+"""The processes of a run, which all write one folder, and the signals that ask them to stop.
 
-Every rank trains a share of the fleets, and all write one folder.
+`Rank`: ``torchrun`` starts all processes, and each trains a fixed share of the fleets.
+
+`Worker`: any number of processes run the same command with ``--join``, and take fleets that nobody trains. A fleet is
+claimed by creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file
+systems too; no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose
+counter did not change for a while, on the clock of the process that looks, is stale, and is taken over by creating the
+next file; the fleet is then resumed from its last checkpoint. Clocks of machines are never compared. Where a holder was
+only slow, two processes train the same fleet, to the same outcomes.
 """
 
 import atexit
 import contextlib
 import datetime
+import json
+import math
 import os
+import secrets
 import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torch_dcl.fleet.run_folder import RunError, RunFolder
+from torch_dcl.files import write_bytes
+from torch_dcl.fleet.run_folder import RunError, RunFolder, check_recipe, environment, recipe_text
 
-__all__ = ["Rank", "StopRequest", "join_group", "leave_group"]
+__all__ = ["Claims", "Rank", "StopRequest", "Worker", "join_group", "leave_group"]
 
 T = TypeVar("T")
 TIMEOUT = "TORCH_DCL_TIMEOUT"
-"""The environment's word on how many seconds a rank waits for the others."""
+"""The environment variable that sets how many seconds a process waits for the others."""
 PATIENCE = 30 * 24 * 3600  # seconds: who ends early waits for the longest fleet; a rank that dies is noticed at once
+BEAT = 5.0  # seconds between two increments of a claim's counter, at most
+STALE = 600.0  # seconds without an increment after which a claim is stale
+POLL = 1.0  # seconds between two looks of a worker that has nothing to do
 
 
 class Rank(NamedTuple):
@@ -61,6 +77,25 @@ class Rank(NamedTuple):
         torch.cuda.set_device(own)
         return own
 
+    def take(self, fleets: Sequence[str], left: Collection[str]) -> list[str]:
+        """The fleets to train now, by key: those of its share that are left."""
+        return [key for key in self.share(fleets) if key in left]
+
+    def settle(self, left: Collection[str], taken: Collection[str], *, is_late: bool) -> Collection[str]:
+        """Wait for the others; return the fleets that are not to be tried again: some rank has tried each."""
+        del taken, is_late
+        self.wait()
+        return left
+
+    @property
+    def makes_result(self) -> bool:
+        """Whether this process makes the result of a complete run."""
+        return self.number == 0
+
+    def watch(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """What is called before every step."""
+        return should_stop
+
     def wait(self) -> None:
         """Wait until all processes have come here."""
         if self.world == 1:
@@ -87,13 +122,140 @@ class Rank(NamedTuple):
             yield folder
 
 
-def join_group(backend: str, seconds: float) -> None:
-    """Meet the other ranks.
+class Claims:
+    """The claims of one process on the fleets of a run.
 
     Args:
-        backend: Of torch.distributed.
-        seconds: How long a rank waits for another, here and later.
+        folder: The run folder.
+        worker: A name that no other process has.
+        patience: Seconds after which a claim whose counter stands still is stale.
     """
+
+    def __init__(self, folder: Path, worker: str, patience: float) -> None:
+        self.place, self.worker, self.patience = folder / "claims", worker, patience
+        self.mine: dict[str, Path] = {}
+        self._count, self._beaten = 0, -math.inf
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        self.place.mkdir(parents=True, exist_ok=True)
+
+    def take(self, key: str) -> bool:
+        """Claim something, unless another process works on it; whether it is this process's now."""
+        if key in self.mine:
+            return True
+        last = max((int(path.name.rpartition(".")[2]) for path in self.place.glob(f"{key}.*")), default=0)
+        if last and not self._is_stale(self.place / f"{key}.{last}"):
+            return False
+        path = self.place / f"{key}.{last + 1}"
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except FileExistsError:
+            return False  # another process was faster
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(self._text())
+        self.mine[key] = path
+        return True
+
+    def _text(self) -> bytes:
+        return f"{self._count:020d} {self.worker}\n".encode()
+
+    def _is_stale(self, path: Path) -> bool:
+        try:
+            now = path.read_bytes()
+        except FileNotFoundError:
+            return False  # given back in this moment
+        before, since = self._seen.get(path.name, (None, 0.0))
+        if now != before:
+            self._seen[path.name] = now, time.monotonic()
+            return False
+        return time.monotonic() - since >= self.patience
+
+    def beat(self) -> None:
+        """Increment the counter of all claims of this process, now and then."""
+        if time.monotonic() - self._beaten < min(BEAT, self.patience / 4):  # a live claim is never stale
+            return
+        self._beaten, self._count = time.monotonic(), self._count + 1
+        for path in self.mine.values():
+            with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+                file.write(self._text())
+
+    def give_back(self) -> None:
+        """Let others take at once what this process has not finished."""
+        for path in self.mine.values():
+            path.unlink(missing_ok=True)
+        self.mine.clear()
+
+
+class Worker(Rank):
+    """A process that joined a run: it takes one fleet after the other, until none is left. It does what `Rank` does."""
+
+    claims: Claims
+    _part: str
+
+    @classmethod
+    def here(cls) -> "Worker":
+        """This process."""
+        worker = cls()
+        worker._part = f"-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        return worker
+
+    @property
+    def part(self) -> str:
+        """The suffix of its files, which no other process has."""
+        return self._part
+
+    def take(self, fleets: Sequence[str], left: Collection[str]) -> list[str]:
+        """The first fleet that nobody trains; none where all are claimed."""
+        taken = next((key for key in fleets if key in left and self.claims.take(key)), None)
+        return [] if taken is None else [taken]
+
+    def settle(self, left: Collection[str], taken: Collection[str], *, is_late: bool) -> Collection[str]:
+        """Wait a little where nothing could be taken; a fleet that this process trained is not tried again."""
+        if not taken and not is_late:
+            time.sleep(POLL)
+        return left if is_late else taken
+
+    @property
+    def makes_result(self) -> bool:
+        """Whether this process is the first to claim the result."""
+        return self.claims.take("result")
+
+    def watch(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """Keep the claims alive before every step."""
+
+        def beat_and_ask() -> bool:
+            self.claims.beat()
+            return should_stop()
+
+        return beat_and_ask
+
+    @contextlib.contextmanager
+    def open(self, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool) -> Iterator[RunFolder]:
+        """Open the folder, created by the first process: a hard link to a finished file cannot replace another's."""
+        del resume
+        place, plain = Path(path), json.loads(json.dumps(recipe))
+        place.mkdir(parents=True, exist_ok=True)
+        _refuse_links(place)
+        if not (place / "recipe.json").exists():
+            aside = place / f".recipe{self.part}"
+            write_bytes(aside, recipe_text(plain).encode())
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, place / "recipe.json")
+            aside.unlink()
+        check_recipe(place, plain, resume=True)
+        folder = RunFolder(place, recipe)
+        folder.append(f"environment{self.part}", environment())
+        self.claims = Claims(place, self.part, float(os.environ.get(TIMEOUT, STALE)))
+        try:
+            yield folder
+        except BaseException:
+            self.claims.give_back()
+            raise
+        if "result" not in self.claims.mine:
+            self.claims.give_back()
+
+
+def join_group(backend: str, seconds: float) -> None:
+    """Meet the other ranks; a rank waits for another for as many seconds, here and later."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=seconds)

@@ -68,11 +68,7 @@ def compare_cells(result: Mapping[str, Any]) -> list[Compared]:
 
 
 def judge_cell(compared: Sequence[Compared], task: str, images: int) -> int:
-    """How DCL-A2 compares with its controls, with this many images.
-
-    Returns:
-        1 where every control errs clearly more, −1 where at least one errs clearly less, 0 otherwise.
-    """
+    """1 where all controls err clearly more than DCL-A2 with these images, −1 where one errs clearly less, else 0."""
     clear = [c.clear for c in compared if (c.task, c.images) == (task, images) and c.column in CONTROLS]
     return -1 if -1 in clear else int(bool(clear) and all(sign == 1 for sign in clear))
 
@@ -103,11 +99,9 @@ def answer(result: Mapping[str, Any]) -> str:
 def images_needed(result: Mapping[str, Any], task: str, column: str, images: int) -> float | None:
     """How many images a column needs for the mean error that DCL-A2 reaches with ``images``.
 
-    Between two sizes the logarithm of the mean error is taken to be linear in the logarithm of the images.
-
-    Returns:
-        0.0 where the fewest images that were tried already do; infinity where the most do not; None where the column or
-        DCL-A2 has no cell.
+    Between two sizes the logarithm of the mean error is taken to be linear in the logarithm of the images. 0.0 where
+    the fewest images that were tried already do; infinity where the most do not; None where the column or DCL-A2 has no
+    cell.
     """
     cells = sorted(
         (c for c in result["cells"] if (c["task"], c["column"]) == (task, column)), key=lambda c: int(c["images"])

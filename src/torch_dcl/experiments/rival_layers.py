@@ -38,10 +38,8 @@ _IN, _OUT = 2304, 1024
 def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> BigNet:
     """A BigNet of a unit, started from a seed; all but the replaced layer starts alike.
 
-    ``share`` is the budget of all units but the plain: filters of one of DCL's two branches over the layer's.
-
-    Raises:
-        ValueError: There is no such unit, or the share is not above 0 and at most 1/2.
+    ``share`` is the budget of all units but the plain: filters of one of DCL's two branches over the layer's, up to
+    1/2.
     """
     if unit not in UNITS:
         raise ValueError(f"there is no unit {unit!r}; the units are {', '.join(UNITS)}")

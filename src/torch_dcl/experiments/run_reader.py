@@ -103,7 +103,9 @@ def _count(folder: RunFolder) -> Count:
     asked = folder.recipe
     if "total" not in asked:
         return _count_old(folder)
-    return str(asked["recipe"]), len(outcomes_of(folder)), int(asked["total"]), str(asked["unit"])
+    if type(total := asked["total"]) is not int:
+        raise RunError(f"{folder.path / 'recipe.json'}: total is {total!r}, not a whole number; remove the folder")
+    return str(asked["recipe"]), len(outcomes_of(folder)), total, str(asked["unit"])
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -164,12 +166,7 @@ def _read(file: Path) -> Any:
 
 
 def _count_old(folder: RunFolder) -> Count:
-    """How far a run is that an earlier version began.
-
-    Raises:
-        ValueError: Its recipe is unknown.
-        LookupError: Its recipe is damaged.
-    """
+    """How far a run is that an earlier version began."""
     asked = folder.recipe
     if asked.get("table") in (1, 2):
         entries = len(asked["columns"]) * len(asked["sets"]) if asked["table"] == 1 else len(asked["recipes"])

@@ -11,30 +11,26 @@
 Nothing is thrown to steer a run: it asks ``should_stop()`` before every step, and the clock after every epoch.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import json
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcl.experiments.protocol import Job, Listener, Outcome, Progress, Recipe, Trained, finite
-from torch_dcl.experiments.ranks import Rank
-from torch_dcl.files import SealedError, write_bytes
+from torch_dcl.experiments.ranks import Rank, Worker
+from torch_dcl.experiments.settings import SettingError
+from torch_dcl.files import write_bytes
 from torch_dcl.fleet import Fleet
+from torch_dcl.fleet.checkpoint import Checkpoints
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
-__all__ = ["Failure", "Summary", "concurrent_groups", "minutes_of", "outcomes_of", "plan_fleets", "run"]
-
-KEPT = 2  # checkpoints of a fleet
-_NAME = re.compile(r"([0-9a-f]{12})-(\d+)-(\d+)\.safetensors")
+__all__ = ["Failure", "Summary", "concurrent_groups", "key_of", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
 
 class Failure(NamedTuple):
@@ -58,6 +54,7 @@ def run(
     path: str | os.PathLike[str],
     *,
     resume: bool = False,
+    join: bool = False,
     seconds: float = math.inf,
     every: float | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -73,6 +70,8 @@ def run(
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
         resume: Whether to resume the run that the folder holds.
+        join: Whether to share the run with other processes that were started like this; the first one begins it. Each
+            takes fleets that nobody trains, until all are done, and the one that finishes makes the result.
         seconds: Stop at the first end of an epoch after this time. Every call trains at least one epoch.
         every: Seconds between two checkpoints; None for what the recipe says.
         should_stop: Called before every step; when it returns True the fleets are saved and the run ends.
@@ -81,9 +80,12 @@ def run(
 
     Raises:
         RunError: The folder is in use, was begun with other settings or other data, or is damaged.
+        SettingError: All ranks train each network of the recipe together, and it is to be joined.
     """
-    start, rank = time.perf_counter(), Rank.here()
-    listener, should_stop = listener or Listener(), should_stop or (lambda: False)
+    if join and recipe.is_shared:
+        raise SettingError(f"{recipe.name} trains each network on all ranks together; start it with torchrun instead")
+    start, rank = time.perf_counter(), Worker.here() if join else Rank.here()
+    listener, should_stop = listener or Listener(), rank.watch(should_stop or (lambda: False))
     recipe.device = rank.device(recipe.device)
     recipe.prepare(listener.report if not rank.number else Listener().report)
     asked = {"recipe": recipe.name, "total": recipe.total(), "unit": recipe.unit, **recipe.asked()}
@@ -101,18 +103,14 @@ def run(
         finally:
             sweep.note_minutes()
         failures = tuple(sweep.failures)
-        if rank.number or not complete:
+        if not complete or not rank.makes_result:
             return Summary(complete, None, failures)
         sweep.kept.forget_all()
         return Summary(True, recipe.result(folder), failures)
 
 
 def outcomes_of(folder: RunFolder) -> dict[Job, Outcome]:
-    """All outcomes in a run folder, by job.
-
-    Raises:
-        RunError: A line is damaged.
-    """
+    """All outcomes in a run folder, by job."""
     outcomes = [Outcome.read(plain) for record in folder.read("outcomes") for plain in record["outcomes"]]
     return {outcome.job: outcome for outcome in outcomes}
 
@@ -164,53 +162,6 @@ def concurrent_groups(
     return groups
 
 
-class _Checkpoints:
-    """The last checkpoints of each fleet, as files whose names order them."""
-
-    def __init__(self, folder: RunFolder, report: Callable[[str], None]) -> None:
-        self.place, self._report = folder.path / "fleets", report
-
-    def of(self, key: str) -> list[Path]:
-        """The checkpoints of a fleet, the last one first."""
-        files = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
-        return [file for _, file in sorted(files, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
-
-    def load(self, key: str, fleet: Fleet) -> tuple[float, list[list[float]]]:
-        """Load the last valid checkpoint of a fleet.
-
-        Returns:
-            The seconds of training until there, and the test losses of its epochs, where they were evaluated.
-        """
-        for file in self.of(key):
-            try:
-                extra = fleet.load(file)
-                losses = [[math.nan if loss is None else loss for loss in epoch] for epoch in extra.get("losses", [])]
-                return float(extra.get("seconds", 0.0)), losses
-            except SealedError as error:
-                self._report(f"{error}; the checkpoint before it is used, or the fleet starts from the beginning")
-                file.unlink()
-            except ValueError as error:
-                raise RunError(f"{error}; resume with the settings of before, or remove {file}") from error
-        return 0.0, []
-
-    def save(self, key: str, fleet: Fleet, seconds: float, losses: Sequence[Sequence[float]]) -> None:
-        self.place.mkdir(exist_ok=True)
-        name = f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors"
-        fleet.save(self.place / name, {"seconds": seconds, "losses": finite(losses)})
-        for file in self.of(key)[KEPT:]:
-            file.unlink()
-
-    def forget(self, key: str) -> None:
-        for file in self.of(key):
-            file.unlink()
-
-    def forget_all(self) -> None:
-        for file in self.place.glob("*.safetensors"):
-            file.unlink()
-        with contextlib.suppress(OSError):
-            self.place.rmdir()
-
-
 @dataclasses.dataclass
 class _Sweep:
     """One call of `run` inside of its folder."""
@@ -231,7 +182,7 @@ class _Sweep:
     """Seconds that the last fleets took, for each network."""
 
     def __post_init__(self) -> None:
-        self.kept = _Checkpoints(self.folder, self.report)
+        self.kept = Checkpoints(self.folder.path / "fleets", self.report)
 
     def report(self, line: str) -> None:
         self.folder.log(line, self.rank.part)
@@ -245,39 +196,40 @@ class _Sweep:
 
     def train_all(self) -> bool:
         """Train phase by phase; whether all jobs are done."""
-        begun = False
+        recipe, begun, settled = self.recipe, False, set[str]()
         while True:
-            # All ranks see the same outcomes here: each has waited for the others.
+            # Every rank sees the same outcomes here: each has waited for the others.
             known = outcomes_of(self.folder)
-            recipe, jobs = self.recipe, self.recipe.jobs(known)
-            mine = self.rank.share(plan_fleets(jobs, recipe.group, recipe.at_once, recipe.networks))
+            fleets = plan_fleets(recipe.jobs(known), recipe.group, recipe.at_once, recipe.networks)
+            by_key = {key_of(fleet): fleet for fleet in fleets}
+            left = [key for key, fleet in by_key.items() if any(job not in known for job in fleet)]
             if not begun:
-                self._begin(known)
-                self._report_unused(jobs, known)
+                self._begin(fleets, known)
                 begun = True
-            if all(job in known for job in jobs):
+            if not left:
                 return True
-            left = [rest for fleet in mine if (rest := [job for job in fleet if job not in known])]
-            self._train_phase(left)
+            if settled.issuperset(left):
+                return False
+            taken = self.rank.take(list(by_key), [key for key in left if key not in settled])
+            known = outcomes_of(self.folder)  # another worker may have finished a fleet before its claim was given back
+            rests = [[job for job in by_key[key] if job not in known] for key in taken]
+            self._train_phase(list(filter(None, rests)))
             if self.should_stop():
                 return False  # the other ranks were told to stop as well
-            self.rank.wait()
-            known = outcomes_of(self.folder)
-            if any(job not in known for job in jobs):
-                return False
+            settled.update(self.rank.settle(left, taken, is_late=self._is_late()))
 
-    def _begin(self, known: Mapping[Job, Outcome]) -> None:
+    def _is_late(self) -> bool:
+        return self.started and time.perf_counter() > self.until
+
+    def _begin(self, fleets: Sequence[Sequence[Job]], known: Mapping[Job, Outcome]) -> None:
         self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
         if known:
             self.report(f"{len(known)} of {self.recipe.total()} {self.recipe.unit} are done already")
-
-    def _report_unused(self, jobs: Sequence[Job], known: Mapping[Job, Outcome]) -> None:
-        """Report checkpoints that no fleet resumes from, since jobs are divided differently now."""
-        fleets = plan_fleets(jobs, self.recipe.group, self.recipe.at_once, self.recipe.networks)
-        keys = {_key([job for job in fleet if job not in known]) for fleet in fleets}
-        for file in sorted(self.kept.place.glob("*.safetensors")) if not self.rank.number else ():
-            if file.name[:12] not in keys:
-                self.report(f"{file.name} belongs to no fleet of this run; was the setting most changed?")
+        if isinstance(self.rank, Worker) or self.rank.number:
+            return
+        keys = {key_of([job for job in fleet if job not in known]) for fleet in fleets}
+        for file in self.kept.others(keys):
+            self.report(f"{file.name} belongs to no fleet of this run; was the setting most changed?")
 
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
         recipe = self.recipe
@@ -313,7 +265,7 @@ class _Sweep:
             return True
 
     def _train(self, group: Sequence[Sequence[Job]], number: int, count: int) -> bool:
-        recipe, keys = self.recipe, [_key(jobs) for jobs in group]
+        recipe, keys = self.recipe, [key_of(jobs) for jobs in group]
         computed = [recipe.compute(jobs) for jobs in group]
         if all(outcomes is not None for outcomes in computed):
             for key, outcomes in zip(keys, computed, strict=True):
@@ -391,7 +343,7 @@ def _slowest(fleets: Sequence[Fleet]) -> Fleet:
     return min(fleets, key=lambda fleet: fleet.epoch / fleet.epochs)
 
 
-def _key(jobs: Sequence[Job]) -> str:
+def key_of(jobs: Sequence[Job]) -> str:
     """The name of a fleet's checkpoints: the hash of its jobs."""
     plain = json.dumps([dataclasses.asdict(job) for job in jobs], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:12]

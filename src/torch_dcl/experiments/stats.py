@@ -110,11 +110,7 @@ def signed(value: float, decimals: int = 2) -> str:
 
 
 def t_quantile(p: float, df: int) -> float:
-    """The value that Student's t with ``df`` degrees of freedom stays below with probability ``p``.
-
-    Raises:
-        ValueError: arguments out of range.
-    """
+    """The value that Student's t with ``df`` degrees of freedom stays below with probability ``p``."""
     if not 0 < p < 1:
         raise ValueError(f"p is {p}; a quantile exists for 0 < p < 1")
     if df < 1 or df != int(df):
@@ -314,11 +310,9 @@ class Unlike(NamedTuple):
 
 
 def compare_units(rows: Sequence[Mapping[str, Any]], reference: str) -> dict[tuple[str, str], Unlike]:
-    """Every unit against one of them, by sort of error, corrected over all comparisons; none where there is one seed.
+    """Compare every unit with the reference, by kind of question, corrected over all comparisons.
 
-    Args:
-        rows: ``unit``, and ``errors`` by sort, one a seed.
-        reference: The unit to compare with.
+    Rows have a ``unit`` and its ``errors`` by kind, one a seed. With one seed nothing is compared.
     """
     ours = next(row["errors"] for row in rows if row["unit"] == reference)
     pairs = [

@@ -234,11 +234,7 @@ def save(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def parse(data: object, source: str = "table") -> Table:
-    """Check what JSON holds, and make a table of it; messages name the source.
-
-    Raises:
-        TableError: as `load`.
-    """
+    """Check what JSON holds, and make a table of it; messages name the source."""
     top = Reader(source, data, TableError)
     kind = _kind(top.data)
     cells = top.get("cells", lambda v: isinstance(v, list), "a list of cells")

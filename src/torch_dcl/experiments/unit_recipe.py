@@ -20,28 +20,37 @@ class UnitRecipe(Recipe[C]):
     unit = "trainings"
     search_seed: ClassVar[int] = 100
 
-    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """The trials; and when they are done, the seeds of each unit at the rate that it takes."""
+    @property
+    def points(self) -> Sequence[Any]:
+        """What is compared: the units."""
         units: Sequence[str] = self.config.units  # type: ignore[attr-defined]
-        trials = [job for unit in units for job in self.trials(unit)]
+        return units
+
+    def job(self, point: Any, seed: int, lr: float, phase: str = "report") -> Job:
+        """The training of a point."""
+        return Job(point, self.name, seed, lr, phase)
+
+    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+        """The trials; and when they are done, the seeds of each point at the rate that it takes."""
+        trials = [job for point in self.points for job in self.trials(point)]
         if any(job not in outcomes for job in trials):
             return trials
-        return trials + [job for unit in units for job in self.reports(unit, outcomes)]
+        return trials + [job for point in self.points for job in self.reports(point, outcomes)]
 
-    def trials(self, unit: str) -> list[Job]:
+    def trials(self, point: Any) -> list[Job]:
         """A job for each learning rate."""
         rates: Sequence[float] = self.config.rates  # type: ignore[attr-defined]
-        return [Job(unit, self.name, self.search_seed, lr, "choose") for lr in rates]
+        return [self.job(point, self.search_seed, lr, "choose") for lr in rates]
 
-    def reports(self, unit: str, outcomes: Mapping[Job, Outcome]) -> list[Job]:
+    def reports(self, point: Any, outcomes: Mapping[Job, Outcome]) -> list[Job]:
         """A job for each seed, at the rate with the lowest error of the trials."""
-        lr = min(self.trials(unit), key=lambda job: outcomes[job].judged_error).lr
-        return [Job(unit, self.name, seed, lr) for seed in range(self.config.seeds)]  # type: ignore[attr-defined]
+        lr = min(self.trials(point), key=lambda job: outcomes[job].judged_error).lr
+        return [self.job(point, seed, lr) for seed in range(self.config.seeds)]  # type: ignore[attr-defined]
 
     def total(self) -> int:
-        """Trials and seeds of all units."""
+        """Trials and seeds of all points."""
         config: Any = self.config
-        return int(len(config.units) * (len(config.rates) + config.seeds))
+        return int(len(self.points) * (len(config.rates) + config.seeds))
 
     def concurrent(self, job: Job) -> Hashable:
         """Fleets of one phase."""
@@ -50,7 +59,11 @@ class UnitRecipe(Recipe[C]):
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
         """Trials or seeds, and of which units."""
         aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        return f"{aim} {', '.join(jobs[0].network for jobs in fleets)}"
+        return f"{aim} {', '.join(self.named(jobs[0]) for jobs in fleets)}"
+
+    def named(self, job: Job) -> str:
+        """The display name of a point."""
+        return job.network
 
     def rows(self, outcomes: Mapping[Job, Outcome], sorts: Sequence[str] = ("all",)) -> list[dict[str, Any]]:
         """Chosen rate, trials and errors of each unit; of several sorts of questions, by what ``extra`` calls them."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl import kernels
-from torch_dcl.data.batches import _affine
+from torch_dcl.data.batches import _affine, pixels_at, reflect
 from torch_dcl.data.draws import below, draw
 
 __all__ = ["Augmenter", "Inputs"]
@@ -56,11 +56,7 @@ class Inputs:
             raise ValueError(f"pad must not be negative, got {self.pad}")
 
     def size(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Channels, height and width of the inputs from images of a shape ``[C, H, W]``.
-
-        Raises:
-            ValueError: The images are too small for the crop or for the padding.
-        """
+        """Channels, height and width of the inputs from images of a shape ``[C, H, W]``."""
         channels, height, width = shape
         side = min(height, width)
         if self.crop is not None and self.crop > side:
@@ -83,16 +79,7 @@ class Inputs:
 
 
 class Augmenter:
-    """`Inputs` on a device, for E networks.
-
-    Args:
-        inputs: The settings.
-        networks: E.
-        count: Number of images.
-        shape: Shape of an image, ``[C, H, W]``.
-        device: The device.
-        train: Whether to draw crops and flips.
-    """
+    """`Inputs` on a device, for E networks and images of a shape ``[C, H, W]``; in training with crops and flips."""
 
     def __init__(
         self, inputs: Inputs, networks: int, count: int, shape: Sequence[int], device: torch.device, *, train: bool
@@ -180,24 +167,17 @@ class Augmenter:
         return images.to(dtype).contiguous()
 
     def _crop(self, images: Tensor, index: Tensor) -> Tensor:
-        count, channels, height, width = images.shape
+        count, _, height, width = images.shape
         row = torch.arange(len(index), device=index.device)[:, None]
         first = self._first[:, row, index].long().view(2, count, 1)
         rows, columns = (
-            _reflect(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
+            reflect(first[side] + torch.arange(self.size[1 + side], device=index.device), length)
             for side, length in enumerate((height, width))
         )
         if self.flip:
             flipped = self._flipped[row, index].view(count, 1)
             columns = torch.where(flipped, columns.flip(1), columns)
-        indices = (rows[:, :, None] * width + columns[:, None, :]).view(count, 1, -1)
-        flat = images.reshape(count, channels, height * width)
-        return flat.gather(2, indices.expand(count, channels, -1)).view(count, *self.size)
-
-
-def _reflect(at: Tensor, length: int) -> Tensor:
-    """Indices along a side, reflected at its ends."""
-    return (length - 1) - ((length - 1) - at.abs()).abs()
+        return pixels_at(images, rows, columns)
 
 
 def _mean_image(mean: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:

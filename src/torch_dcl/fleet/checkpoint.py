@@ -3,22 +3,87 @@
 A seal says that a file is whole, not that it makes sense: a file that was sealed again may contain anything.
 """
 
+import contextlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from torch_dcl.files import SealedError, read_sealed, write_sealed
+from torch_dcl.fleet.run_folder import RunError
 
-__all__ = ["ALIVE", "read", "write"]
+if TYPE_CHECKING:
+    from torch_dcl.fleet.fleet import Fleet
+
+__all__ = ["ALIVE", "Checkpoints", "read", "write"]
 
 ALIVE = "alive"
 """The name of the tensor that says which networks are still trained, bool ``[E]``."""
 _KEY = "torch_dcl_fleet"
 _INSIDE_AN_EPOCH = ("step", "loss", "was_alive")
+_NAME = re.compile(r"([0-9a-f]{12})-(\d+)-(\d+)\.safetensors")
+KEPT = 2
+
+
+class Checkpoints:
+    """The last two checkpoints of each fleet of a run, as files ``KEY-EPOCH-STEP.safetensors`` in one folder."""
+
+    def __init__(self, place: Path, report: Callable[[str], None]) -> None:
+        self.place, self._report = place, report
+
+    def of(self, key: str) -> list[Path]:
+        """The checkpoints of a fleet, the last one first."""
+        files = [(match, file) for file in self.place.glob(f"{key}-*") if (match := _NAME.fullmatch(file.name))]
+        return [file for _, file in sorted(files, key=lambda each: (int(each[0][2]), int(each[0][3])), reverse=True)]
+
+    def others(self, keys: Collection[str]) -> list[Path]:
+        """The checkpoints of fleets without one of these keys."""
+        return [file for file in sorted(self.place.glob("*.safetensors")) if file.name[:12] not in keys]
+
+    def load(self, key: str, fleet: "Fleet") -> tuple[float, list[list[float]]]:
+        """Load the last valid checkpoint of a fleet.
+
+        Returns:
+            The seconds of training until there, and the test losses of its epochs, where they were evaluated.
+        """
+        files = self.of(key)
+        for file, earlier in itertools.zip_longest(files, files[1:]):
+            try:
+                extra = fleet.load(file)
+                return float(extra.get("seconds", 0.0)), [_from_json(epoch) for epoch in extra.get("losses", [])]
+            except SealedError as error:
+                then = f"the earlier {earlier.name} is used" if earlier else "the fleet starts from the beginning"
+                self._report(f"{error}; {then}")
+                file.unlink()
+            except ValueError as error:
+                raise RunError(f"{error}; resume with the same settings, or remove {file}") from error
+        return 0.0, []
+
+    def save(self, key: str, fleet: "Fleet", seconds: float, losses: Sequence[Sequence[float]]) -> None:
+        """Save a fleet, and remove its checkpoints but the last two."""
+        self.place.mkdir(exist_ok=True)
+        name = f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors"
+        fleet.save(self.place / name, {"seconds": seconds, "losses": finite(losses)})
+        for file in self.of(key)[KEPT:]:
+            file.unlink()
+
+    def forget(self, key: str) -> None:
+        """Remove the checkpoints of a fleet."""
+        for file in self.of(key):
+            file.unlink()
+
+    def forget_all(self) -> None:
+        """Remove all checkpoints."""
+        for file in self.place.glob("*.safetensors"):
+            file.unlink()
+        with contextlib.suppress(OSError):
+            self.place.rmdir()
 
 
 def write(path: str | os.PathLike[str], state: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
@@ -32,12 +97,9 @@ def read(
 ) -> dict[str, Any]:  # fmt: skip
     """Copy what `write` wrote into tensors of the same names, and return the description.
 
-    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        SealedError: The file is damaged, or is not a checkpoint of a fleet.
-        ValueError: It belongs to another fleet; the message names the first difference.
+    Nothing is copied unless everything in the file is as it must be, by the members, epochs and steps of the fleet: a
+    SealedError where it is damaged or no checkpoint, a ValueError that names the first difference where it belongs to
+    another fleet.
     """
     tensors, about = read_sealed(path, _KEY)
     _check_members(path, about.get("members"), finite(list(members)))

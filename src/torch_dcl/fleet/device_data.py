@@ -15,14 +15,9 @@ Labelled = tuple[Tensor, Tensor]
 
 
 class DeviceData:
-    """The data of all members on the device. Images that several names share are stored once.
+    """The data of all members on the device, by its names. Images that several names share are stored once.
 
-    Args:
-        data: Images and labels by name.
-        names: The name of each network's data.
-        device: The device.
-        inputs: How images become inputs; None only divides them by 255.
-        train: Whether to augment, with crops and flips.
+    Without inputs images are divided by 255; in training inputs are augmented.
     """
 
     def __init__(

@@ -179,12 +179,7 @@ class Fleet:
 
     @torch.no_grad()
     def evaluate(self, data: Mapping[str, Labelled], *, batch: int = 500) -> Evaluation:
-        """Evaluate every network on the images of its own data.
-
-        Args:
-            data: Images and labels by the names that the members use.
-            batch: Images at a time; it does not change the result.
-        """
+        """Evaluate every network on the images of its own data, by name; the batch does not change the result."""
         check_data(data, [(member.name, member.data) for member in self.members])
         check_labels({member.data: data[member.data] for member in self.members}, self.classes)
         test = DeviceData(data, [member.data for member in self.members], self.device, self.inputs)

@@ -67,12 +67,7 @@ class History:
 
 
 def check_networks(networks: Sequence[nn.Module], members: Sequence[Member]) -> None:
-    """Refuse networks that a fleet cannot train together.
-
-    Raises:
-        TypeError: One of them is not a torch module.
-        ValueError: One of them has no parameters, or a parameter is frozen in some networks only.
-    """
+    """Refuse networks that a fleet cannot train together."""
     is_trained: dict[str, bool] = {}
     for member, network in zip(members, networks, strict=True):
         if not isinstance(network, nn.Module):

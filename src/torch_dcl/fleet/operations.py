@@ -5,6 +5,7 @@ maintains a low-precision copy of every large parameter; products read the copy,
 it (`leaf`), so that a step casts no weights.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch_dcl import kernels
 from torch_dcl.functional import draw_pair, fuse_branches, fuse_pairs, mix32, step_key
 
 __all__ = [
-    "conv", "cross_entropy", "draw_pairs_", "dropout", "fuse", "gather_images", "keep_low_copy", "leaf", "linear",
-    "low_copy", "lowered", "project",
+    "advance_", "branch_parameters", "conv", "cross_entropy", "draw_pairs_", "dropout", "fuse", "gather_images",
+    "keep_low_copy", "leaf", "linear", "low_copy", "lowered", "project",
 ]  # fmt: skip
 
 
@@ -130,14 +131,9 @@ class _Conv(torch.autograd.Function):
 
 
 def fuse(pre: Tensor, bias: Tensor | None, eps: float, *, active: Tensor | None = None, pairs: bool = False) -> Tensor:
-    """Fuse responses ``[E, T, B, N]`` with biases ``[E, T, N]`` to ``[E, B, N]``.
+    """Fuse responses ``[E, T, B, N]``, before bias and ReLU, with biases ``[E, T, N]`` to ``[E, B, N]``.
 
-    Args:
-        pre: The responses before bias and ReLU.
-        bias: The biases, or None.
-        eps: ε.
-        active: ``[E, 2]``: fuse only these two branches of each network.
-        pairs: Take the mean over all pairs of branches.
+    With ``active`` ``[E, 2]`` only these two branches of each network; with ``pairs`` the mean over all pairs.
     """
     T = pre.shape[1]
     if not pairs and kernels.usable(pre) and (active is not None or T in (2, 3)):
@@ -212,6 +208,31 @@ class _Dropout(torch.autograd.Function):
 
         seed, step = ctx.saved_tensors  # torch raises an error if the step has changed
         return drop(grads[0].contiguous(), seed, ctx.layer, step, ctx.p), None, None, None, None
+
+
+def advance_(fusion: Any, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:
+    """Draw the active branches of a stochastic layer for a step, and note what they were drawn from."""
+    fusion.key[:, 0].copy_(seed)
+    fusion.key[:, 1].fill_(layer)
+    fusion.key[:, 2].copy_(step.expand_as(seed))
+    draw_pairs_(fusion.active, seed, layer, step, branches)
+
+
+def branch_parameters(fusions: Iterable[tuple[str, Any, Any]], what: str) -> dict[str, tuple[Any, int]]:
+    """Parameters of which a step updates only the active branches, with the layer that draws these.
+
+    ``fusions`` are stochastic: the name of the DCL layer, the fusion, and its plain one. A message names ``what``.
+    """
+    by_name = {}
+    for name, fusion, plain in fusions:
+        if len(set(plain.widths)) > 1 or fusion.norm is not None:
+            raise TypeError(
+                f"layer {name!r}: the stochastic strategy in a {what} needs branches of one width and no norm_layer; "
+                f"give the layer one width, or train it outside of a {what}"
+            )
+        for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
+            by_name[f"{name}.{part}"] = (fusion, plain.branches)
+    return by_name
 
 
 def draw_pairs_(active: Tensor, seed: Tensor, layer: int, step: Tensor, branches: int) -> None:

@@ -34,9 +34,7 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = [
-    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text",
-]  # fmt: skip
+__all__ = ["RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text"]
 
 FORMAT = 3
 _CHECK = "check"
@@ -55,11 +53,6 @@ class RunFolder:
         with RunFolder.open("runs/table1", recipe, resume=True) as folder:
             for record in folder.read("outcomes"): ...
             folder.append("outcomes", {"error": 1.96})
-
-    Args:
-        path: The folder.
-        recipe: The settings of the run, as plain data.
-        format: The format of its files.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any], format: int = FORMAT) -> None:
@@ -98,16 +91,12 @@ class RunFolder:
 
     @classmethod
     def inspect(cls, path: str | os.PathLike[str]) -> "RunFolder":
-        """Open a folder for reading, without its lock; another process may write to it meanwhile.
-
-        Raises:
-            RunError: It is not a run folder, or its recipe is damaged.
-        """
+        """Open a folder for reading, without its lock; another process may write to it meanwhile."""
         file = Path(path) / "recipe.json"
         try:
             recipe = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise RunError(f"{os.fspath(path)} is no run folder: it has no recipe.json") from None
+            raise RunError(f"{os.fspath(path)} is not a run folder: it has no recipe.json") from None
         except (ValueError, RecursionError) as error:
             raise RunError(f"{file} is damaged ({error}); remove the folder, or write the recipe again") from error
         if not isinstance(recipe, dict):
@@ -147,6 +136,8 @@ class RunFolder:
         """
         records = []
         for path in sorted(self.path.glob(f"{name}*.jsonl")):
+            if not path.is_file():  # a pipe or a device may never end
+                raise RunError(f"{path} is not a regular file; remove it")
             lines = path.read_bytes().split(b"\n")
             for number, line in enumerate(lines):
                 try:
@@ -182,12 +173,7 @@ def _digest(text: bytes) -> str:
 
 
 def _record(line: bytes, *, checked: bool) -> dict[str, Any]:
-    """The record of a line.
-
-    Raises:
-        ValueError: It is not JSON, or its checksum is missing or wrong.
-        RecursionError: It is nested too deep.
-    """
+    """The record of a line."""
     if checked:
         match = _CHECKED.fullmatch(line)
         if match is None:
@@ -282,7 +268,7 @@ def _commit() -> str | None:
 
 def lock_holder(path: str | os.PathLike[str]) -> int | None:
     """The id of the process that holds a folder's lock; None if no process does, whatever a stale lock file says."""
-    for lock in sorted(Path(path).glob("lock*")):
+    for lock in filter(Path.is_file, sorted(Path(path).glob("lock*"))):
         try:
             with lock.open("r", encoding="utf-8", errors="replace") as file:
                 text = file.read().strip()
@@ -361,11 +347,13 @@ def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"
         )
+    if (then := before.recipe.get("recipe")) != (now := recipe.get("recipe")):
+        raise RunError(f"{folder} holds a run of {then}, not of {now}; choose another folder")
     if changes := list(differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
         raise RunError(
-            f"{folder} was begun with other settings:\n{shown}{more}\nask for the same, or choose another folder"
+            f"{folder} was begun with other settings or data:\n{shown}{more}\nchoose the same, or another folder"
         )
 
 

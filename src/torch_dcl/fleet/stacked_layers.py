@@ -5,7 +5,7 @@ dimension, so that row i of a stack's state is the state of network i. `register
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch_dcl.models.rivals import GatedLinear, SortLinear
 
 __all__ = ["StackedLayer", "build_stacked", "is_registered", "register_stacked"]
 
-Layer = TypeVar("Layer", bound=nn.Module)
 Build = Callable[[Sequence[Any]], nn.Module]
 
 _BUILDERS: dict[type[nn.Module], Build] = {}
@@ -54,11 +53,7 @@ def is_registered(layer: nn.Module) -> bool:
 
 
 def build_stacked(layers: Sequence[nn.Module], name: str) -> nn.Module:
-    """Stack layers of a registered class.
-
-    Raises:
-        TypeError: Their class is not registered.
-    """
+    """Stack layers of a registered class."""
     kind = type(layers[0])
     if kind not in _BUILDERS:
         known = sorted(known.__name__ for known in _BUILDERS)
@@ -241,13 +236,15 @@ class StackedFusion(StackedLayer):
     def advance(self, seed: Tensor, step: Tensor) -> None:
         """Draw the active branches of a step, as `torch_dcl.advance_branches_` does in a plain network."""
         if self.plain.strategy == "stochastic":
-            self.key[:, 0].copy_(seed)
-            self.key[:, 1].fill_(self.layer)
-            self.key[:, 2].copy_(step.expand_as(seed))
-            operations.draw_pairs_(self.active, seed, self.layer, step, self.plain.branches)
+            operations.advance_(self, seed, self.layer, step, self.plain.branches)
 
-    def respond(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All responses ``[E, T, B, K2]`` before the ReLU, and the biases that are not added yet."""
+    def respond(self, y: Tensor) -> Tensor:
+        """All responses ``[E, T, B, K2]`` before the ReLU."""
+        pre, bias = self._project(y)
+        return pre if bias is None else pre + operations.lowered(bias, pre)[:, :, None]
+
+    def _project(self, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """All responses, and the biases that are not added yet."""
         plain, bias = self.plain, getattr(self, "bias", None)
         if len(set(plain.widths)) == 1:
             pre = operations.project(y, self.weight, plain.branches)
@@ -265,26 +262,39 @@ class StackedFusion(StackedLayer):
 
     def forward(self, y: Tensor) -> Tensor:
         """Project, rectify, fuse."""
-        pre, bias = self.respond(y)
+        pre, bias = self._project(y)
         stochastic = self.plain.strategy == "stochastic"
         active = self.active if stochastic and self.training else None
         return operations.fuse(pre, bias, self.plain.eps, active=active, pairs=stochastic and not self.training)
 
 
-class StackedDCLLinear(StackedLayer):
+class _StackedDCL(StackedLayer):
+    """Stage 1 of DCL layers, and the fusion of stage 2."""
+
+    kind: ClassVar[type[StackedLayer]]
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__(layers)
+        self.branch = self.kind([layer.branch for layer in layers])
+        self.fusion = StackedFusion([layer.fusion for layer in layers])
+        activations = [layer.branch_activation for layer in layers]
+        has_none = activations[0] is None
+        self.branch_activation = None if has_none else build_stacked(activations, "branch_activation")
+
+    def branches(self, x: Tensor) -> Tensor:
+        """The outputs of all branches."""
+        y: Tensor = self.branch(x)
+        return y if self.branch_activation is None else self.branch_activation(y)
+
+
+class StackedDCLLinear(_StackedDCL):
     """DCL linear layers."""
 
-    def __init__(self, layers: Sequence[DCLLinear]) -> None:
-        super().__init__(layers)
-        self.branch = StackedLinear([layer.branch for layer in layers])
-        self.fusion = StackedFusion([layer.fusion for layer in layers])
-        self.branch_activation = _activation(layers)
+    kind = StackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
         """``[E, B, ..., K1]`` to ``[E, B, ..., K2]``."""
-        y = self.branch(x)
-        y = y if self.branch_activation is None else self.branch_activation(y)
-        return self._fused(y.flatten(1, -2)).view(*x.shape[:-1], -1)
+        return self._fused(self.branches(x).flatten(1, -2)).view(*x.shape[:-1], -1)
 
     def _fused(self, y: Tensor) -> Tensor:
         z: Tensor = self.fusion(y)
@@ -295,19 +305,14 @@ class StackedSummed(StackedDCLLinear):
     """Branches averaged instead of multiplied."""
 
     def _fused(self, y: Tensor) -> Tensor:
-        pre, bias = self.fusion.respond(y)
-        if bias is not None:
-            pre = pre + operations.lowered(bias, pre)[:, :, None]
-        return F.relu(pre).mean(1)
+        return F.relu(self.fusion.respond(y)).mean(1)
 
 
 class StackedProduct(StackedDCLLinear):
     """Branches fused as a rival of DCL does it, element by element."""
 
     def _fused(self, y: Tensor) -> Tensor:
-        pre, bias = self.fusion.respond(y)
-        if bias is not None:
-            pre = pre + operations.lowered(bias, pre)[:, :, None]
+        pre = self.fusion.respond(y)
         wide = torch.promote_types(pre.dtype, torch.float32)
         z: Tensor = self.plain._fused([response.to(wide) for response in pre.unbind(1)])
         return z.to(pre.dtype)
@@ -319,54 +324,39 @@ class StackedPowerMean(StackedDCLLinear):
     raw_exponent: Tensor
 
     def _fused(self, y: Tensor) -> Tensor:
-        pre, bias = self.fusion.respond(y)
-        if bias is not None:
-            pre = pre + operations.lowered(bias, pre)[:, :, None]
+        pre = self.fusion.respond(y)
         return fuse_power_mean(pre[:, 0], pre[:, 1], bounded(self.raw_exponent)[..., None])
 
 
-class StackedDCLConv2d(StackedLayer):
+class StackedDCLConv2d(_StackedDCL):
     """DCL convolutions: stage 1 a convolution of ΣM filters, stage 2 the same product at every position."""
 
-    def __init__(self, layers: Sequence[DCLConv2d]) -> None:
-        super().__init__(layers)
-        self.branch = StackedConv2d([layer.branch for layer in layers])  # type: ignore[misc]
-        self.fusion = StackedFusion([layer.fusion for layer in layers])
-        self.branch_activation = _activation(layers)
+    kind = StackedConv2d
 
     def forward(self, x: Tensor) -> Tensor:
         """``[E, B, C, H, W]`` to ``[E, B, K2, H', W']``."""
-        y = self.branch(x)
-        y = y if self.branch_activation is None else self.branch_activation(y)
+        y = self.branches(x)
         E, B, width, H, W = y.shape
         z: Tensor = self.fusion(y.permute(0, 1, 3, 4, 2).reshape(E, B * H * W, width))
         return z.view(E, B, H, W, -1).permute(0, 1, 4, 2, 3)
 
 
-def _activation(layers: Sequence[DCLLinear] | Sequence[DCLConv2d]) -> nn.Module | None:
-    activations = [layer.branch_activation for layer in layers]
-    if activations[0] is None:
-        return None
-    return build_stacked([a for a in activations if a is not None], "branch_activation")
-
-
-_SIMPLE: dict[Build, tuple[type[nn.Module], ...]] = {
+_KINDS: dict[Build, tuple[type[nn.Module], ...]] = {
     _Elementwise: (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity),
-    _Each: (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.LocalResponseNorm),
+    _Each: (
+        nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.LocalResponseNorm, QuickResponseNorm,
+    ),
+    _Flatten: (nn.Flatten,),
     StackedBatchNorm: (nn.BatchNorm1d, nn.BatchNorm2d),
-}
-for _build, _kinds in _SIMPLE.items():
+    StackedDropout: (nn.Dropout,),
+    StackedLinear: (nn.Linear,),
+    StackedConv2d: (nn.Conv2d, QuickConv2d),
+    StackedDCLLinear: (DCLLinear,),
+    StackedDCLConv2d: (DCLConv2d,),
+    StackedSummed: (SummedLinear,),
+    StackedPowerMean: (PowerMeanLinear,),
+    StackedProduct: (GatedLinear, SortLinear),
+}  # fmt: skip
+for _build, _kinds in _KINDS.items():
     for _kind in _kinds:
         register_stacked(_kind, _build)
-register_stacked(nn.Dropout, StackedDropout)
-register_stacked(nn.Flatten, _Flatten)
-register_stacked(nn.Linear, StackedLinear)
-register_stacked(nn.Conv2d, StackedConv2d)
-register_stacked(QuickConv2d, StackedConv2d)
-register_stacked(QuickResponseNorm, _Each)
-register_stacked(DCLLinear, StackedDCLLinear)
-register_stacked(SummedLinear, StackedSummed)
-register_stacked(PowerMeanLinear, StackedPowerMean)
-for _kind in (GatedLinear, SortLinear):
-    register_stacked(_kind, StackedProduct)
-register_stacked(DCLConv2d, StackedDCLConv2d)

@@ -15,14 +15,9 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_dcl.fleet import operations
 from torch_dcl.fleet.operations import cross_entropy, keep_low_copy, leaf
-from torch_dcl.fleet.stacked_layers import (
-    StackedConv2d,
-    StackedDropout,
-    StackedFusion,
-    build_stacked,
-    is_registered,
-)
+from torch_dcl.fleet.stacked_layers import StackedConv2d, StackedDropout, StackedFusion, build_stacked, is_registered
 from torch_dcl.models import _common
 
 __all__ = ["Stack"]
@@ -100,18 +95,12 @@ class Stack(nn.Module):
 
     def branch_parameters(self) -> dict[str, tuple[StackedFusion, int]]:
         """Parameters of which a step updates only the active branches, with the layer that draws these."""
-        by_name = {}
-        for name, module in self.body.named_modules():
-            fusion = getattr(module, "fusion", None)
-            if isinstance(fusion, StackedFusion) and fusion.plain.strategy == "stochastic":
-                if len(set(fusion.plain.widths)) > 1 or fusion.norm is not None:
-                    raise TypeError(
-                        f"layer {name!r}: the stochastic strategy in a stack needs branches of one width and no "
-                        "norm_layer; give the layer one width, or train it outside of a stack"
-                    )
-                for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
-                    by_name[f"{name}.{part}"] = (fusion, fusion.plain.branches)
-        return by_name
+        drawn = [
+            (name.removesuffix(".fusion"), module, module.plain)
+            for name, module in self.body.named_modules()
+            if isinstance(module, StackedFusion) and module.plain.strategy == "stochastic"
+        ]
+        return operations.branch_parameters(drawn, "stack")
 
     def step_buffers(self) -> list[Tensor]:
         """The buffers that a step may write to, ``[E, ...]`` each."""

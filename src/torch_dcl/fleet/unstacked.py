@@ -126,11 +126,7 @@ class Unstacked(nn.Module):
                 if isinstance(module, _Dropout):
                     module.drawn_from = (seed[i : i + 1], step)
         for name, fusion in _stochastic(self.body):
-            layer = zlib.crc32(name.encode())
-            fusion.key[:, 0].copy_(seed)
-            fusion.key[:, 1].fill_(layer)
-            fusion.key[:, 2].copy_(step.expand_as(seed))
-            operations.draw_pairs_(fusion.active, seed, layer, step, fusion.branches)
+            operations.advance_(fusion, seed, zlib.crc32(name.encode()), step, fusion.branches)
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """Build the networks that run, as views of the state where it is now, with products in the given type."""
@@ -151,16 +147,7 @@ class Unstacked(nn.Module):
 
     def branch_parameters(self) -> dict[str, tuple[Any, int]]:
         """Parameters of which a step updates only the active branches, with the layer that draws these."""
-        by_name = {}
-        for name, fusion in _stochastic(self.body):
-            if len(set(fusion.widths)) > 1 or fusion.norm is not None:
-                raise TypeError(
-                    f"layer {name!r}: the stochastic strategy in a fleet needs branches of one width and no "
-                    "norm_layer; give the layer one width, or train it outside of a fleet"
-                )
-            for part in ("branch.weight", "branch.bias", "fusion.weight", "fusion.bias"):
-                by_name[f"{name}.{part}"] = (fusion, fusion.branches)
-        return by_name
+        return operations.branch_parameters(((n, fusion, fusion) for n, fusion in _stochastic(self.body)), "fleet")
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state dict of one network."""
@@ -187,11 +174,7 @@ class Unstacked(nn.Module):
         return self.body.named_parameters()
 
     def check_randomness(self, size: Sequence[int]) -> None:
-        """Refuse networks that use torch's random number generator, found by running two images ``[C, H, W]``.
-
-        Raises:
-            TypeError: They do. Their results would depend on what ran before.
-        """
+        """Refuse networks that use torch's random number generator, found by running two images ``[C, H, W]``."""
         trial = _with_drawn_dropout(self.network(0)).train()
         for module in trial.modules():
             if isinstance(module, _Dropout):

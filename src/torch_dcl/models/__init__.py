@@ -16,19 +16,6 @@ from torch_dcl.models.variants import VARIANTS, variant_plan
 from torch_dcl.models.wide_resnet import WideResNet, wide_resnet
 
 __all__ = [
-    "VARIANTS",
-    "AlexNet",
-    "BigNet",
-    "BilinearFusion",
-    "BilinearPool",
-    "LeNet",
-    "LeNetCifar",
-    "WideResNet",
-    "alexnet",
-    "bignet",
-    "count_weights",
-    "lenet",
-    "lenet_cifar",
-    "variant_plan",
-    "wide_resnet",
-]
+    "VARIANTS", "AlexNet", "BigNet", "BilinearFusion", "BilinearPool", "LeNet", "LeNetCifar", "WideResNet", "alexnet",
+    "bignet", "count_weights", "lenet", "lenet_cifar", "variant_plan", "wide_resnet",
+]  # fmt: skip

@@ -57,20 +57,10 @@ DARK = Theme(
 
 
 def svg(figure: "Figure", *, name: str | None = None) -> str:
-    """A figure as SVG to embed in an HTML page: without XML header, with unique ids.
+    """A figure as SVG to embed in an HTML page: without XML header, with unique ids that begin with a name.
 
-    Text stays text, so it can be searched, selected and read aloud. A screen reader reads the caption.
-
-    Args:
-        figure: From one of the functions of this module.
-        name: What its ids begin with. None takes the kind of the figure; a page with two of a kind, or with a light and
-            a dark one, needs two names.
-
-    Returns:
-        One ``<svg>`` element. Its width is the one on paper; the page may set another in CSS.
-
-    Raises:
-        ValueError: ``name`` is no plain word.
+    Text stays text, so it can be searched, selected and read aloud. A screen reader reads the caption. Without a name
+    ids begin with the kind of the figure; a page with two of a kind, or with a light and a dark one, needs two names.
     """
     text = _svg_file(figure)
     prefix = name or figure.get_gid() or "figure"
@@ -192,11 +182,7 @@ def seeds_in_words(groups: Iterable[Sequence[Any]]) -> str:
 
 
 def errors_of(data: object, where: str) -> list[float]:
-    """The errors of a network in percent, one a seed.
-
-    Raises:
-        ValueError: There are none, or one is no percentage.
-    """
+    """The errors of a network in percent, one a seed."""
     return list(map(float, Reader(where, data).get("errors", are_percents, "at least one number, each from 0 to 100")))
 
 

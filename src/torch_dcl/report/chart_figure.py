@@ -49,9 +49,6 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
             ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
             missing. A unit may have several points, for several budgets; they are joined.
         dark: For a dark page.
-
-    Raises:
-        ValueError: something is missing, empty or out of range.
     """
     read = Reader("chart_figure", data)
     points = [_read(point) for point in read.get("points", bool, "at least one point")]
@@ -92,7 +89,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     many = canvas.seeds_in_words([point.errors for point in points])
     network = f"BigNet on {TITLES.get(images, images)}"
     figure.set_label(
-        f"Test error (%) of {network} with different layers in place of the first fully-connected one, against the "
+        f"Test error (%) of {network} with different layers instead of the first fully-connected one, against the "
         f"network's weights and against the measured time of a training step. Large marks are means over "
         f"{many}, small dots are seeds, bars are 95 % t-intervals of the mean. "
         "On the left, layers of one budget (weights within 1 %) stand side by side on a band, the lowest error first. "

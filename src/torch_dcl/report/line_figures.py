@@ -26,9 +26,6 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         data: ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
             "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
         dark: For a dark page.
-
-    Raises:
-        ValueError: something is missing, empty or out of range.
     """
     from matplotlib.ticker import NullLocator
 
@@ -106,9 +103,6 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         data: ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
             ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
         dark: For a dark page.
-
-    Raises:
-        ValueError: something is missing, empty, not finite or of unequal length.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
@@ -259,9 +253,6 @@ def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure"
         data: ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...]}, ...]}``; errors are in
             percent, one a seed.
         dark: For a dark page.
-
-    Raises:
-        ValueError: something is missing, empty or out of range.
     """
     where = "relations_figure"
     curves: dict[str, dict[str, dict[int, list[float]]]] = {}

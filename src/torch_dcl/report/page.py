@@ -141,11 +141,7 @@ def draw_run(path: str | os.PathLike[str]) -> list[str]:
 
 
 def check(run: Run) -> None:
-    """Refuse a run that has nothing to report.
-
-    Raises:
-        ValueError: It has no results yet; the message says what to do.
-    """
+    """Refuse a run that has nothing to report."""
     if run.table is None and not run.parts:
         raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
 

@@ -182,9 +182,6 @@ def differences_figure(cells: Sequence[Mapping[str, Any]], *, dark: bool = False
             ``low``, ``high`` and ``paper_difference`` may be None. Rows and panels come in the order in which sets and
             columns first appear.
         dark: For a dark page.
-
-    Raises:
-        ValueError: a cell is missing something, is there twice, or has an interval without its difference in it.
     """
     where = "differences_figure"
     table = _cells(cells, where)

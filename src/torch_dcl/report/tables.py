@@ -216,10 +216,10 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
         "The budget is the filters of one of DCL’s two branches as a fraction of the layer’s. A difference is the "
         "layer’s error minus that of DCL on the same seeds, with the 95 % confidence interval of the paired "
         f"differences; ▾ and ▴ mark one without 0. Trained on all training images: {chart['recipe']}, with each "
-        "layer’s own rate in place of the recipe’s. The test set is evaluated once."
+        "layer’s own rate instead of the recipe’s. The test set is evaluated once."
     )
     search = (
-        "Error in percent on a tenth of the training images that was kept apart, one seed that the chart does not use, "
+        "Error in percent on a tenth of the training images that was held out, one seed that the chart does not use, "
         f"{chart['search_scale']:g} of the recipe’s epochs. Bold is the rate that the layer takes. "
         f"{rates_at_edge(chart) or ''}"
     )

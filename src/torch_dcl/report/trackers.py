@@ -17,12 +17,7 @@ __all__ = ["TensorBoard", "Tracker", "open_tracker"]
 
 
 class Tracker(Listener):
-    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and passes on what it is told.
-
-    Args:
-        path: The run folder.
-        behind: A listener that is told the same.
-    """
+    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and forwards progress to a listener."""
 
     def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
         self.path, self.behind = Path(path), behind
@@ -108,11 +103,7 @@ TRACKERS = {"tensorboard": TensorBoard}
 
 
 def open_tracker(name: str, path: str | os.PathLike[str], behind: Listener) -> Tracker:
-    """A tracker by its name.
-
-    Raises:
-        SettingError: There is none of that name, or its package is not installed.
-    """
+    """A tracker by its name."""
     if name not in TRACKERS:
         near = difflib.get_close_matches(name, TRACKERS, 1, 0.4)
         hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(TRACKERS)}"

@@ -17,22 +17,17 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.experiments.digits import SETS_RULES, TWO, DigitConfig, DigitRecipe
 from torch_dcl.experiments.paper_numbers import SETS, TABLE1
-from torch_dcl.experiments.protocol import Job, Outcome, Workload
+from torch_dcl.experiments.protocol import Job, Outcome, RunFolder, Shown, Workload
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import signed
 from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Calibration", "CalibrationConfig", "Fitted", "largest_strength", "next_strength"]
 
@@ -156,7 +151,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         each = load.networks // len(self._lengths)
         return [load._replace(networks=each, epochs=epochs or load.epochs) for epochs in self._lengths]
 
-    def result(self, folder: "RunFolder") -> list[Fitted]:
+    def result(self, folder: RunFolder) -> list[Fitted]:
         """The strengths at the number of epochs with the least misfit, and everything that was tried, as JSON."""
         outcomes = outcomes_of(folder)
         by_length = {epochs: list(self.fit(outcomes, epochs)[1].values()) for epochs in self._lengths}
@@ -174,7 +169,7 @@ class Calibration(DigitRecipe[CalibrationConfig]):
         folder.write_json("calibration", content)
         return by_length[epochs]
 
-    def shown(self, result: list[Fitted], width: int) -> "list[RenderableType]":
+    def shown(self, result: list[Fitted], width: int) -> Shown:
         lines = []
         for fit in result:
             errors, off = fit.tried[fit.best], f"{signed(100 * fit.off(fit.best), 1)} %"

@@ -1,15 +1,15 @@
 """DCL against its rivals on BigNet: test error against weights and against the time of a step.
 
 The order is the protocol. Every unit goes through the same trials, learning rates with one seed that the chart does not
-use, on training images alone: a tenth of them is kept apart to judge with. Each takes the rate with the lowest error
+use, on training images alone: a tenth of them is held out to judge with. Each takes the rate with the lowest error
 there. Then it is trained on all training images with the chart's seeds, and the test set is evaluated once.
 """
 
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +18,22 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Workload, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
+from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
-
 __all__ = [
-    "Chart",
-    "ChartConfig",
-    "against_dcl",
-    "budget_of",
-    "chart_grid",
-    "chart_verdict",
-    "hold_out",
-    "lowest_first",
-    "points_of",
-    "rates_at_edge",
-    "step_times",
+    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_verdict", "hold_out", "lowest_first",
+    "points_of", "rates_at_edge", "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
-SEARCH_SEED = 100
 LEVEL = 0.05
 Point = tuple[str, float]
 """A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
@@ -79,11 +65,10 @@ class ChartConfig(NaturalConfig):
         return points_of(self.units, self.shares)
 
 
-class Chart(NaturalRecipe[ChartConfig]):
+class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
     """Every unit at every budget: trials to choose a learning rate, then all seeds at that rate."""
 
     name = "chart"
-    unit = "trainings"
     config_type = ChartConfig
     data: Dataset
     whole: TrainingRecipe
@@ -115,37 +100,15 @@ class Chart(NaturalRecipe[ChartConfig]):
             "deterministic": config.deterministic,
         }  # fmt: skip
 
-    def jobs(self, outcomes: Mapping[Job, Outcome]) -> list[Job]:
-        """The trials; and when they are done, the seeds of each point at the rate that it takes."""
-        trials = [job for point in self.config.points for job in self._trials(point)]
-        if any(job not in outcomes for job in trials):
-            return trials
-        seeds = range(self.config.seeds)
-        return trials + [
-            self._job("report", point, seed, self._chosen(point, outcomes))
-            for point in self.config.points
-            for seed in seeds
-        ]
+    @property
+    def points(self) -> Sequence[Point]:
+        return self.config.points
 
-    def _job(self, phase: str, point: Point, seed: int, lr: float) -> Job:
+    def job(self, point: Point, seed: int, lr: float, phase: str = "report") -> Job:
         return Job(point[0], self.data.name, seed, lr, phase, (("share", point[1]),))
 
-    def _trials(self, point: Point) -> list[Job]:
-        return [self._job("choose", point, SEARCH_SEED, lr) for lr in self.config.rates]
-
-    def _chosen(self, point: Point, outcomes: Mapping[Job, Outcome]) -> float:
-        return min(self._trials(point), key=lambda job: outcomes[job].judged_error).lr
-
-    def total(self) -> int:
-        return len(self.config.points) * (len(self.config.rates) + self.config.seeds)
-
-    def concurrent(self, job: Job) -> Hashable:
-        return job.phase
-
-    def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
-        aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        points = [f"{jobs[0].network} at {jobs[0].option('share'):g}" for jobs in fleets]
-        return f"{aim} {', '.join(points)}"
+    def named(self, job: Job) -> str:
+        return f"{job.network} at {job.option('share'):g}"
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         is_trial, data = jobs[0].phase == "choose", self.data
@@ -154,26 +117,26 @@ class Chart(NaturalRecipe[ChartConfig]):
         return _fleet(jobs, train, data, self.whole.scaled(scale), self.config, self.device)
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """For a trial the training images that were kept apart; otherwise the test set."""
+        """For a trial the training images that were held out; otherwise the test set."""
         data = self.data
         test = (data.test_images, data.test_labels)
         return {data.name: self.parted[1] if jobs[0].phase == "choose" else test}
 
-    def result(self, folder: "RunFolder") -> dict[str, Any]:
+    def result(self, folder: RunFolder) -> dict[str, Any]:
         """The chart as JSON: errors, weights, time of a step and trials of each point."""
         config, outcomes = self.config, outcomes_of(folder)
         folder.log("measuring the time of a step")
         times = step_times(config.points, self.data, self.whole, config, self.device)
         rows = []
         for point in config.points:
-            lr = self._chosen(point, outcomes)
-            errors = [outcomes[self._job("report", point, seed, lr)].judged_error for seed in range(config.seeds)]
+            reports = self.reports(point, outcomes)
             rows.append(
                 {
                     "unit": point[0], "share": point[1],
-                    "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": lr, "errors": errors,
+                    "weights": unit_weights(point[0], len(self.data.classes), point[1]), "lr": reports[0].lr,
+                    "errors": [outcomes[job].judged_error for job in reports],
                     "seeds": list(range(config.seeds)), "step_ms": times[point],
-                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self._trials(point)},
+                    "trials": {f"{job.lr:g}": outcomes[job].judged_error for job in self.trials(point)},
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
@@ -181,7 +144,7 @@ class Chart(NaturalRecipe[ChartConfig]):
         folder.write_json("chart", chart)
         return chart
 
-    def _described(self, folder: "RunFolder") -> dict[str, Any]:
+    def _described(self, folder: RunFolder) -> dict[str, Any]:
         """What a reader has to know of a chart beside its points."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
@@ -195,7 +158,7 @@ class Chart(NaturalRecipe[ChartConfig]):
             "environment": folder.read("environment")[-1],
         }  # fmt: skip
 
-    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+    def shown(self, result: dict[str, Any], width: int) -> Shown:
         from rich.text import Text
 
         said = [*result["told"], chart_verdict(result), *filter(None, [rates_at_edge(result)])]
@@ -210,11 +173,8 @@ def points_of(units: Sequence[str], shares: Sequence[float]) -> list[Point]:
 def hold_out(data: Dataset) -> tuple[Labelled, Labelled]:
     """Split the training images: nine tenths of each class to train on, a tenth for validation.
 
-    The hash of an image's place decides, so the split is always the same. The test set is not used. Where
-    no class has ten images, as in a trial, it is a tenth of all.
-
-    Raises:
-        ValueError: There is one image, or none.
+    The hash of an image's place decides, so the split is always the same. Where no class has ten images, as in a trial,
+    it is a tenth of all.
     """
     order = draw(0, "deciding validation", 0, torch.arange(len(data.train_labels))).argsort(stable=True)
     judged = torch.zeros(len(order), dtype=torch.bool)
@@ -253,7 +213,10 @@ def step_times(
     some = (data.train_images[: steps * recipe.batch], data.train_labels[: steps * recipe.batch])
     schedule = dataclasses.replace(recipe.schedule, epochs=config.rounds + 1)
     short = dataclasses.replace(recipe, schedule=schedule)
-    jobs = {point: Job(point[0], data.name, SEARCH_SEED, recipe.lr, "time", (("share", point[1]),)) for point in points}
+    jobs = {
+        point: Job(point[0], data.name, UnitRecipe.search_seed, recipe.lr, "time", (("share", point[1]),))
+        for point in points
+    }
     fleets = {point: _fleet([job], some, data, short, config, device) for point, job in jobs.items()}
     times: dict[Point, list[float]] = {point: [] for point in points}
     for turn in range(config.rounds + 1):
@@ -284,12 +247,9 @@ def lowest_first(chart: Mapping[str, Any]) -> list[Row]:
 
 
 def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
-    """The point's error minus that of DCL with two branches, on the same seeds.
+    """The point's error minus that of DCL with two branches, on the same seeds; None where that cannot be compared.
 
     A layer is compared with DCL at its own budget; the plain one has none and is compared with the chart's first.
-
-    Returns:
-        None for DCL itself, and where there are fewer than two seeds to compare.
     """
     rivals = [p for p in chart["points"] if p["unit"] == "dcl"]
     if point["unit"] != "plain":

@@ -10,21 +10,16 @@ torch_dcl.experiments.recipes.demo`` does it again.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch_dcl.experiments.columns import weights
 from torch_dcl.experiments.complementary import as_plain, complementary
 from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, Digits, classes_of, read_mnist
-from torch_dcl.experiments.protocol import Job, Outcome, Trained
+from torch_dcl.experiments.protocol import Job, Outcome, RunFolder, Shown, Trained
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
 from torch_dcl.experiments.table import Grid, Line
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["CAVEAT", "COLUMNS", "PLANNED", "RATES", "SET", "TRIED", "Demo", "DemoConfig", "choose_rates", "verdict"]
 
@@ -87,7 +82,7 @@ class Demo(DigitRecipe[DemoConfig]):
             outcomes[0] = dataclasses.replace(outcomes[0], extra={"knowledge": extra})
         return outcomes
 
-    def result(self, folder: "RunFolder") -> dict[str, Any]:
+    def result(self, folder: RunFolder) -> dict[str, Any]:
         """Errors, weights and time of each network, a filter, and the plan of a common network, as JSON."""
         known = outcomes_of(folder)
         groups = {column: [known[job] for job in self.jobs({}) if job.network == column] for column in COLUMNS}
@@ -103,7 +98,7 @@ class Demo(DigitRecipe[DemoConfig]):
         folder.write_json("demo", content)
         return content
 
-    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+    def shown(self, result: dict[str, Any], width: int) -> Shown:
         from rich.text import Text
 
         *sentences, caveat = result["verdict"]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,10 @@ from torch_dcl.experiments.digits import (
     digits_of,
     trial_job,
 )
-from torch_dcl.experiments.protocol import Job, Outcome, Trained, finite
+from torch_dcl.experiments.protocol import Job, Outcome, RunFolder, Shown, Trained, finite
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.layers import DCLLinear
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["FILTERS", "PARTS", "Figures", "FiguresConfig", "firing", "parts_of"]
 
@@ -116,18 +111,18 @@ class Figures(DigitRecipe[FiguresConfig]):
             with_extra.append(dataclasses.replace(outcome, extra={job.phase: extra}))
         return with_extra
 
-    def result(self, folder: "RunFolder") -> dict[str, Any]:
+    def result(self, folder: RunFolder) -> dict[str, Any]:
         parts = parts_of(folder, outcomes_of(folder))
         for part, data in parts.items():
             folder.write_json(part, data)
         return parts
 
     @classmethod
-    def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
+    def so_far(cls, folder: RunFolder, outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
         parts = folder.recipe["parts"] if "choice" in folder.recipe else ()  # an earlier version noted no rates
         return {part: functools.partial(_part_of, folder, outcomes, part) for part in parts}
 
-    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+    def shown(self, result: dict[str, Any], width: int) -> Shown:
         """The claims that the figures answer."""
         findings: list[Finding] = further_findings(result)
         return [f"{finding.claim} {finding.verdict.capitalize()}: {finding.evidence}" for finding in findings]
@@ -139,7 +134,7 @@ def trial_of(choice: Choice, column: str, name: str) -> Trial:
     return choice[near.get(column, column)][digits_of(name)]
 
 
-def parts_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
+def parts_of(folder: RunFolder, known: Mapping[Job, Outcome]) -> dict[str, Any]:
     """The data of the parts whose jobs are all done in a run folder."""
     asked = folder.recipe
     config = FiguresConfig(**{key: asked[key] for key in ("parts", "set", "knowledge_set", "filters", "seeds")})
@@ -153,7 +148,7 @@ def parts_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any
     return parts
 
 
-def _part_of(folder: "RunFolder", known: Mapping[Job, Outcome], part: str) -> Any:
+def _part_of(folder: RunFolder, known: Mapping[Job, Outcome], part: str) -> Any:
     return parts_of(folder, known).get(part)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,10 @@ from torch_dcl.convert.checkpoint import load_model
 from torch_dcl.data import Dataset, load
 from torch_dcl.experiments.complementary import as_plain, complementary, dcl_layers
 from torch_dcl.experiments.network_source import find_model
-from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Workload, content_hash
+from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.files import sha256_file
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = ["Knowledge", "KnowledgeConfig", "as_inputs", "digits_of_classes"]
 
@@ -140,7 +135,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
             )
         return outcomes
 
-    def result(self, folder: "RunFolder") -> dict[str, Any]:
+    def result(self, folder: RunFolder) -> dict[str, Any]:
         """The responses of all filters, as JSON."""
         known = outcomes_of(folder)
         responses = [known[job].extra["knowledge"] for job in self.jobs({})]
@@ -149,7 +144,7 @@ class Knowledge(Recipe[KnowledgeConfig]):
         folder.write_json("knowledge", content)
         return content
 
-    def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
+    def shown(self, result: dict[str, Any], width: int) -> Shown:
         return [f"Filters: {', '.join(result['networks'])}."]
 
 
@@ -162,11 +157,7 @@ def digits_of_classes(classes: Sequence[str]) -> int:
 
 
 def as_inputs(images: Tensor, mean: Sequence[float] = (), std: Sequence[float] = ()) -> Tensor:
-    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where ``mean`` and ``std`` are given.
-
-    Raises:
-        SettingError: Neither one number nor one for each channel.
-    """
+    """Images of bytes as a network takes them: from 0 to 1, normalised by channel where mean and std are given."""
     inputs = images.to(torch.get_default_dtype()) / 255
     for what, values in (("mean", mean), ("std", std)):
         if values and len(values) not in (1, images.shape[1]):
