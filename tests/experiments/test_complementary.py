@@ -9,7 +9,7 @@ from torch import nn
 import torch_dcl as dcl
 from torch_dcl.data import mnist_excerpt
 from torch_dcl.data.digits import generate
-from torch_dcl.experiments.complementary import ClassResponses, class_responses, complementary, pick_filter
+from torch_dcl.experiments.complementary import ClassResponses, class_responses, complementary, pick_filter, shares
 from torch_dcl.models import lenet, variant_plan
 
 
@@ -154,6 +154,16 @@ def test_the_rule_picks_branches_that_share_the_work():
     assert pick_filter(hand_made(silent, alone)) == 1
     with pytest.raises(ValueError, match="never fires"):
         pick_filter(hand_made(silent))
+
+
+def test_the_filters_that_satisfy_the_rule_are_counted():
+    alone = [(peak(6), peak(8)), (peak(6), peak(8))]
+    shared = [(peak(6, 9.0), peak(1, 3.0, 8)), (peak(2, 3.0, 6), peak(8, 9.0))]
+    lost = [(peak(1, 3.0, 6), peak(8, 9.0)), (peak(2, 3.0, 6), peak(8, 9.0))]
+    silent = [([0.0] * 10, peak(8)), (peak(6), peak(8))]
+    found = shares(hand_made(silent, alone, lost, shared, shared))
+    assert found == {"filters": 4, "together": 3 / 4, "complementary": 2 / 4}
+    assert shares(hand_made(silent)) == {"filters": 0, "together": 0.0, "complementary": 0.0}
 
 
 def test_of_equal_filters_the_more_selective_one_is_picked():

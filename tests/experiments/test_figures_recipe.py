@@ -80,13 +80,22 @@ def test_what_was_tried_has_a_row_a_column(whole):
         assert 0 <= row["all_fire"] <= row["one_fires"] <= 1
 
 
+def test_shares_are_counted_in_the_layer_and_in_its_control(whole):
+    data = whole[1]["shares"]
+    assert data["set"] == "MNIST-II-05"
+    assert {column: len(seeds) for column, seeds in data["columns"].items()} == {"A2": 2, "summed": 2}
+    for one in (one for seeds in data["columns"].values() for one in seeds):
+        assert 0 < one["filters"] <= 500
+        assert 0 <= one["complementary"] <= one["together"] <= 1
+
+
 def test_a_run_leaves_json_and_figures_and_a_state(whole):
     path, parts = whole
     assert {name: json.loads(text, parse_constant=pytest.fail) for name, text in files(path).items()} == parts
     assert draw_run(path) == ["filters.svg", "curves.svg", "knowledge-A2.svg", "knowledge-B2.svg"]
     assert (path / "knowledge-A2.svg").read_text().startswith("<?xml")
     state = state_of(path)
-    assert (state.state, state.done, state.total, state.unit) == ("finished", 6 + 8 + 2 + 16, 32, "trainings")
+    assert (state.state, state.done, state.total, state.unit) == ("finished", 6 + 8 + 2 + 16 + 4, 36, "trainings")
 
 
 def test_all_networks_are_trained_with_the_rates_that_were_chosen():

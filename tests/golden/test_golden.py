@@ -50,7 +50,8 @@ SMOKE: dict[str, tuple[str, ...]] = {  # a recipe's name, and behind a space wha
         "--set",
         "rounds=1",
     ),
-    "figures": ("--data", "excerpt"),
+    "figures": ("--data", "excerpt", "--set", "parts=filters,curves,knowledge,tried"),
+    "figures of shares": ("--data", "excerpt", "--set", "parts=shares"),
     "table2": ("--networks", "lenet,bignet"),
     "table2 of LeNet's options": (
         "--models",

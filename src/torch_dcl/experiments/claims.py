@@ -22,6 +22,7 @@ from torch_dcl.experiments.stats import (
     difference,
     is_complete,
     mean,
+    mean_std_n,
     signed,
 )
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch_dcl.experiments.table import Table
 
 __all__ = [
-    "Finding", "Verdict", "best_is_near_oracle", "difficulty_rises", "fewer_weights", "findings",
+    "Finding", "Verdict", "best_is_near_oracle", "branches_complement", "difficulty_rises", "fewer_weights", "findings",
     "first_layer_improves", "further_findings", "judge", "large_banks_help_little", "loss_gap_shrinks",
     "more_filters_help", "oracle_beats_baseline", "oracle_is_lowest", "second_layer_is_unstable",
     "stochastic_beats_deterministic", "three_branches_beat_two", "three_branches_matter_less_on_two_digits",
@@ -336,7 +337,21 @@ def further_findings(parts: Mapping[str, Any], *, with_curves: bool = True) -> l
                 for name, kinds in curves["series"].items()
             }
             findings.append(loss_gap_shrinks(losses, curves["set"]))
+    if (counted := parts.get("shares")) is not None:
+        findings.append(branches_complement(counted["columns"]))
     return findings
+
+
+def branches_complement(columns: Mapping[str, Sequence[Mapping[str, float]]]) -> Finding:
+    """Branches know parts of a class that none knows alone; ``columns`` are shares by seed, of DCL-A2 and summed."""
+    claim = "Branches learn complementary parts of a class, which their product joins."
+    criterion = "the share of filters whose branches know their class together, and none alone, is higher than summed"
+    ours, control = ([100 * one["complementary"] for one in columns[name]] for name in ("A2", "summed"))
+    apart = difference(ours, control)
+    decidable = apart is not None and bool(apart.clear)
+    evidence = f"{mean_std_n(ours)} % of the filters in DCL-A2, {mean_std_n(control)} % where branches are summed"
+    evidence += f"{_apart(ours, control)}."
+    return Finding(claim, "4.1.4", criterion, _decide(mean(ours) > mean(control), decidable=decidable), evidence)
 
 
 def _decide(true: bool, *, decidable: bool = True) -> Verdict:

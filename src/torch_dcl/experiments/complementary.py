@@ -19,7 +19,7 @@ from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
 __all__ = [
     "ClassResponses", "Complementary", "as_plain", "class_responses", "complementary", "dcl_layers", "from_plain",
-    "pick_filter", "pick_rule",
+    "pick_filter", "pick_rule", "shares",
 ]  # fmt: skip
 
 _DCL = DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d
@@ -170,15 +170,8 @@ def pick_filter(responses: ClassResponses) -> int:
     Raises:
         ValueError: every filter has a branch that never fires; such filters are left out.
     """
-    z, v = responses.z, responses.v
-    highest = _argmax(z, 0)
-    own = _argmax(responses.by_digit(), 2)  # [T, positions, K2]
-    wanted = torch.tensor([responses.of_class(int(c)) for c in highest]).T  # [positions, K2]
-    hit = own == wanted
-    covered = hit.any(0).all(0)
-    missing = (~hit.all(1)).sum(0)
-    selectivity = z.nan_to_num(0).amax(0) / z.nanmean(0)
-    alive = (v.nan_to_num(0).amax(1) > 0).all(0)
+    alive, covered, missing = _knowing(responses)
+    selectivity = responses.z.nan_to_num(0).amax(0) / responses.z.nanmean(0)
     ranks = [
         (bool(c), int(m), float(s), -k) if a else None
         for k, (a, c, m, s) in enumerate(zip(alive, covered, missing, selectivity, strict=True))
@@ -190,6 +183,32 @@ def pick_filter(responses: ClassResponses) -> int:
             "first, or pass images as it was trained on"
         )
     return -best[3]
+
+
+def _knowing(responses: ClassResponses) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each filter: whether all branches fire, whether they know its class together, and how many do not alone."""
+    highest = _argmax(responses.z, 0)
+    own = _argmax(responses.by_digit(), 2)  # [T, positions, K2]
+    wanted = torch.tensor([responses.of_class(int(c)) for c in highest]).T  # [positions, K2]
+    hit = own == wanted
+    alive = (responses.v.nan_to_num(0).amax(1) > 0).all(0)
+    return alive, hit.any(0).all(0), (~hit.all(1)).sum(0)
+
+
+def shares(responses: ClassResponses) -> dict[str, float]:
+    """How many filters have branches that all fire, and the shares of these that satisfy the rule of `pick_filter`.
+
+    ``together`` is the share whose branches together know every digit of the class that the filter responds to,
+    ``complementary`` that of which, besides, no branch knows it alone.
+    """
+    alive, covered, missing = _knowing(responses)
+    count = int(alive.sum())
+    apart = covered & (missing == len(responses.v))
+    return {
+        "filters": count,
+        "together": float((covered & alive).sum()) / max(count, 1),
+        "complementary": float((apart & alive).sum()) / max(count, 1),
+    }
 
 
 def pick_rule(digits: int) -> str:

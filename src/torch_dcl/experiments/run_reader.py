@@ -22,7 +22,7 @@ from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
 
-FILES = ("filters", "curves", "knowledge", "tried", "chart", "demo", "relations")
+FILES = ("filters", "curves", "knowledge", "tried", "shares", "chart", "demo", "relations")
 """The data of figures that a run may hold, each as a file NAME.json."""
 DAMAGE = (RunError, ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError)
 """What reading a damaged folder, or one of another program, may raise."""

@@ -1,5 +1,8 @@
 """The figures of section 4.1: filters of a branch, loss curves, what filters respond to, and more branches.
 
+``shares`` has no figure: it counts the filters that are as the one which ``knowledge`` shows, in DCL-A2 and in the same
+layer with its branches summed.
+
 Each part trains what it needs with the learning rates of Table 1, and leaves plain data in a file of its name, from
 which `torch_dcl.report` draws.
 """
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 
 from torch_dcl.experiments.claims import Finding, further_findings
 from torch_dcl.experiments.columns import Choice, Trial, choice_as_plain, read_choice, stored_choice, weights
-from torch_dcl.experiments.complementary import as_plain, complementary
+from torch_dcl.experiments.complementary import as_plain, class_responses, complementary, shares
 from torch_dcl.experiments.digits import (
     SCHEDULE,
     SETS_RULES,
@@ -33,12 +36,13 @@ from torch_dcl.layers import DCLLinear
 
 __all__ = ["FILTERS", "PARTS", "Figures", "FiguresConfig", "firing", "parts_of"]
 
-PARTS = ("filters", "curves", "knowledge", "tried")
+PARTS = ("filters", "curves", "knowledge", "tried", "shares")
 FILTERS = (10, 25, 50, 75, 100, 150, 200, 250)
 COLUMNS = {
     "curves": ("baseline", "A2", "A3D", "A3S"),
     "knowledge": ("A2", "B2"),
     "tried": ("A2", "A3S", "A3D", "A4S", "A4D", "A5S", "A5D", "AB2"),
+    "shares": ("A2", "summed"),
 }
 FIRING_IMAGES = 1000
 
@@ -49,7 +53,7 @@ class FiguresConfig(DigitConfig):
 
     parts: tuple[str, ...] = setting(PARTS, "which", choices=PARTS, what="part")
     set: str = setting("MNIST-III-10", "the set of filters, curves and tried", smoke=TWO[0], **SETS_RULES)
-    knowledge_set: str = setting("MNIST-II-05", "the set of knowledge", smoke=TWO[0], **SETS_RULES)
+    knowledge_set: str = setting("MNIST-II-05", "the set of knowledge and shares", smoke=TWO[0], **SETS_RULES)
     filters: tuple[int, ...] = setting(FILTERS, "numbers of filters in a branch", smoke=(10, 25, 50), least=1, most=500)
     seeds: int = setting(5, "networks of each kind; knowledge looks at one", smoke=2, least=1, most=1000)
     # One epoch gives no curve to draw.
@@ -84,7 +88,8 @@ class Figures(DigitRecipe[FiguresConfig]):
             return plain + [self._job("A2", config.set, seed, part, width) for width in widths for seed in seeds]
         if part == "knowledge":
             return [self._job(column, config.knowledge_set, 0, part) for column in COLUMNS[part]]
-        return [self._job(column, config.set, seed, part) for column in COLUMNS[part] for seed in seeds]
+        name = config.knowledge_set if part == "shares" else config.set
+        return [self._job(column, name, seed, part) for column in COLUMNS[part] for seed in seeds]
 
     def _job(self, column: str, name: str, seed: int, part: str, filters: int | None = None) -> Job:
         return trial_job(column, name, seed, trial_of(self.choice, column, name), part, filters=filters)
@@ -95,7 +100,7 @@ class Figures(DigitRecipe[FiguresConfig]):
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
         """Errors and losses, and what is measured in the trained networks."""
         outcomes = super().outcomes(jobs, trained)
-        if jobs[0].phase not in ("knowledge", "tried"):
+        if jobs[0].phase not in ("knowledge", "tried", "shares"):
             return outcomes
         with_extra = []
         for row, outcome in enumerate(outcomes):
@@ -103,6 +108,9 @@ class Figures(DigitRecipe[FiguresConfig]):
             images, labels = (part.cpu() for part in self.sets_of(jobs).judge[job.data])
             if job.phase == "tried":
                 extra: dict[str, Any] = firing(network, as_inputs(images[:FIRING_IMAGES], network))
+            elif job.phase == "shares":
+                inputs = as_inputs(images, network)
+                extra = shares(class_responses(network, "fc1", inputs, labels, digits=digits_of(job.data)))
             else:
                 layer = "fc1" if job.network == "A2" else "fc2"
                 inputs, digits = as_inputs(images, network), digits_of(job.data)
@@ -143,7 +151,7 @@ def parts_of(folder: RunFolder, known: Mapping[Job, Outcome]) -> dict[str, Any]:
     for part in config.parts:
         jobs = recipe.jobs_of(part)
         if all(job in known for job in jobs):
-            name = config.knowledge_set if part == "knowledge" else config.set
+            name = config.knowledge_set if part in ("knowledge", "shares") else config.set
             parts[part] = {"set": name, **finite(_DATA[part]([known[job] for job in jobs]))}
     return parts
 
@@ -202,7 +210,17 @@ def _tried(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"columns": rows}
 
 
-_DATA = {"filters": _filters, "curves": _curves, "knowledge": _knowledge, "tried": _tried}
+def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Of each column and seed: filters, the shares of them that satisfy the rule, and the error."""
+    return {
+        "columns": {
+            column: [{**o.extra["shares"], "error": o.error} for o in group]
+            for column, group in _by(outcomes, "network").items()
+        }
+    }
+
+
+_DATA = {"filters": _filters, "curves": _curves, "knowledge": _knowledge, "tried": _tried, "shares": _shares}
 
 
 def as_inputs(images: Tensor, model: nn.Module) -> Tensor:
