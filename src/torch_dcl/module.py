@@ -186,7 +186,7 @@ def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
         "a DCL layer with the stochastic strategy is in training, but nobody advances its step, so it would train "
         "the same pair of branches for ever: call advance_branches_(model, step) at every step, or "
         "follow_optimizer(model, optimizer) once",
-        stacklevel=4,
+        stacklevel=6,  # whoever called the layer, past forward and torch's own calls
     )
 
 
