@@ -117,8 +117,8 @@ def test_figures_run_part_by_part_and_have_a_report(dcl, folder):
 
 def test_the_dry_run_of_figures_counts_all_parts(dcl):
     shown = " ".join(dcl("run", "figures", "--dry-run").split())
-    # Filters: the baseline and eight widths, curves: four, tried: eight, each with five seeds; knowledge: two.
-    assert f"networks {5 * (1 + 8 + 4 + 8) + 2}" in shown
+    # Filters: the baseline and eight widths, curves: four, tried: eight, shares: two, with five seeds; knowledge: two.
+    assert f"networks {5 * (1 + 8 + 4 + 8 + 2) + 2}" in shown
 
 
 MINE = """

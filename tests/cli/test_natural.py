@@ -383,6 +383,22 @@ def test_the_chart_has_a_state_and_a_page(dcl, dcl_for_machines, chart, folder):
     assert "incomplete, 4 of 6 trainings" in dcl("ls")  # a line is a fleet, here of two seeds
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "networks", "images"),
+    [
+        ("deep", ("width=8",), 4 * (2 + 3), 4 * 2 * 45_000 * 18 + 4 * 3 * 50_000 * 60),
+        ("sort-of-clevr", ("size=0.05",), 6 * (4 + 3), 6 * 7 * 20 * 9_800 * 20),
+    ],
+)
+def test_a_dry_run_of_units_says_how_long_it_takes(dcl_for_machines, folder, name, settings, networks, images):
+    words = [word for given in settings for word in ("--set", given)]
+    found, _ = dcl_for_machines("run", name, "--dry-run", "--json", "--device", "cpu", *words)
+    assert (found["networks"], found["images"]) == (networks, images)
+    assert found["minutes"] > 0
+    assert 0 < found["memory_gib"] < 16
+    assert list(folder.iterdir()) == []
+
+
 def test_a_dry_run_of_the_chart_counts_search_and_seeds(dcl_for_machines, folder):
     found, _ = dcl_for_machines("run", "chart", "--dry-run", "--json", "--set", "units=plain,dcl,glu")
     assert found["networks"] == 3 * (3 + 3)

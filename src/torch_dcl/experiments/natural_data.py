@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_dcl.data import Dataset, load
 from torch_dcl.data.sources import is_here
@@ -28,7 +28,8 @@ from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
     "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "departures",
-    "generate_images", "make_fleet", "missing_sets", "read_data", "read_sets", "tensors_of",
+    "generate_images", "images_memory", "make_fleet", "missing_sets", "number_size", "read_data", "read_sets",
+    "tensors_of", "training_memory",
 ]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
@@ -312,18 +313,45 @@ class NaturalRecipe(Recipe[C]):
 
 
 def _memory(network: str, data: str, networks: int, config: NaturalConfig, device: str) -> float:
-    """GiB, about: images, weights with gradient, momentum and a copy, and what a step keeps for its backward pass."""
-    model = build(network, 100 if data == "cifar100" else 10, 0)
-    outputs: list[int] = []
-    for module in model.modules():
-        if not list(module.children()):
-            module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output.numel()))
+    """GiB, about, with the images."""
     size = 24 if network == "bignet" else 32
-    with torch.no_grad():
-        model.eval()(torch.zeros(1, 3, size, size))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    number = 2 if device.startswith("cuda") and config.wanted_precision in (None, "bfloat16") else 4
+    sample = torch.zeros(1, 3, size, size).expand(config.batch or recipe_of(network, data).batch, -1, -1, -1)
+    model = build(network, 100 if data == "cifar100" else 10, 0)
+    return images_memory(data, config) + training_memory(
+        model, sample, networks, config.streams, number_size(config, device)
+    )
+
+
+def images_memory(data: str, config: NaturalConfig) -> float:
+    """GiB of a set's images."""
     images = sum(min(size, count or size) for size, count in zip(SIZES[data], config.images or (0, 0), strict=True))
-    batch = config.batch or recipe_of(network, data).batch
-    step = min(networks, config.streams) * batch * sum(outputs) * number
-    return float(images * 3 * 32 * 32 + networks * parameters * 16 + step) / 2**30
+    return images * 3 * 32 * 32 / 2**30
+
+
+def number_size(config: NaturalConfig, device: str) -> int:
+    """Bytes of a number that a step keeps."""
+    return 2 if device.startswith("cuda") and config.wanted_precision in (None, "bfloat16") else 4
+
+
+def training_memory(model: nn.Module, sample: Tensor, networks: int, at_once: int, number: int) -> float:
+    """GiB, about: weights with gradient, momentum and a copy, and what a step keeps for its backward pass.
+
+    Args:
+        model: One of the networks.
+        sample: A single input; its batch dimension says how many a step has, and is expanded from one.
+        networks: How many are trained together.
+        at_once: How many of them run at a time.
+        number: Bytes of a number.
+    """
+    outputs: list[int] = []
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output.numel()))
+        for module in model.modules()
+        if not list(module.children())
+    ]
+    with torch.no_grad():
+        model.eval()(sample[:1])
+    for handle in handles:
+        handle.remove()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return float(networks * parameters * 16 + min(networks, at_once) * len(sample) * sum(outputs) * number) / 2**30

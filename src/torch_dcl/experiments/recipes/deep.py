@@ -19,9 +19,26 @@ from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
 from torch_dcl.data import Dataset
-from torch_dcl.experiments.natural_data import NaturalConfig, departures, read_sets, tensors_of
+from torch_dcl.experiments.natural_data import (
+    MADE_UP,
+    SIZES,
+    NaturalConfig,
+    departures,
+    images_memory,
+    number_size,
+    read_sets,
+    tensors_of,
+    training_memory,
+)
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of
-from torch_dcl.experiments.protocol import Job, Labelled, content_hash
+from torch_dcl.experiments.protocol import (
+    Estimate,
+    Job,
+    Labelled,
+    Workload,
+    content_hash,
+    measure_speed,
+)
 from torch_dcl.experiments.recipes.chart import hold_out
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
@@ -162,6 +179,39 @@ class Deep(UnitRecipe[DeepConfig]):
         sets, _ = read_sets([self.config.data], self.config, report)
         self.data = sets[self.config.data]
         self.parted = hold_out(self.data)
+
+    def workloads(self) -> list[Workload]:
+        """Trials and seeds of every kind of unit."""
+        config, kinds = self.config, len(self.config.units)
+        images = min(SIZES[config.data][0], (config.images or (None, None))[0] or 10**9)
+        short, whole = (TRAINING.scaled(s).schedule.epochs for s in (config.search_scale, config.scale))
+        return [
+            Workload("ResNet-18", config.data, kinds * len(config.rates), images * 9 // 10, short),
+            Workload("ResNet-18", config.data, kinds * config.seeds, images, whole),
+        ]
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """The set, and what is compared."""
+        config = self.config
+        words = f"{self.name} on {config.data}: {', '.join(config.units)}; assumes that all are as fast as dcl"
+        return Estimate({"recipe": words}, {"units": config.units})
+
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Measured on generated images."""
+        config, on_gpu = self.config, self.device.startswith("cuda")
+        batch, steps = (config.batch or TRAINING.batch, 20) if on_gpu else (10, 2)
+        small = dataclasses.replace(config, root=MADE_UP, batch=batch, train_images=batch * steps, test_images=10)
+        trial = Deep(small, self.device)
+        trial.prepare(lambda _: None)
+        jobs = [trial.job(DCL, seed, config.rates[0]) for seed in range(config.streams if on_gpu else 1)]
+        return measure_speed(trial.fleet(jobs), batch * steps)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        config = self.config
+        model = build_network(DCL, 100, 0, ratio=config.ratio, eps=config.eps, width=config.width)
+        sample = torch.zeros(1, 3, 32, 32).expand(config.batch or TRAINING.batch, -1, -1, -1)
+        step = training_memory(model, sample, self.at_once, config.streams, number_size(config, self.device))
+        return images_memory(config.data, config) + step
 
     def asked(self) -> dict[str, Any]:
         """All settings but those of the machine, and the content of the set."""

@@ -19,7 +19,18 @@ from torch import Tensor, nn
 
 from torch_dcl.convert import convert_, plan
 from torch_dcl.data.sort_of_clevr import ANSWERS, BITS, SIDE, SortOfClevr, generate_sort_of_clevr
-from torch_dcl.experiments.protocol import Job, Labelled, Outcome, Recipe, Trained, content_hash
+from torch_dcl.experiments.natural_data import training_memory
+from torch_dcl.experiments.protocol import (
+    Estimate,
+    Job,
+    Labelled,
+    Outcome,
+    Recipe,
+    Trained,
+    Workload,
+    content_hash,
+    measure_speed,
+)
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
@@ -205,6 +216,33 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
         self.sets = {split: generate_sort_of_clevr(n, split, device=self.device) for split, n in counts.items()}
         self._pairs: dict[str, Labelled] = {}
         report(f"{config.images:,} images to train on, each with 20 questions; {config.test_images:,} to judge with")
+
+    def workloads(self) -> list[Workload]:
+        """Trials and seeds of every unit; an image is one for each of its questions."""
+        config = self.config
+        networks = len(config.units) * (len(config.rates) + config.seeds)
+        return [Workload("CNN+MLP", DATA, networks, 20 * config.images, config.epochs)]
+
+    def about(self, loads: Sequence[Workload]) -> Estimate:
+        """What is compared."""
+        words = f"{self.name}: {', '.join(self.config.units)}; assumes that all are as fast as dcl"
+        return Estimate({"recipe": words}, {"units": self.config.units})
+
+    def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
+        """Measured on a few images."""
+        config, on_gpu = self.config, self.device.startswith("cuda")
+        images = -(-config.batch * (20 if on_gpu else 1) // 20)
+        trial = SortOfClevrRecipe(dataclasses.replace(config, images=images, test_images=1, epochs=2), self.device)
+        trial.prepare(lambda _: None)
+        jobs = [trial.job(DCL, seed, config.rates[0]) for seed in range(config.streams if on_gpu else 1)]
+        return measure_speed(trial.fleet(jobs), 20 * images // config.batch * config.batch)
+
+    def memory(self, loads: Sequence[Workload]) -> float:
+        config = self.config
+        sample = torch.zeros(1, 3, SIDE + 1, SIDE).expand(config.batch, -1, -1, -1)
+        number = 2 if self.device.startswith("cuda") and config.precision in ("auto", "bfloat16") else 4
+        model = build_network(DCL, 0, share=config.share, size=config.size)
+        return training_memory(model, sample, self.at_once, config.streams, number)
 
     def asked(self) -> dict[str, Any]:
         """All settings but those of the machine, and the content of the sets."""
