@@ -32,7 +32,7 @@ _SHALLOW = 64
 """Filters of a branch up to which nothing is short."""
 _WHOLE = 64
 """Outputs up to which a program can have all of them, with four times fewer filters of a branch; it is faster with 64
-(141 for 265 µs on an H200, 802,816 positions), and with 128 it is not (134 for 56, 50,176 positions)."""
+(325 for 757 µs on an H200, 3,211,264 positions), and with 128 it is not (134 for 56, 50,176 positions)."""
 ON_CHIP = 210_000
 """Bytes of shared memory that a program may take, of 227 KiB."""
 _MANY = 2048
