@@ -599,6 +599,23 @@ HALF |= {
 }
 
 
+def scaled_loss_case(device, dtype):
+    """Gradients of a scaled loss are those of the loss, scaled: what is formed on their way stays in the range too."""
+    torch.manual_seed(0)
+    layer = DCLConv2d(6, 20, 3, width=8, norm_layer=nn.BatchNorm2d, bias=False)
+    nn.init.uniform_(layer.fusion.norm.weight, 2, 3)
+    layer = layer.to(device, dtype, memory_format=torch.channels_last)
+    x = torch.randn(8, 6, 11, 13).to(device, dtype, memory_format=torch.channels_last).requires_grad_()
+    grad = (torch.randn(8, 20, 9, 11) * 0.1 + 0.2).to(device, dtype)
+    with dispatch.watch() as ran:
+        once, scaled = (torch.autograd.grad(layer(x), x, grad * scale)[0] for scale in (1, 2**11))
+    assert dict(ran) == {"project_and_fuse: kernel": 2}
+    return {"x": relative(scaled.float() / 2**11, once.double().cpu())}
+
+
+HALF["batch norm, a scaled loss"] = functools.partial(scaled_loss_case, dtype=torch.float16)
+
+
 def turn_case(shape, channels, device, dtype):
     """A copy in another layout, and its gradient, whatever layout that comes in."""
     torch.manual_seed(0)

@@ -113,12 +113,12 @@ def add_through_statistics_(
     """Add to the gradients of the branches' outputs what comes through the batch's statistics.
 
     That is the same linear map of a branch's y at every position, W · diag(slope) · Wᵀ, and a constant: see `moments`.
-    It is taken around the means of y, which may be large, and P times as large as it is, for half types to hold it.
+    It is taken around the means of y, which may be large, and divided by its largest number, for half types to hold it
+    whatever a loss was scaled by.
     """
     n = tl.arange(0, BN)
     k = tl.arange(0, BK)  # the filters of all branches
     kind = y.dtype.element_ty
-    positions = tl.zeros((), tl.float32) + P
     inside = (k < T * M)[:, None] & (n < N)[None, :]
     W = tl.load(w + k[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
     own = (k // M * N)[:, None] + n[None, :]  # in [T, N]
@@ -126,8 +126,11 @@ def add_through_statistics_(
     shift = tl.load(slopes + 4 * T * N + own, mask=inside, other=0.0)
     mean = tl.load(known + 2 * T * N + own, mask=inside, other=0.0)
     means = tl.load(known + 6 * T * N + k, mask=k < T * M, other=0.0)
-    linear = tl.dot(W * slope * positions, tl.trans(W), input_precision="tf32x3")
-    linear = tl.where((k // M)[:, None] == (k // M)[None, :], linear, 0.0).to(kind)
+    linear = tl.dot(W * slope, tl.trans(W), input_precision="tf32x3")
+    linear = tl.where((k // M)[:, None] == (k // M)[None, :], linear, 0.0)
+    largest = tl.max(tl.max(tl.abs(linear), 1), 0)
+    unit = tl.where(largest > 0, largest, 1.0)
+    linear = (linear / unit).to(kind)
     constant = tl.sum(W * (slope * mean + shift), 1)
     for m in range(tl.program_id(0), tl.cdiv(P, BM), tl.num_programs(0)):
         p = tl.arange(0, BM).to(tl.int64) + m * BM
@@ -135,5 +138,5 @@ def add_through_statistics_(
         at = p[:, None] * (T * M) + k[None, :]
         around = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
         total = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
-        total += tl.dot(around, linear) / positions + constant[None, :]
+        total += tl.dot(around, linear) * unit + constant[None, :]
         tl.store(dy + at, total.to(kind), mask=there)
