@@ -313,8 +313,10 @@ def test_what_is_assumed_could_come_from_inputs_and_has_the_variances_of_the_nor
 
 
 @pytest.mark.parametrize(("branches", "width"), [(1, 12), (2, 8)])
-@pytest.mark.parametrize("plain", [nn.Conv2d(3, 64, 3), nn.Conv2d(16, 48, 3, bias=False)])
-def test_the_reported_error_is_that_of_the_layer_on_inputs_as_assumed(plain, branches, width):
+@pytest.mark.parametrize(("channels", "bias"), [((3, 64), True), ((16, 48), False)])
+def test_the_reported_error_is_that_of_the_layer_on_inputs_as_assumed(channels, bias, branches, width):
+    torch.manual_seed(0)
+    plain = nn.Conv2d(*channels, 3, bias=bias)
     size = plain.weight[0].shape
     plain, norm = unit(plain, nn.BatchNorm2d(len(plain.weight)), measured=True, x=photos(4096, *size))
     layer = DCLConv2d.like(plain, branches=branches, width=width, norm_layer=nn.BatchNorm2d).eval()
