@@ -169,7 +169,7 @@ def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, 
 
     y, weight, M = torch.randn(P, T * 64).bfloat16(), torch.randn(T * 64, K2), 64
     plan = plans.Plan(
-        y.shape, y.stride(), y.dtype, y.device, K2, weight.dtype, None, 1, T, 0.01, False, keep, None, True, False
+        y.shape, y.stride(), y.dtype, y.device, K2, weight.dtype, None, 1, T, 0.01, False, keep, None, True
     )
     low = plan.forward(y, weight, None, None)[1][0]
     assert (plan.M, low.dtype, low.shape) == (M, torch.bfloat16, weight.shape)

@@ -246,8 +246,15 @@ def check_operations(T, pairs):
             z = own.project(y.detach().half(), weight, bias, T, 0.01, pairs, keep)[0]
             of_weight = torch.autograd.grad(z.float().sum(), weight)[0]
             assert (z.dtype, of_weight.dtype, of_weight.shape) == (torch.half, torch.float32, weight.shape)
-    for running in (None, None), (torch.rand(7 * T), torch.rand(7 * T)):
-        check(own.normed_project.default, (y, weight, None, new(7 * T), new(7 * T), *running, T, 0.01, pairs, 1e-5))
+    y, weight = y.detach(), weight.detach()
+    of_norm = (None, *(torch.rand(7 * T) for _ in range(4)))
+    for tracked in (None, torch.tensor(3)):
+        running = of_norm[3:] if tracked is not None else (None, None)
+        for momentum in (0.1, None):
+            check(own.statistics.default, (y, weight, *of_norm[:3], *running, tracked, T, 1e-5, momentum))
+    check(own.fixed_statistics.default, (y, weight, *of_norm, T, 1e-5))
+    known, low = own.fixed_statistics(y, weight, *of_norm, T, 1e-5)
+    check(own.normed_project.default, (y, known, low, T, 0.01, pairs, True))
 
 
 @needs_triton

@@ -24,7 +24,8 @@ SHARED = {80: 163, 86: 99, 90: 227}
 """KiB of shared memory that a program may take, by compute capability."""
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 WRITTEN = {
-    "_moments": {"parts"}, "_statistics": {"known", "low"}, "_fixed": {"known", "low"}, "_gradients": {"dw", "numbers"},
+    "_moments": {"parts"}, "_statistics": {"running_mean", "running_var", "known", "low"}, "_fixed": {"known", "low"},
+    "_gradients": {"dw", "numbers"},
     "forward": {"out", "low"}, "backward_rows": {"dy"}, "add_through_statistics_": {"dy"},
     "add_parts_": {"dbias", "dw"},
     "_fuse_forward": {"out"}, "_kept_forward": {"pre", "out", "low"}, "_kept_backward": {"dy", "dw", "dbias"},
@@ -123,7 +124,7 @@ def compile_as_emitted(kernel, given, options, folder, capability):
 
 
 def empty(*shape, dtype=torch.float32):
-    return torch.empty(*shape, device="cuda", dtype=dtype)
+    return torch.empty(shape, device="cuda", dtype=dtype)
 
 
 def project_and_back(T, pairs, keep, bias):
@@ -138,18 +139,20 @@ def project_and_back(T, pairs, keep, bias):
 
 def norm_and_back(T, fixed):
     def run(y, weight, numbers, grad):
-        running = numbers[2:] if fixed else (None, None)
-        given = (y, weight, None, *numbers[:2], *running, T, 0.01, False, 1e-5)
-        z, known, low = torch.ops.torch_dcl.normed_project(*given)
-        back = torch.ops.torch_dcl.normed_project_backward
-        return z, *back(grad, y, known, low, torch.float32, T, 0.01, False, fixed)
+        own, given = torch.ops.torch_dcl, (y, weight, None, *numbers[:4])
+        if fixed:
+            known, low = own.fixed_statistics(*given, T, 1e-5)
+        else:
+            known, low = own.statistics(*given, numbers[4], T, 1e-5, 0.1)
+        z = own.normed_project(y, known, low, T, 0.01, False, fixed)
+        return z, *own.normed_project_backward(grad, y, known, low, torch.float32, T, 0.01, False, fixed)
 
     return run
 
 
 def norm_and_infer(T):
     def run(y, weight, numbers, _):
-        return torch.ops.torch_dcl.normed_infer(y, weight, None, *numbers, T, 0.01, False, 1e-5)
+        return torch.ops.torch_dcl.normed_infer(y, weight, None, *numbers[:4], T, 0.01, False, 1e-5)
 
     return run
 
@@ -174,7 +177,9 @@ def launches_of(name, dtype):
     run, P, T, M, N = CASES[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, weight, grad = empty(P, T * M, dtype=dtype), empty(T * M, N), empty(P, N, dtype=dtype)
-        other = [empty(T * N) for _ in range(4)] if "norm" in name else empty(T, N)
+        other = empty(T, N)
+        if "norm" in name:
+            other = [*(empty(T * N) for _ in range(4)), empty(dtype=torch.int64)]
         return traced(run, y, weight, other, grad)
 
 

@@ -110,8 +110,8 @@ def _statistics(
 ):  # fmt: skip
     """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
 
-    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
-    to have them the mean over all batches.
+    TRACK is 1 to move the running statistics towards the batch's by ``momentum``, 2 to have them the mean over all
+    batches, else 0.
     """
     epsilon, momentum = single(epsilon), single(momentum)
     t = tl.program_id(1)
@@ -132,18 +132,15 @@ def _statistics(
     W = rounded.to(tl.float32)
     product = tl.dot(C, W, input_precision="tf32x3")
     tl.store(low + at, rounded, mask=both)
-    tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
-    tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
+    tl.store(known + (4 * T * N + T * M) + at, product, mask=both)
+    tl.store(known + 4 * T * N + t * M + k, means, mask=k < M)  # the same of every program
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
     _know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
-    if BIAS:
-        mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
-    variance *= positions / tl.maximum(positions - 1.0, 1.0)
-    if TRACK == 0:
-        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
-        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
-    else:
+    if TRACK != 0:
+        if BIAS:
+            mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
+        variance *= positions / tl.maximum(positions - 1.0, 1.0)
         factor = tl.zeros((), tl.float32) + momentum
         if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
             factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
@@ -219,8 +216,8 @@ def _gradients(
     else:
         U = -scale * h
         V = -0.5 * s * scale * rstd * rstd
-        means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
-        product = tl.load(known + (6 * T * N + T * M) + at, mask=both, other=0.0)
+        means = tl.load(known + 4 * T * N + t * M + k, mask=k < M, other=0.0)
+        product = tl.load(known + (4 * T * N + T * M) + at, mask=both, other=0.0)
         gradient += means[:, None] * U[None, :] + product * (2.0 * V)[None, :]
         positions = tl.zeros((), tl.float32) + P
         tl.store(to + 2 * T * N, tl.zeros((BN,), tl.float32), mask=inside)  # a bias before a norm has no effect
@@ -240,15 +237,12 @@ class Statistics:
         device: Where.
         norm: Its settings; of its tensors only which there are.
         bias: Whether there are biases before it.
-        track: Whether to update running statistics.
     """
 
-    def __init__(
-        self, P: int, M: int, T: int, N: int, device: torch.device, norm: Norm, *, bias: bool, track: bool
-    ) -> None:
+    def __init__(self, P: int, M: int, T: int, N: int, device: torch.device, norm: Norm, *, bias: bool) -> None:
         self.P, self.M, self.T, self.N, self.fixed = P, M, T, N, norm.fixed
-        self.cumulative = track and norm.momentum is None
-        self.track = track
+        self.tracks = norm.mean is not None and not norm.fixed
+        self.cumulative = self.tracks and norm.momentum is None
         self._differentiate: Launch | None = None
         BK = max(16, next_power_of_2(M))
         flags = {"BIAS": bias, "GAMMA": norm.gamma is not None, "BETA": norm.beta is not None}
@@ -259,7 +253,7 @@ class Statistics:
             return
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
-        how = (2 if self.cumulative else 1) if track else 0
+        how = (2 if self.cumulative else 1) if self.tracks else 0
         values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
         options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
         self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
@@ -288,8 +282,8 @@ class Statistics:
             norm: Its tensors; running statistics are updated in place if they are to be tracked.
 
         Returns:
-            Scale, shift, mean, inverse deviation, and the batch's mean and variance if they are not tracked, each
-            ``[T, N]``; behind them the means of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
+            Scale, shift, mean and inverse deviation, each ``[T, N]``; behind them, of the batch's statistics, the means
+            of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
         """
         M, T, N, device = self.M, self.T, self.N, y.device
         low = torch.empty(T * M, N, dtype=y.dtype, device=device)
@@ -299,11 +293,10 @@ class Statistics:
             self._find(weight, of_bias, *(known if t is None else t for t in norm[:4]), known, low)
             return known, low
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
-        known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
+        known = torch.empty(4 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
         self._add(y, parts)
         moments = parts if self.parts == 1 else total_of(parts, self.parts)
-        tensors = norm[:5] if self.track else (*norm[:2], None, None, None)
-        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in tensors), known, low)
+        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in norm[:5]), known, low)
         if self.cumulative and norm.tracked is not None:
             torch._foreach_add_([norm.tracked], 1)  # unlike add_, it takes a number, and so can be recorded
         return known, low

@@ -17,22 +17,23 @@ _closed: dict[str, Callable[..., Any]] = {}
 """What closed operations compute, by name."""
 
 
-def operation(name: str, *, closed: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def operation(name: str, *, closed: bool = False, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted.
 
     Args:
         name: Of the operation.
         closed: Whether to have it closed to compilers as well, by another name.
+        mutates: Arguments that it writes into.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         if kernels.INTERPRETED:
-            made = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=())(function)
+            made = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
             made.register_fake(function)
         else:
-            made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=())(function)
+            made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
         if closed:
-            LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=())}")
+            LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=mutates)}")
             torch.library.register_fake(f"torch_dcl::closed_{name}", _shapes_of(function))
             LIBRARY.impl(f"closed_{name}", torch.library.fallthrough_kernel, "Autograd")
             _closed[f"closed_{name}"] = function

@@ -19,7 +19,7 @@ from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.operations import LIBRARY, call_of, operation, prefix_of_operations
-from torch_dcl.kernels.plans import Known, plan_for
+from torch_dcl.kernels.plans import Known, Plan, plan_for, statistics_for
 
 __all__ = ["fuse", "linear", "project", "turn"]
 
@@ -50,27 +50,18 @@ def project(
         else:
             z = torch.ops.torch_dcl.project(*plain)[0]
         return launch.at_positions(y, channels, z)
-    running = (norm.mean, norm.variance) if norm.fixed else (None, None)
-    given = (rows, weight, bias, norm.gamma, norm.beta, *running, T, eps, pairs, norm.eps)
+    of_norm = (bias, norm.gamma, norm.beta, norm.mean, norm.variance)
     if norm.fixed and not learns:
-        z = call_of("normed_infer", prefix)(*given)
+        z = call_of("normed_infer", prefix)(rows, weight, *of_norm, T, eps, pairs, norm.eps)
         return launch.at_positions(y, channels, z)
-    z, known, _ = _ClosedNormed.apply(*given) if prefix else torch.ops.torch_dcl.normed_project(*given)
-    if norm.mean is not None and norm.variance is not None and norm.tracked is not None and not norm.fixed:
-        with torch.no_grad():
-            found = known.detach()[4 * T * weight.shape[1] : 6 * T * weight.shape[1]].view(2, -1)
-            _follow([norm.mean, norm.variance], norm.tracked, norm.momentum, list(found.unbind(0)))
+    with torch.no_grad():  # an operation of its own, since what has gradients may write into none of its inputs
+        if norm.fixed:
+            known, low = call_of("fixed_statistics", prefix)(rows, weight, *of_norm, T, norm.eps)
+        else:
+            found = call_of("statistics", prefix)
+            known, low = found(rows, weight, *of_norm, norm.tracked, T, norm.eps, norm.momentum)
+    z = _Normed.apply(prefix, rows, weight, *of_norm[:3], known, low, T, eps, pairs, norm.fixed)
     return launch.at_positions(y, channels, z)
-
-
-def _follow(running: list[Tensor], count: Tensor, momentum: float | None, found: list[Tensor]) -> None:
-    """Move running statistics towards those of the batch, as batch norms do: both at once, in one compiled kernel."""
-    count += 1
-    apart = torch._foreach_sub(found, running)
-    if momentum is not None:
-        torch._foreach_add_(running, apart, alpha=momentum)
-    else:
-        torch._foreach_addcmul_(running, apart, [(1.0 / count.float()).expand_as(r) for r in running])
 
 
 class _ClosedProject(torch.autograd.Function):
@@ -87,18 +78,27 @@ class _ClosedProject(torch.autograd.Function):
         return _project_autograd("closed_", ctx, grads[0])
 
 
-class _ClosedNormed(torch.autograd.Function):
-    """The same behind a norm."""
+class _Normed(torch.autograd.Function):
+    """Stage 2 behind a norm whose statistics are known; their gradients are part of it."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        found = torch.ops.torch_dcl.closed_normed_project(*given)
-        _normed_setup(ctx, given, found)
-        return found
+    def forward(
+        ctx: Any, prefix: str, y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
+        beta: Tensor | None, known: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool,
+    ) -> Any:  # fmt: skip
+        ctx.save_for_backward(y, known, low)
+        ctx.settings = prefix, unit.gradient_type(y.dtype, weight), T, eps, pairs, fixed
+        ctx.has = gamma is not None, beta is not None, bias is not None
+        return call_of("normed_project", prefix)(y, known, low, T, eps, pairs, fixed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _normed_autograd("closed_", ctx, grads[0])
+        prefix, *settings = ctx.settings
+        back = call_of("normed_project_backward", prefix)
+        dy, dweight, rest = back(grads[0], *ctx.saved_tensors, *settings)
+        dgamma, dbeta, dbias = (found if has else None for found, has in zip(rest.unbind(0), ctx.has, strict=False))
+        dbias = None if dbias is None else dbias.view(settings[1], -1)
+        return None, dy, dweight, dbias, dgamma, dbeta, *(None,) * 6
 
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
@@ -219,18 +219,41 @@ def _op_project_backward(
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
 
 
-@operation("normed_project", closed=True)
-def _op_normed_project(
+@operation("statistics", closed=True, mutates=("mean", "variance", "tracked"))
+def _op_statistics(
     y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
-    variance: Tensor | None, T: int, eps: float, pairs: bool, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """z, what `moments` knows of the norm, and the weights; by running mean and variance, if they are given."""
-    norm = Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=mean is not None)
-    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm, track=False)
-    z, (low, known) = plan.forward(y, weight, bias, norm)
-    assert low is not None
-    assert known is not None
-    return z, known, low
+    variance: Tensor | None, tracked: Tensor | None, T: int, norm_eps: float, momentum: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `moments` knows of a norm by the batch, and the weights; running statistics follow, if they are given."""
+    return _statistics(y, weight, bias, T, Norm(gamma, beta, mean, variance, tracked, norm_eps, momentum, fixed=False))
+
+
+@operation("fixed_statistics", closed=True)
+def _op_fixed_statistics(
+    y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
+    variance: Tensor | None, T: int, norm_eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same by running mean and variance."""
+    return _statistics(y, weight, bias, T, Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=True))
+
+
+def _statistics(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm: Norm) -> tuple[Tensor, Tensor]:
+    statistics = statistics_for(y, weight, bias, T, norm)
+    return statistics(y, weight.contiguous(), None if bias is None else bias.contiguous(), norm)
+
+
+@operation("normed_project", closed=True)
+def _op_normed_project(y: Tensor, known: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool) -> Tensor:
+    """z, from what is known of the norm."""
+    z = y.new_empty(y.shape[0], low.shape[1])
+    _normed_plan(y, low, T, eps, pairs, fixed).projection(y, low, known, z)
+    return z
+
+
+def _normed_plan(y: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool) -> Plan:
+    """The plan behind a norm whose statistics are known."""
+    norm = Norm(None, None, None, None, None, 0.0, 0.0, fixed=fixed)
+    return plan_for(y, low, None, 1, T, eps, pairs, False, norm)
 
 
 @operation("normed_infer", closed=True)
@@ -240,7 +263,7 @@ def _op_normed_infer(
 ) -> Tensor:  # fmt: skip
     """z by running mean and variance, where nothing learns."""
     norm = Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=True)
-    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm, track=False)
+    plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm)
     return plan.forward(y, weight, bias, norm, learns=False)[0]
 
 
@@ -249,8 +272,7 @@ def _op_normed_project_backward(
     grad: Tensor, y: Tensor, known: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = Norm(None, None, None, None, None, 0.0, 0.0, fixed=fixed)
-    plan = plan_for(y, low, None, 1, T, eps, pairs, False, norm, track=False)
+    plan = _normed_plan(y, low, T, eps, pairs, fixed)
     dy, dweight, _, numbers = plan.backward(grad.contiguous(), y, None, (low, known), dtype)
     assert numbers is not None
     return dy, dweight, numbers
@@ -329,22 +351,6 @@ def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any
     return *found[:2], None if bias is None else found[2], *(None,) * 4
 
 
-def _normed_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    y, weight, bias, gamma, beta, mean, _, *settings, _ = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(y, *output[1:])
-    ctx.settings, ctx.fixed, ctx.dtype = settings, mean is not None, unit.gradient_type(y.dtype, weight)
-    ctx.has = gamma is not None, beta is not None, bias is not None
-
-
-def _normed_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    given = (*ctx.saved_tensors, ctx.dtype, *ctx.settings, ctx.fixed)
-    dy, dweight, rest = call_of("normed_project_backward", prefix)(grad, *given)
-    each = rest.unbind(0)
-    gamma, beta, bias = (found if has else None for found, has in zip(each, ctx.has, strict=False))
-    return dy, dweight, None if bias is None else bias.view(ctx.settings[0], -1), gamma, beta, *(None,) * 6
-
-
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, low, _ = inputs
     ctx.save_for_backward(x, low if ctx.needs_input_grad[0] else None)
@@ -359,7 +365,6 @@ def _linear_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _op_linear.register_autograd(_linear_autograd, setup_context=_linear_setup)
 _op_fuse.register_autograd(_fuse_autograd, setup_context=_fuse_setup)
 _op_project.register_autograd(functools.partial(_project_autograd, ""), setup_context=_project_setup)
-_op_normed_project.register_autograd(functools.partial(_normed_autograd, ""), setup_context=_normed_setup)
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Which kernels compute stage 2 of one size, decided once: see `Plan`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ from torch_dcl.kernels import launch
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch, kept
 
-__all__ = ["Known", "Plan", "plan_for"]
+if TYPE_CHECKING:
+    from torch_dcl.kernels import moments
+
+__all__ = ["Known", "Plan", "plan_for", "statistics_for"]
 
 Known = tuple[Tensor | None, ...]
 """What a forward pass leaves for the backward pass: the weights as they were computed with, and two more."""
@@ -32,17 +35,16 @@ class Plan:
         eps: ε.
         pairs: Whether to take the mean over pairs instead of fusing all.
         keep: Whether to keep the responses for the backward pass; not behind a norm.
-        norm: `Norm` with types in the place of tensors, and whether there are biases before it; or None.
+        norm: With types in the place of tensors, or None.
         tf32: Whether products of float32 may be of TF32.
-        track: Whether to update running statistics.
     """
 
     def __init__(
         self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, N: int,
         of_weight: torch.dtype, of_bias: torch.dtype | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
-        norm: tuple[Any, ...] | None, tf32: bool, track: bool,
+        norm: Norm | None, tf32: bool,
     ) -> None:  # fmt: skip
-        from torch_dcl.kernels import moments, project  # noqa: PLC0415
+        from torch_dcl.kernels import project  # noqa: PLC0415
 
         self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
         width = shape[channels]
@@ -64,9 +66,8 @@ class Plan:
         self.statistics = None
         kind = 0
         if norm is not None:
-            settings = Norm(*norm[:-1])
-            kind, of_bias = 2 - settings.fixed, torch.float32
-            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norm[-1], track=track)
+            self.statistics = _statistics(P, self.M, T, N, dtype, device, of_weight, of_bias, norm)
+            kind, of_bias = 2 - norm.fixed, torch.float32
         self._inference: Launch | None = None
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, kind, tf32)
 
@@ -191,15 +192,35 @@ _plan = kept(Plan)
 
 def plan_for(
     y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
-    norm: Norm | None, *, track: bool = True,
+    norm: Norm | None,
 ) -> Plan:  # fmt: skip
     """The plan for these, made once for all that have their sizes, types, layouts and settings."""
-    key: tuple[Any, ...] | None = None
-    if norm is not None:
-        track = track and not norm.fixed and norm.mean is not None
-        key = (*(None if t is None else t.dtype for t in norm[:5]), *norm[5:], bias is not None)
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(
         y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,
-        channels, T, eps, pairs, keep, key, tf32, track,
+        channels, T, eps, pairs, keep, None if norm is None else _kind_of(norm), tf32,
     )  # fmt: skip
+
+
+def statistics_for(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm: Norm) -> "moments.Statistics":
+    """The part of a plan that computes the statistics of a norm, made once as well, for y ``[P, T·M]``."""
+    return _statistics(
+        y.shape[0], y.shape[1] // T, T, weight.shape[1], y.dtype, y.device, weight.dtype,
+        None if bias is None else bias.dtype, _kind_of(norm),
+    )  # fmt: skip
+
+
+def _kind_of(norm: Norm) -> Norm:
+    """A norm with types in the place of its tensors."""
+    return Norm(*(None if t is None else t.dtype for t in norm[:5]), *norm[5:])  # type: ignore[arg-type]
+
+
+@kept
+def _statistics(
+    P: int, M: int, T: int, N: int, dtype: torch.dtype, device: torch.device, of_weight: torch.dtype,
+    of_bias: torch.dtype | None, norm: Norm,
+) -> "moments.Statistics":  # fmt: skip
+    from torch_dcl.kernels import moments  # noqa: PLC0415
+
+    del dtype, of_weight  # a part of what tells launches apart
+    return moments.Statistics(P, M, T, N, device, norm, bias=of_bias is not None)
