@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory
-from torch_dcl.kernels.dispatch import fits, turn, turns
+from torch_dcl.kernels.dispatch import fits, turns
 from torch_dcl.module import _DCL, Responses
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
@@ -195,12 +195,6 @@ class _DCLConv(_DCL):
         new = cls(layer.in_channels, layer.out_channels, layer.kernel_size, **{**given, **arguments})
         return new.train(layer.training)
 
-    def _compute(self, x: Tensor) -> Tensor:
-        """Map the input to z, which lies in memory as ``nn.Conv2d`` would give it."""
-        if self._turns(x):
-            return turn(super()._compute(turn(x, last=True, cast=True)), last=False)
-        return super()._compute(x)
-
     def _turns(self, x: Tensor) -> bool:
         """Whether a batch of images is worth turning to channels_last, and z back: kernels and convolutions want it so.
 
@@ -208,7 +202,7 @@ class _DCLConv(_DCL):
         """
         branch = self.branch
         assert not isinstance(branch, nn.Linear)
-        if self._spatial != 2 or x.dim() != 4 or not fits((x, branch.weight), matched=False):
+        if self.fusion.spatial != 2 or x.dim() != 4 or not fits((x, branch.weight), matched=False):
             return False
         if x.is_contiguous(memory_format=torch.channels_last):
             return False

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
-from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run
+from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run, turn
 from torch_dcl.norms import called_plainly
 from torch_dcl.programs import recorded, replayed
 
@@ -48,11 +48,20 @@ class _DCL(nn.Module):
         self.fusion.reset_parameters(_mean_square(self.branch_activation))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the input to z."""
-        z = self._compute(x)
+        """Map the input to z, which lies in memory as the plain layer would give it."""
+        # Without super(): a compiler would look up the class with every call, and the modules around it one by one.
+        turns = self._turns(x)
+        z = self._compute(turn(x, last=True, cast=True) if turns else x)
+        if turns:
+            z = turn(z, last=False)
         if self.marks_output:
             z._dcl_positive = _version(z)  # type: ignore[attr-defined]
         return z
+
+    def _turns(self, x: Tensor) -> bool:
+        """Whether the input is worth turning to channels_last, and z back."""
+        del x
+        return False
 
     def _compute(self, x: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
@@ -81,7 +90,7 @@ class _DCL(nn.Module):
         branch, fusion = self.branch, self.fusion
         if self.branch_activation is not None or branch.bias is not None or type(fusion) is not ConceptFusion:
             return None
-        if not (called_plainly(branch) and called_plainly(fusion)):
+        if not self._called_plainly():
             return None
         if isinstance(branch, nn.Linear):
             return Stage(0) if type(branch) is nn.Linear else None
@@ -89,7 +98,13 @@ class _DCL(nn.Module):
             return None
         if branch.padding_mode != "zeros" or isinstance(branch.padding, str):
             return None
-        return Stage(len(branch.kernel_size), branch.stride, branch.padding, branch.dilation)
+        return Stage(fusion.spatial, branch.stride, branch.padding, branch.dilation)
+
+    @torch.compiler.assume_constant_result
+    def _called_plainly(self) -> bool:
+        """Whether nobody hooked into a part of the layer. Torch's compiler looks at hooks once, and so it does here."""
+        norm = self.fusion.norm
+        return called_plainly(self.branch) and called_plainly(self.fusion) and (norm is None or called_plainly(norm))
 
     def responses(self, x: Tensor) -> Responses:
         """Look inside: all branches y, their responses v and the fusion z, whatever the training flag says."""

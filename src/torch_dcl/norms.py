@@ -17,8 +17,8 @@ __all__ = ["called_plainly", "described", "join_norms", "normalise"]
 
 
 def described(norm: nn.Module) -> Norm | None:
-    """A batch norm as what it computes; None where it is not a plain one."""
-    if not isinstance(norm, _BatchNorm) or type(norm).forward not in _PLAIN_FORWARDS or not called_plainly(norm):
+    """A batch norm without hooks as what it computes; None where it is not a plain one."""
+    if not isinstance(norm, _BatchNorm) or not _is_plain(type(norm)):
         return None
     if norm._modules:
         return None  # a parametrized one
@@ -65,7 +65,10 @@ def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
             state[prefix + name] = torch.cat(parts) if parts[0].dim() else parts[0]
 
 
-_PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+@torch.compiler.assume_constant_result
+def _is_plain(kind: type[_BatchNorm]) -> bool:
+    """Whether a class has torch's own forward; a compiler need not look with every call."""
+    return kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _is_distributed() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
@@ -63,7 +64,7 @@ class SharedReLU(nn.ReLU):
 
     def forward(self, input: Tensor) -> Tensor:
         """The input where it is positive by itself, else its ReLU."""
-        return input if passes_relu(input) else super().forward(input)
+        return input if passes_relu(input) else F.relu(input, self.inplace)
 
 
 def is_watched(module: nn.Module) -> bool:

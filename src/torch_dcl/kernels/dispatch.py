@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
-from torch_dcl.kernels import launch, ops
+from torch_dcl.kernels import launch, ops, unit_ops
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.operations import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
@@ -131,6 +132,8 @@ def unit(
         note("linear", "kernel")
     keep = norm is None and (not spatial or widths[0] > _widest(dtype))
     if torch.compiler.is_compiling():
+        if unit_ops.fits(x, stage) and prefix_of_operations():
+            return unit_ops.run(x.to(dtype), theta, weight, bias, stage, T, eps, pairs, keep, norm)
         y = _compiled_stage(x, theta, stage, dtype)
         z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
         return turn(z, channels, last=False) if spatial and _apart(y, channels) else z

@@ -632,6 +632,7 @@ class Served : public c10::OperatorKernel {
     if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
     if (a.isDouble() && b.isDouble()) return a.toDouble() == b.toDouble();
     if (a.isBool() && b.isBool()) return a.toBool() == b.toBool();
+    if (a.isIntList() && b.isIntList()) return a.toIntVector() == b.toIntVector();
     return a.isNone() && b.isNone();
   }
 
@@ -650,6 +651,8 @@ class Served : public c10::OperatorKernel {
         given.append(argument.toDouble());
       } else if (argument.isBool()) {
         given.append(argument.toBool());
+      } else if (argument.isIntList()) {
+        given.append(py::cast(argument.toIntVector()));
       } else {
         given.append(py::none());
       }

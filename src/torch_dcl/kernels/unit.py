@@ -19,7 +19,9 @@ from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import recording
 from torch_dcl.kernels.plans import Known, Plan, plan_for
 
-__all__ = ["Settings", "Stage", "again", "construct", "gradient_type", "run", "weight_gradient"]
+__all__ = [
+    "Settings", "Stage", "again", "construct", "forward", "gradient_type", "gradients", "run", "weight_gradient",
+]  # fmt: skip
 
 _WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
 _CONVOLUTIONS = (None, F.conv1d, F.conv2d, F.conv3d)
@@ -86,11 +88,11 @@ def _compute(
     units = recording.units
     library = None if units is None or recording.log is not None else host.library()
     if units is None or library is None:
-        return _forward(x, theta, weight, bias, settings, norm, learns)
+        return forward(x, theta, weight, bias, settings, norm, learns)
     inputs = [x, theta, weight, bias, *_given(norm, 0, 5)]
     found: _Computed
     found, tape = record.tape_of(
-        library, inputs, lambda: _forward(x, theta, weight, bias, settings, norm, learns),
+        library, inputs, lambda: forward(x, theta, weight, bias, settings, norm, learns),
         lambda found: [found[0], *_kept_of(found, inputs)],
     )  # fmt: skip
     z, low, y, plan, known = found
@@ -124,10 +126,11 @@ def _kept_of(found: _Computed, inputs: Sequence[Tensor | None]) -> list[Tensor]:
     return [t for t in (low, y, *known) if t is not None and all(t is not other for other in inputs)]
 
 
-def _forward(
+def forward(
     x: Tensor, theta: Tensor | None, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None,
     learns: bool,
 ) -> _Computed:  # fmt: skip
+    """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
     stage, channels, T, eps, pairs, keep, dtype = settings
     low, y = None, x
     if theta is not None and stage is not None:
@@ -181,19 +184,45 @@ def _gradients(
     x, theta, weight, bias, low, y, *known = saved
     if twice:  # a second derivative is wanted: plain torch has one
         return _differentiable(grad, x, theta, weight, bias, settings, norm, running, known[2:])
-    dtype = settings.dtype
-    to = gradient_type(dtype, weight)
-    with kernels.on_device_of(x):
-        dy, dweight, dbias, numbers = plan.backward(grad, y, bias, known[:2], to)
-        dx: Tensor | None = dy
-        dtheta = None
-        if low is not None and settings.stage is not None:
-            dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, theta.dtype if _WIDE else dtype)
+    to = gradient_type(settings.dtype, weight)
+    of_theta = None if theta is None else theta.dtype
+    dx, dtheta, dweight, dbias, numbers = gradients(
+        plan, settings, grad, x, low, y, bias, known[:2], to, needs, of_theta
+    )
     if numbers is None or norm is None:
         return [dx, dtheta, dweight, dbias]
     dgamma, dbeta, dbias, *_ = numbers.unbind(0)
     dnorm = ([dgamma] if norm.gamma else []) + ([dbeta] if norm.beta else [])
     return [dx, dtheta, dweight, None if bias is None else dbias.view(settings.T, -1), *dnorm]
+
+
+def gradients(
+    plan: Plan, settings: Settings, grad: Tensor, x: Tensor, low: Tensor | None, y: Tensor, bias: Tensor | None,
+    known: Sequence[Tensor | None], of_weight: torch.dtype, needs: Sequence[bool], of_theta: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of input, filters, weights and biases, and behind a norm all that `moments` gives.
+
+    Args:
+        plan: Of stage 2.
+        settings: As given to the forward pass.
+        grad: Of z.
+        x: The input.
+        low: The filters as they were computed with; None if the input is the output of stage 1.
+        y: The branch outputs.
+        bias: As given to the forward pass.
+        known: From the forward pass of stage 2.
+        of_weight: The type of the gradients of weights and biases.
+        needs: Whether the gradients of input and filters are wanted.
+        of_theta: The type of the filters, in which a linear layer gives their gradient.
+    """
+    with kernels.on_device_of(x):
+        dy, dweight, dbias, numbers = plan.backward(grad, y, bias, known, of_weight)
+        dx: Tensor | None = dy
+        dtheta = None
+        if low is not None and settings.stage is not None:
+            to = of_theta if _WIDE and of_theta is not None else settings.dtype
+            dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, to)
+    return dx, dtheta, dweight, dbias, numbers
 
 
 def _replayed_backward(
