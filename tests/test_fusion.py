@@ -176,16 +176,20 @@ class OwnNorm(nn.BatchNorm2d):
         return super().forward(input) + 1
 
 
-def hooked():
-    norm = nn.BatchNorm2d(16)
-    norm.register_forward_hook(lambda *_: None)
-    return norm
-
-
 @pytest.mark.parametrize(
-    "make", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(2, 16), lambda: OwnNorm(16), hooked,
+    "make", [lambda: nn.LayerNorm(16), lambda: nn.GroupNorm(2, 16), lambda: OwnNorm(16),
              lambda: nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(16), dim=None)],
-    ids=["LayerNorm", "GroupNorm", "overridden", "hooked", "parametrized"],
+    ids=["LayerNorm", "GroupNorm", "overridden", "parametrized"],
 )  # fmt: skip
 def test_only_a_plain_batch_norm_is_described(make):
     assert norms.described(make()) is None
+
+
+@pytest.mark.parametrize("part", ["branch", "fusion", "fusion.norm"])
+def test_a_layer_with_a_hook_on_a_part_of_it_calls_its_modules(part):
+    layer, seen = DCLConv2d(3, 8, 3, norm_layer=nn.BatchNorm2d), []
+    assert layer._plain_stage() is not None
+    layer.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
+    assert layer._plain_stage() is None
+    layer(torch.randn(2, 3, 5, 5))
+    assert seen == [part]

@@ -14,12 +14,14 @@ from copy import deepcopy
 
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLLinear, advance_branches_
-from torch_dcl.kernels import host
+from torch_dcl.kernels import dispatch, host
+from torch_dcl.kernels.operations import prefix_of_operations
 
 LAST = torch.channels_last
 CALLS = 5
@@ -339,3 +341,113 @@ def compiled_case(name, half, device):
             ]
             worst = max(worst, *(e.item() for e in errors))
     return worst
+
+
+def compiled_batches_case(device):
+    """A compiled network with norms over batches of other sizes: graphs, and how far it is from plain torch."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    norm = {"norm_layer": nn.BatchNorm2d, "bias": False}
+    layers = [_conv(**norm), nn.Conv2d(20, 6, 3, padding=1), _conv(**norm), nn.Flatten(), DCLLinear(20 * 5 * 7, 24)]
+    model = nn.Sequential(*layers).to(device, memory_format=LAST)
+    reference, counter = deepcopy(model), CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    worst = 0.0
+    for size in (4, 3, 2, 4):
+        x = _images(size, 6, 5, 7).to(device)
+        found = []
+        for run, own, off in ((compiled, model, False), (reference, reference, True)):
+            with dispatch.disabled() if off else contextlib.nullcontext():
+                z = run(x)
+            found.append([z, *torch.autograd.grad(z.sum(), list(own.parameters())), *own.buffers()])
+        errors = [(a - b).abs().max() / b.abs().max().clamp(min=1e-3) for a, b in zip(*found, strict=True)]
+        worst = max(worst, *(e.item() for e in errors))
+    return counter.frame_count, worst
+
+
+def compiled_changes_case(norm, device):
+    """A compiled layer notices what changes between its calls: how far it is from the layer without a compiler."""
+    with torch._dynamo.config.patch(recompile_limit=32):
+        return _compiled_changes(norm, device)
+
+
+def _compiled_changes(norm, device):
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = _conv(norm_layer=norm, bias=norm is None).to(device)
+    compiled = torch.compile(layer, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    x, errors = _images(4, 6, 5, 7).to(device), {}
+
+    def look(name, given, *, learn=True, half=None):
+        start, found = deepcopy(layer.state_dict()), []
+        for run in (layer, compiled):
+            layer.load_state_dict(start)
+            own = given.detach().clone(memory_format=torch.preserve_format).requires_grad_(learn)
+            cast = torch.autocast(device, half) if half else contextlib.nullcontext()
+            with cast, torch.set_grad_enabled(learn):
+                z = run(own)
+            wanted = [p for p in (own, *layer.parameters()) if p.requires_grad]
+            grads = torch.autograd.grad(z.float().square().sum(), wanted) if learn else ()
+            found.append([z, *grads, *(b.float() for b in layer.buffers())])
+        pairs = list(zip(*found, strict=True))
+        assert all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs), name
+        assert found[0][0].stride() == found[1][0].stride(), name
+        worst = max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+        errors[name] = worst / 100 if half else worst
+
+    look("as it is", x)
+    look("torch's layout", x.contiguous())
+    look("no gradients", x, learn=False)
+    look("autocast", x, half=torch.float16)
+    layer.eval()
+    look("evaluation", x)
+    look("evaluation without gradients", x, learn=False)
+    layer.train()
+    if norm is not None:
+        layer.fusion.norm.eval()
+        look("a frozen norm", x)
+        layer.fusion.norm.train()
+        layer.fusion.norm.momentum = None
+        look("statistics over all batches", x)
+        layer.fusion.norm.weight.requires_grad_(False)
+        look("a norm that does not learn", x)
+    layer.fusion.eps = 0.25
+    look("another epsilon", x)
+    layer.branch.weight.requires_grad_(False)
+    look("frozen filters", x)
+    layer.branch.weight.requires_grad_()
+    layer.branch.stride = (2, 1)
+    look("another stride", x)
+    layer.fusion.weight.data.mul_(-0.5)
+    look("weights changed in place", x)
+    return errors
+
+
+def check_unit_operations():
+    """The operations of whole units, by torch's own checks of operations."""
+    host.wait()
+    assert prefix_of_operations()
+    own = torch.ops.torch_dcl
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.manual_seed(0)
+    x, theta, weight = _images(2, 3, 5, 6), torch.randn(8, 3, 3, 3).contiguous(memory_format=LAST), torch.randn(8, 7)
+    numbers = [torch.rand(14) + 0.5 for _ in range(4)]
+    shape = ([2, 1], [1, 1], [1, 1], 2, 0.01, False, False)
+    for half in (False, True):
+        given = x.half() if half else x
+        for bias in (None, torch.randn(2, 7)):
+            parts = (given, theta, weight, bias)
+            for norm, kind in (((None,) * 4, 0), (numbers, 1), ((*numbers[:2], None, None), 2)):
+                torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *shape, kind, 1e-5), test_utils=tests)
+                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *shape, kind, 1e-5)
+                types = (torch.float32, given.dtype if kind == 0 else torch.float32)
+                kept = (theta_low if half else theta, y, low if half or kind else weight, bias, other)
+                back = (torch.randn_like(z), given, *kept, *types, kind, *shape, True, True)
+                # Of running statistics two rows of numbers are nobody's, and are left unwritten.
+                torch.library.opcheck(own.closed_unit_backward.default, back, test_utils=tests[: 2 if kind == 1 else 3])
+            tracked = (*parts, *numbers, torch.tensor(3), *shape, 1e-5, 0.1)
+            torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests)
+            for norm in ((None,) * 4, numbers):
+                torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *shape, 1e-5), test_utils=tests)

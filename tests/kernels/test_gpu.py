@@ -343,6 +343,18 @@ def test_a_compiled_layer_replays_its_operations(name):
     assert program_cases.compiled_case(name, torch.bfloat16, "cuda") <= 1e-2
 
 
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm2d], ids=["plain", "norm"])
+def test_a_compiled_layer_notices_what_changes_between_its_calls(norm):
+    errors = program_cases.compiled_changes_case(norm, "cuda")
+    assert {name: error for name, error in errors.items() if not error <= 2e-4} == {}
+
+
+def test_a_compiled_network_compiles_once_more_for_other_batches():
+    graphs, worst = program_cases.compiled_batches_case("cuda")
+    assert graphs <= 2
+    assert worst <= 2e-3
+
+
 def test_a_replayed_layer_keeps_what_autograd_and_users_expect():
     found = {**program_cases.autograd_case("cuda"), **program_cases.states_case("cuda")}
     assert found.pop("a third backward pass").startswith("Trying to backward through the graph a second time")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.halves import slow_where
 from tests.kernels import program_cases as cases
+from torch import nn
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
@@ -34,6 +35,22 @@ def test_a_replayed_layer_has_the_bits_of_the_recorded_one(interpreter, name, ha
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_compiled_layer_replays_its_operations(interpreter, name, half):
     assert interpreter(cases.compiled_case, name, half, "cpu") <= (2e-3 if half else 1e-6)
+
+
+def test_a_compiled_network_compiles_once_more_for_other_batches(interpreter):
+    graphs, worst = interpreter(cases.compiled_batches_case, "cpu")
+    assert graphs <= 2
+    assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("norm", [None, nn.BatchNorm2d], ids=["plain", "norm"])
+def test_a_compiled_layer_notices_what_changes_between_its_calls(interpreter, norm):
+    errors = interpreter(cases.compiled_changes_case, norm, "cpu")
+    assert {name: error for name, error in errors.items() if not error <= 2e-5} == {}
+
+
+def test_the_operations_of_whole_units_are_what_torch_expects_of_operations(interpreter):
+    interpreter(cases.check_unit_operations)
 
 
 def test_a_replayed_layer_has_second_derivatives(interpreter):
