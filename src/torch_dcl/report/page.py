@@ -272,11 +272,14 @@ def _relations(run: Run, name: str) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be drawn: {error}; resume the run") from error
 
 
-def _machine(last: Mapping[str, Any]) -> dict[str, str]:
+def _machine(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Machine and versions of the last start, and the commits of all."""
+    last = starts[-1]
+    commits = dict.fromkeys(start["commit"] or "not from a repository" for start in starts)
     return {
         "Machine": f"{last['machine']}, {last['cpus']} cores" + (f", {last['gpu']}" if last["gpu"] else ", no GPU"),
         "Versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        "Commit": last["commit"] or "not from a repository",
+        "Commit" if len(commits) == 1 else "Commits": ", ".join(commits),
     }
 
 
