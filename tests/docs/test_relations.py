@@ -252,6 +252,15 @@ def test_edges_trainings_and_minutes():
     assert "commit e6cbb4e" in " ".join((ROOT / "docs/protocol.md").read_text(encoding="utf-8").split())
 
 
+def test_the_rate_of_narrow_lies_between_rates_that_fail():
+    cell = CELLS["sum", 20_000, "narrow"]
+    half = [float(rate) for rate, errors in cell["trials"].items() if sorted(e >= 89 for e in errors) == [False, True]]
+    agree(
+        shown(r"Narrow got (\S+) on the sum .*? failed at (\S+, \S+ and \S+); (\d+ of \d+) failed then"),
+        cell["chosen"], *half, len(cell["failed"]), 20,
+    )  # fmt: skip
+
+
 def test_what_other_pages_say():
     readme = " ".join(" ".join(README).split())
     gaps = [gap(task, 60_000, "low-rank") for task in ("order", "sum", "number")]
