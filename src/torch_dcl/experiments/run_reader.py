@@ -53,7 +53,7 @@ class Run:
     path: Path
     state: State
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of the run; empty for a single file ``table1.json`` or ``table2.json``."""
+    """The settings of the run; empty for a single file such as ``table1.json``."""
     environment: tuple[Mapping[str, Any], ...] = ()
     """Versions, hardware and command, for every time that it was started."""
     outcomes: tuple[Outcome, ...] = ()
@@ -109,7 +109,7 @@ def _count(folder: RunFolder) -> Count:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run folder, also while it runs; or a single file ``table1.json`` or ``table2.json``.
+    """Read a run folder, also while it runs; or a single file ``table1.json``, ``table2.json`` or ``relations.json``.
 
     Raises:
         RunError: It is neither, or damaged; the message says where.
@@ -118,6 +118,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     place = Path(path)
     if place.is_file():
+        if (relations := _relations_in(place)) is not None:
+            count = len(relations["cells"])
+            state = State(str(place), "relations", "finished", count, count, "cells")
+            return Run(place, state, environment=(relations["environment"],), parts={"relations": relations})
         table = load(place)
         count, name = len(table.cells), "table1" if type(table) is Table else "table2"
         return Run(place, State(str(place), name, "finished", count, count, "cells"), table=table)
@@ -134,6 +138,19 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise RunError(f"{place}: its recipe or its outcomes are damaged ({message}); run it again") from error
     starts = tuple(folder.read("environment"))
     return Run(place, state, folder.recipe, starts, tuple(outcomes.values()), so_far, parts)
+
+
+def _relations_in(file: Path) -> Any:
+    """What ``relations.json`` holds; None for other files, which `load` reads or refuses."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    cells = data.get("cells") if isinstance(data, dict) else None
+    is_relations = isinstance(cells, list) and bool(cells) and all(isinstance(c, dict) and "task" in c for c in cells)
+    if is_relations and not isinstance(data.get("environment"), dict):
+        raise RunError(f"{file} lacks environment, which a run writes; resume the run")
+    return data if is_relations else None
 
 
 def _results(folder: RunFolder, state: State, outcomes: Mapping[Job, Outcome]) -> tuple[Table | None, dict[str, Any]]:

@@ -16,8 +16,9 @@ from torch_dcl.experiments.complementary import from_plain
 from torch_dcl.experiments.stats import is_complete
 from torch_dcl.report.canvas import save, svg
 from torch_dcl.report.chart_figure import chart_figure
-from torch_dcl.report.line_figures import curves_figure, filters_figure, relations_figure
+from torch_dcl.report.line_figures import curves_figure, filters_figure
 from torch_dcl.report.panel_figures import complementary_figure, differences_figure
+from torch_dcl.report.relations_figure import relations_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

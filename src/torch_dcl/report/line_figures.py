@@ -1,4 +1,4 @@
-"""Accuracy against filters, losses against epochs, and errors against the number of images."""
+"""Accuracy against filters, and losses against epochs."""
 
 import math
 import re
@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.relation_findings import DCL
 from torch_dcl.experiments.settings import Reader, is_count, is_list_of, is_number, is_text
 from torch_dcl.experiments.stats import interval
 from torch_dcl.report import canvas
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["curves_figure", "filters_figure", "relations_figure"]
+__all__ = ["curves_figure", "filters_figure"]
 
 
 def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
@@ -244,77 +242,3 @@ def _curves(read: Reader, kind: str) -> list[list[float]]:
         found = canvas.join_words([str(n) for n in lengths or [0]])
         read.refuse(f"{kind} has seeds of {found} epochs; give as many epochs for every seed")
     return seeds
-
-
-def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
-    """Draw test error against the number of images, a panel for each task and a line for each column.
-
-    Args:
-        data: ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...]}, ...]}``; errors are in
-            percent, one a seed.
-        dark: For a dark page.
-    """
-    where = "relations_figure"
-    curves: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for cell in Reader(where, data).get("cells", bool, "at least one cell"):
-        read = Reader(where, cell)
-        task, column = read.name("task", tuple(TASKS)), read.get("column", is_text, "its name")
-        images = read.get("images", is_count, "a whole number")
-        curves.setdefault(task, {}).setdefault(column, {})[images] = canvas.errors_of(cell, where)
-    theme = canvas.theme_of(dark)
-    with canvas.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(canvas.PAGE, 72 / canvas.INCH), facecolor="none", layout=canvas.layout(wspace=0.05))
-        figure.set_gid("relations")
-        panels = figure.subplots(1, len(curves), squeeze=False)[0]
-        for axes, (task, by_column) in zip(panels, curves.items(), strict=True):
-            _draw_task(axes, task, by_column, theme)
-        panels[0].set_ylabel("test error (%)")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=canvas.SMALL,
-            labelcolor=theme.text, handlelength=2.2, columnspacing=1.2,
-        )  # fmt: skip
-        many = canvas.seeds_in_words(
-            [errors for of_task in curves.values() for by_size in of_task.values() for errors in by_size.values()]
-        )
-        figure.set_label(
-            f"Test error (%) against images to train on, for labels that are functions of two digits. Lines are means "
-            f"over {many}, bands are 95 % t-intervals of the mean, not corrected. All columns but the plain one have "
-            "the weights of DCL-A2; every training takes the same number of steps. Both axes are logarithmic."
-        )
-    return figure
-
-
-def _draw_task(
-    axes: "Axes", task: str, by_column: Mapping[str, Mapping[int, list[float]]], theme: canvas.Theme
-) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    canvas.dress(axes, theme)
-    axes.set_title(TASKS[task].title, loc="left", size=canvas.BODY, color=theme.text, pad=5, weight="bold")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    sizes = sorted({images for by_size in by_column.values() for images in by_size})
-    for column, by_size in by_column.items():
-        colour, mark = canvas.look_of(column, theme)
-        places = sorted(by_size)
-        means = [fmean(by_size[images]) for images in places]
-        bands = [interval(by_size[images]) for images in places if len(by_size[images]) > 1]
-        is_ours = column == DCL
-        if len(bands) == len(places):
-            floor = min(means) / 10 or 1e-3  # an interval may reach below 0, which has no logarithm
-            lows, highs = [max(low, floor) for low, _ in bands], [high for _, high in bands]
-            axes.fill_between(places, lows, highs, color=colour, alpha=0.16, lw=0)
-        axes.plot(
-            places, means, marker=mark, ms=3.6, color=colour, lw=1.7 if is_ours else 1.0, mec=theme.page, mew=0.5,
-            ls=canvas.DASHES if column in ("plain", "power-0", "power-1") else "-", zorder=4 if is_ours else 3,
-            label=f"DCL-{column}" if is_ours else column, gid=canvas.id_of(task, column),
-        )  # fmt: skip
-    axes.set_xticks(sizes, [f"{images:,}" for images in sizes])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 3, 5, 7), numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("images to train on", labelpad=2)

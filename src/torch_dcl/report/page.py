@@ -59,8 +59,8 @@ def report(
     """The page of one or several runs.
 
     Args:
-        runs: Run folders, also of runs that have not ended; files ``table1.json`` or ``table2.json``; or what
-            `read_run` gave.
+        runs: Run folders, also of runs that have not ended; files ``table1.json``, ``table2.json`` or
+            ``relations.json``; or what `read_run` gave.
         out: Where to write it, all or nothing; None writes nothing.
         images: Whether to show samples of the sets.
 
@@ -268,14 +268,18 @@ def _relations(run: Run, name: str) -> dict[str, Any]:
     try:
         return {"relations": relations_context(data), "drawn": _drawn("relations", data, name)}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{run.path / 'relations.json'} cannot be drawn: {error}; resume the run") from error
+        file = run.path if run.path.is_file() else run.path / "relations.json"
+        raise ValueError(f"{file} cannot be drawn: {error}; resume the run") from error
 
 
-def _machine(last: Mapping[str, Any]) -> dict[str, str]:
+def _machine(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Machine and versions of the last start, and the commits of all."""
+    last = starts[-1]
+    commits = dict.fromkeys(start["commit"] or "not from a repository" for start in starts)
     return {
         "Machine": f"{last['machine']}, {last['cpus']} cores" + (f", {last['gpu']}" if last["gpu"] else ", no GPU"),
         "Versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        "Commit": last["commit"] or "not from a repository",
+        "Commit" if len(commits) == 1 else "Commits": ", ".join(commits),
     }
 
 

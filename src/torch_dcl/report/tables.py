@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from markupsafe import Markup
@@ -15,7 +16,14 @@ from torch_dcl.experiments.recipes.chart import budget_of, chart_grid, chart_ver
 from torch_dcl.experiments.recipes.relations import COLUMNS as RELATION_COLUMNS
 from torch_dcl.experiments.recipes.relations import EXTRAS, cells_grid
 from torch_dcl.experiments.recipes.table1 import effects, notes, reservations, scores, verdict
-from torch_dcl.experiments.relation_findings import DCL, answer, details, exponents_in_words, needed_in_words
+from torch_dcl.experiments.relation_findings import (
+    DCL,
+    answer,
+    details,
+    exponents_in_words,
+    judge_hypotheses,
+    needed_in_words,
+)
 from torch_dcl.experiments.stats import Difference, interval, is_complete, mean, mean_std_n, notation, signed
 from torch_dcl.experiments.table import CONTROLS, Cell, Table, is_trial, mark
 from torch_dcl.report.document import bold, figure, on_page
@@ -231,32 +239,63 @@ def chart_context(chart: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer, and the rows of the tables."""
+    """The answer, the hypotheses, and the rows of the tables."""
     needed, trials, exponents = [], [], []
     rates = sorted({rate for cell in data["cells"] for rate in cell["trials"]}, key=float)
+    columns = list(dict.fromkeys(cell["column"] for cell in data["cells"]))
+    others = [column for column in columns if column != DCL]
     for cell in data["cells"]:
         task, images, column = cell["task"], cell["images"], cell["column"]
         place = [TASKS[task].title, f"{images:,}"]
-        tried = {r: bold(f"{mean(errors):.2f}", float(r) == cell["chosen"]) for r, errors in cell["trials"].items()}
+        tried = {rate: _trial(cell, rate) for rate in cell["trials"]}
         trials.append([*place, column, *(tried.get(rate, "–") for rate in rates)])
         if "exponents" in cell:
             exponents.append([*place, column, exponents_in_words(cell["exponents"])])
         if column == DCL:
-            others = dict.fromkeys(other["column"] for other in data["cells"] if other["column"] != DCL)
-            words = [needed_in_words(data, task, other, images) for other in others]
-            needed.append([*place, f"{mean(cell['errors']):.2f}", *words])
-    columns = list(dict.fromkeys(cell["column"] for cell in data["cells"] if cell["column"] != DCL))
-    meant = {
-        name: what
-        for name, what in (RELATION_COLUMNS | EXTRAS).items()
-        if name in {cell["column"] for cell in data["cells"]}
-    }
+            signs = {"fewer than": "<", "more than": ">"}
+            words = [_replaced(needed_in_words(data, task, other, images), signs) for other in others]
+            failed = any(other["failed"] for other in data["cells"] if other["task"] == task)
+            needed.append([*place, f"{mean(cell['errors']):.2f}{' †' if failed else ''}", *words])
+    meant = {name: what for name, what in (RELATION_COLUMNS | EXTRAS).items() if name in columns}
     flags = [text for text in details(data) if text.startswith(("Best at", "Diverged"))]
+    trainings = sum(len(cell["errors"]) + sum(map(len, cell["trials"].values())) for cell in data["cells"])
     return {
         "said": answer(data), "told": list(data["told"]), "flags": flags, "grid": on_page(cells_grid(data)),
-        "needed": needed, "columns": columns, "exponents": exponents, "meant": meant, "trials": trials,
-        "rates": [f"at {rate}" for rate in rates],
+        "hypotheses": {each.name: each.said for each in judge_hypotheses(data)}, "medians": _medians(data, columns),
+        "needed": needed, "columns": columns, "others": others, "exponents": exponents, "meant": meant,
+        "trials": trials, "rates": [f"at {rate}" for rate in rates], "digits": data["digits"],
+        "extent": f"{trainings:,} trainings of {data['steps']:,} steps, {data['minutes']:.1f} minutes",
     }  # fmt: skip
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    for old, new in words.items():
+        text = text.replace(old, new)
+    return text
+
+
+def _trial(cell: Mapping[str, Any], rate: str) -> Markup:
+    """The mean validation error at a rate; bold where it was chosen, with a sign where a network failed."""
+    errors = cell["trials"][rate]
+    failed = any(error >= TASKS[cell["task"]].chance - 1 for error in errors)
+    return bold(f"{mean(errors):.2f}{' †' if failed else ''}", float(rate) == cell["chosen"])
+
+
+def _medians(data: Mapping[str, Any], columns: Sequence[str]) -> list[list[str]]:
+    """The medians of all columns in the settings in which networks failed, with how many did."""
+    places = dict.fromkeys((cell["task"], cell["images"]) for cell in data["cells"] if cell["failed"])
+    rows = []
+    for task, images in places:
+        cells = {c["column"]: c for c in data["cells"] if (c["task"], c["images"]) == (task, images)}
+        texts = [
+            f"{median(cells[column]['errors']):.2f}"
+            + (f" † {len(cells[column]['failed'])}" if cells[column]["failed"] else "")
+            if column in cells
+            else "–"
+            for column in columns
+        ]
+        rows.append([TASKS[task].title, f"{images:,}", *texts])
+    return rows
 
 
 def tried_context(data: Mapping[str, Any]) -> dict[str, Any]:

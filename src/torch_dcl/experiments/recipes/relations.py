@@ -20,7 +20,7 @@ from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import columns
 from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
 from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained, Workload
-from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details
+from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details, judge_hypotheses
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
 from torch_dcl.experiments.stats import mean, mean_std_n
@@ -302,6 +302,7 @@ class Relations(DigitRecipe[RelationsConfig]):
             cells_grid(result).as_rich(width),
             *result["told"],
             answer(result),
+            *(f"{each.name}. {each.said}" for each in judge_hypotheses(result)),
             *details(result),
         ]
 
