@@ -122,7 +122,7 @@ def unit(
     if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
         return None  # torch has an error for it
     channels = x.dim() - 1 - spatial
-    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, widths, spatial, dtype)):
+    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, norm, widths, spatial, dtype)):
         return None  # a single image, for example
     if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
         return None
@@ -146,9 +146,10 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     return unit_.construct(x, low, stage)
 
 
-def _norm_fits(x: Tensor, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
+def _norm_fits(x: Tensor, norm: Norm, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
     """Whether the kernels can normalise: channels where a batch norm has them, and not too many of them."""
-    return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and x.shape[0] > 0
+    there = x.shape[0] > 0 or norm.ranks > 1
+    return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and there
 
 
 def project_and_fuse(

@@ -23,7 +23,7 @@ from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch, cdiv, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "know", "track_"]
 
 _SIDE = 64
 """Filters of a tile of the covariance."""
@@ -90,7 +90,7 @@ def _moments(
 
 
 @triton.jit
-def _know(
+def know(
     known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
 ):
     """Write what the projection's kernels read of a norm, and what its backward kernel does."""
@@ -100,6 +100,24 @@ def _know(
     tl.store(to + T * N, shift, mask=inside)
     tl.store(to + 2 * T * N, mean, mask=inside)
     tl.store(to + 3 * T * N, rstd, mask=inside)
+
+
+@triton.jit
+def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N: tl.constexpr, TRACK: tl.constexpr):
+    """Move running statistics towards those of a batch; TRACK as in `_statistics`."""
+    inside = n < N
+    factor = tl.zeros((), tl.float32) + momentum
+    if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
+        factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
+    elif (tl.program_id(0) == 0) & (t == 0):
+        tl.store(tracked, tl.load(tracked) + 1)
+    of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
+    before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (mean - before)
+    tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
+    before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (variance - before)
+    tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -136,7 +154,7 @@ def _statistics(
     tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
-    _know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
     if BIAS:
         mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
     variance *= positions / tl.maximum(positions - 1.0, 1.0)
@@ -144,18 +162,7 @@ def _statistics(
         tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
         tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
     else:
-        factor = tl.zeros((), tl.float32) + momentum
-        if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
-            factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
-        elif (tl.program_id(0) == 0) & (t == 0):
-            tl.store(tracked, tl.load(tracked) + 1)
-        of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
-        before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
-        after = before + factor * (mean - before)
-        tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
-        before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
-        after = before + factor * (variance - before)
-        tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
+        track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N, TRACK)
 
 
 @triton.jit
@@ -173,7 +180,7 @@ def _fixed(
     tl.store(low + at, tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty), mask=both)
     if tl.program_id(2) == 0:
         mean, rstd = fixed_statistics(running_mean, running_var, bias, epsilon, n, t, N, BIAS)
-        _know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
+        know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ class Plan:
         of_weight: torch.dtype, of_bias: torch.dtype | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
         norm: tuple[Any, ...] | None, tf32: bool, track: bool,
     ) -> None:  # fmt: skip
-        from torch_dcl.kernels import moments, project  # noqa: PLC0415
+        from torch_dcl.kernels import exchange, moments, project  # noqa: PLC0415
 
         self.channels, self.T, self.eps, self.pairs, self.keep, self.dtype = channels, T, eps, pairs, keep, dtype
         width = shape[channels]
@@ -66,7 +66,8 @@ class Plan:
         if norm is not None:
             settings = Norm(*norm[:-1])
             kind, of_bias = 2 - settings.fixed, torch.float32
-            self.statistics = moments.Statistics(P, self.M, T, N, device, settings, bias=norm[-1], track=track)
+            make = moments.Statistics if settings.ranks == 1 or settings.fixed else exchange.SharedStatistics
+            self.statistics = make(P, self.M, T, N, device, settings, bias=norm[-1], track=track)
         self._inference: Launch | None = None
         self.projection = project.projection(P, self.M, T, N, dtype, device, eps, pairs, of_bias, kind, tf32)
 
@@ -121,8 +122,9 @@ class Plan:
         return low, None
 
     def backward(
-        self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype,
+        group: Any = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The gradients of branch outputs, weights and biases; behind a norm all that `moments` gives instead of these.
 
         Args:
@@ -131,6 +133,7 @@ class Plan:
             bias: As given to the forward pass.
             known: From the forward pass.
             dtype: What gradients of weights and biases are computed in.
+            group: The processes whose gradients go through the same statistics, if there are several.
         """
         if grad.stride() != self.z_stride:
             grad = grad.contiguous() if self.last else launch.turn(grad, self.channels, True, grad.dtype)
@@ -139,7 +142,7 @@ class Plan:
         assert low is not None
         numbers = dbias = None
         if self.statistics is not None:
-            dy, dweight, numbers = self._normed(grad, rows, low, other, dtype)
+            dy, dweight, numbers = self._normed(grad, rows, low, other, dtype, group)
         else:
             dy, dweight, dbias = self._gradients(grad, rows, low, bias, other, dtype)
         if self.turned and not self.last:
@@ -147,9 +150,9 @@ class Plan:
         return dy, dweight, dbias, numbers
 
     def _normed(
-        self, grad: Tensor, y: Tensor, low: Tensor, about: Tensor | None, dtype: torch.dtype
+        self, grad: Tensor, y: Tensor, low: Tensor, about: Tensor | None, dtype: torch.dtype, group: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from torch_dcl.kernels import project  # noqa: PLC0415
+        from torch_dcl.kernels import exchange, project  # noqa: PLC0415
 
         projection, statistics = self.projection, self.statistics
         assert statistics is not None
@@ -160,7 +163,11 @@ class Plan:
             if projection.inside
             else project.weight_gradient(project.as_rows(y, self.width), dpre, torch.float32)[None]
         )
-        dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
+        if isinstance(statistics, exchange.SharedStatistics):
+            around = dy is not None
+            dweight, numbers = statistics.gradients(about, low, parts, dws, dtype, group, around=around)
+        else:
+            dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
         if dy is None:
             dy = projection.by_rows(grad, y, low, about, numbers)
         elif not statistics.fixed:
@@ -197,7 +204,7 @@ def plan_for(
     key: tuple[Any, ...] | None = None
     if norm is not None:
         track = track and not norm.fixed and norm.mean is not None
-        key = (*(None if t is None else t.dtype for t in norm[:5]), *norm[5:], bias is not None)
+        key = (*(None if t is None else t.dtype for t in norm[:5]), *norm[5:9], bias is not None)
     tf32 = y.dtype is not torch.float32 or torch.backends.cuda.matmul.allow_tf32
     return _plan(
         y.shape, y.stride(), y.dtype, y.device, weight.shape[1], weight.dtype, None if bias is None else bias.dtype,
