@@ -268,8 +268,11 @@ def test_what_stands_between_products(compiled, E):
 
 @pytest.mark.parametrize(
     ("T", "M", "N", "bias", "affine"),
-    [slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False)],
-)
+    [
+        slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False),
+        slow(2, 256, 1024, False, True), slow(3, 256, 512, False, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("fixed", [slow(True), False])
 def test_norms(compiled, T, M, N, bias, affine, fixed):
     from torch_dcl.kernels import plans
@@ -287,7 +290,7 @@ def test_norms(compiled, T, M, N, bias, affine, fixed):
     z, known = plan.forward(y, weight, biases, norm)
     plan.backward(grad, y, biases, known, torch.float32)
     assert z.shape == (100, N)
-    first = ["_fixed"] if fixed else ["_moments", "_statistics"]
+    first = ["_fixed"] if fixed else ["_moments", "_wide_statistics" if M > 128 else "_statistics"]
     last = ["backward_rows"] if T == 3 or N > 64 else [] if fixed else ["add_through_statistics_"]
     assert compiled == [*first, "forward", "backward", "_gradients", *last]
 

@@ -21,6 +21,7 @@ from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch, ops
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launcher import has_room
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
@@ -149,7 +150,10 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
 def _norm_fits(x: Tensor, norm: Norm, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
     """Whether the kernels can normalise: channels where a batch norm has them, and not too many of them."""
     there = x.shape[0] > 0 or norm.ranks > 1
-    return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and there
+    deepest = _widest(dtype)
+    if deepest > launch.DEEPEST and (torch.compiler.is_compiling() or not has_room(x.device)):
+        deepest = launch.DEEPEST
+    return x.dim() == spatial + 2 and widths[0] <= deepest and there
 
 
 def project_and_fuse(

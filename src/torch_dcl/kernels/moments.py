@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
-from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launch import DEEPEST, Norm
 from torch_dcl.kernels.launcher import Launch, cdiv, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
 
@@ -121,6 +121,24 @@ def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N
 
 
 @triton.jit
+def _finish(
+    known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum, n, t,
+    N: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, TRACK: tl.constexpr,
+):  # fmt: skip
+    """Write what follows from the mean and the variance of a few products; TRACK as in `_statistics`."""
+    inside = n < N
+    know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    if BIAS:
+        mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
+    variance *= positions / tl.maximum(positions - 1.0, 1.0)
+    if TRACK == 0:
+        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
+        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
+    else:
+        track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N, TRACK)
+
+
+@triton.jit
 def _statistics(
     moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
@@ -154,15 +172,56 @@ def _statistics(
     tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
-    know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
-    if BIAS:
-        mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
-    variance *= positions / tl.maximum(positions - 1.0, 1.0)
-    if TRACK == 0:
-        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
-        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
-    else:
-        track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N, TRACK)
+    _finish(
+        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        n, t, N, T, BIAS, GAMMA, BETA, TRACK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _wide_statistics(
+    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The same of more filters than fit into registers: BK of them at a time."""
+    epsilon, momentum = single(epsilon), single(momentum)
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < N
+    own = moments + t * ((M + 1) * M)
+    positions = tl.zeros((), tl.float32) + P
+    variance = tl.zeros((BN,), tl.float32)
+    mean = tl.zeros((BN,), tl.float32)
+    for first in range(0, M, BK):
+        i = first + tl.arange(0, BK)
+        sums_i = tl.load(own + i, mask=i < M, other=0.0) / positions
+        product = tl.zeros((BK, BN), tl.float32)
+        for other in range(0, M, BK):
+            j = other + tl.arange(0, BK)
+            sums_j = tl.load(own + j, mask=j < M, other=0.0) / positions
+            square = (i < M)[:, None] & (j < M)[None, :]
+            C = tl.load(own + (i + 1)[:, None] * M + j[None, :], mask=square, other=0.0)
+            C = C / positions - sums_i[:, None] * sums_j[None, :]
+            both = (j < M)[:, None] & inside[None, :]
+            rounded = tl.load(w + (t * M + j)[:, None] * N + n[None, :], mask=both, other=0.0)
+            rounded = rounded.to(low.dtype.element_ty)
+            product = tl.dot(C, rounded.to(tl.float32), product, input_precision="tf32x3")
+        at = (t * M + i)[:, None] * N + n[None, :]
+        both = (i < M)[:, None] & inside[None, :]
+        rounded = tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty)
+        W = rounded.to(tl.float32)
+        means = tl.load(y + t * M + i, mask=i < M, other=0.0).to(tl.float32) + sums_i
+        tl.store(low + at, rounded, mask=both)
+        tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
+        tl.store(known + 6 * T * N + t * M + i, means, mask=i < M)  # the same of every program
+        variance += tl.sum(W * product, 0)
+        mean += tl.sum(W * means[:, None], 0)
+    variance = tl.maximum(variance, 0.0)
+    _finish(
+        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        n, t, N, T, BIAS, GAMMA, BETA, TRACK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -267,9 +326,11 @@ class Statistics:
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if track else 0
-        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
-        options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
-        self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
+        wide = M > DEEPEST
+        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BN": _TILE}
+        values["BK"] = _SIDE if wide else BK
+        options = {"num_warps": 4 if wide else 8, "num_stages": 3, **OPTIONS}
+        self._find = Launch(_wide_statistics if wide else _statistics, (cdiv(N, _TILE), T), values, options)
 
     def _launch_moments(self, device: torch.device) -> Launch:
         P, M, T = self.P, self.M, self.T
