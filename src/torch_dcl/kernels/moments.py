@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
 from torch_dcl.kernels.launch import DEEPEST, Norm
-from torch_dcl.kernels.launcher import Launch, cdiv, next_power_of_2, processors
+from torch_dcl.kernels.launcher import Launch, cdiv, has_room, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
 
 __all__ = ["Statistics", "know", "track_"]
@@ -184,7 +184,7 @@ def _wide_statistics(
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
     TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The same of more filters than fit into registers: BK of them at a time."""
+    """The same of more filters than fit into a program: BK of them at a time."""
     epsilon, momentum = single(epsilon), single(momentum)
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -326,7 +326,8 @@ class Statistics:
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if track else 0
-        wide = M > DEEPEST
+        at_once = DEEPEST if has_room(device) else _SIDE
+        wide = at_once < M
         values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BN": _TILE}
         values["BK"] = _SIDE if wide else BK
         options = {"num_warps": 4 if wide else 8, "num_stages": 3, **OPTIONS}
