@@ -100,7 +100,7 @@ class _DCL(nn.Module):
             return None
         return Stage(fusion.spatial, branch.stride, branch.padding, branch.dilation)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _called_plainly(self) -> bool:
         """Whether nobody hooked into a part of the layer. Torch's compiler looks at hooks once, and so it does here."""
         norm = self.fusion.norm

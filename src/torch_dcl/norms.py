@@ -4,16 +4,17 @@ One norm of T·K2 channels normalises the responses of all branches: a channel's
 """
 
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.kernels.dispatch import Norm
 
-__all__ = ["called_plainly", "described", "join_norms", "normalise"]
+__all__ = ["called_plainly", "described", "exchanges", "join_norms", "normalise"]
 
 
 def described(norm: nn.Module) -> Norm | None:
@@ -23,15 +24,17 @@ def described(norm: nn.Module) -> Norm | None:
     if norm._modules:
         return None  # a parametrized one
     training = norm.training
-    if isinstance(norm, nn.SyncBatchNorm) and training and _is_distributed():
-        return None  # it exchanges its statistics with other processes
+    if torch.compiler.is_compiling() and isinstance(norm, nn.SyncBatchNorm) and training and _is_distributed():
+        return None  # kernels exchange nothing from inside a graph
+    group = None if torch.compiler.is_compiling() else _group_of(norm)
+    ranks = 1 if group is None else distributed.get_world_size(group)
     mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     fixed = not training and mean is not None
     if not fixed and not (training and norm.track_running_stats):
         mean = variance = count = None
     if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):
         return None
-    return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed)
+    return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed, ranks, group)
 
 
 def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Tensor]:
@@ -65,14 +68,28 @@ def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
             state[prefix + name] = torch.cat(parts) if parts[0].dim() else parts[0]
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_plain(kind: type[_BatchNorm]) -> bool:
     """Whether a class has torch's own forward; a compiler need not look with every call."""
     return kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
+def exchanges(norm: nn.Module | None) -> bool:
+    """Whether a norm's statistics are those of several processes, here and now."""
+    return _group_of(norm) is not None
+
+
+def _group_of(norm: nn.Module | None) -> Any:
+    """The processes that a norm exchanges its statistics with; None if this one is alone, or in eval mode."""
+    if not isinstance(norm, nn.SyncBatchNorm) or not norm.training:
+        return None
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    group = norm.process_group or distributed.group.WORLD
+    return group if distributed.get_world_size(group) > 1 else None
+
+
 def _is_distributed() -> bool:
-    distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 

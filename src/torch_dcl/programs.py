@@ -6,6 +6,7 @@ same ones, without hooks, with the same attributes. Tensors are looked up anew i
 tying, or optimising them needs no notice.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.modules import module as modules
 from torch_dcl.kernels import dispatch, host, reachable
 from torch_dcl.kernels.launcher import recording
 from torch_dcl.kernels.record import Recorded
+from torch_dcl.norms import exchanges
 
 __all__ = ["recorded", "replayed"]
 
@@ -62,8 +64,10 @@ def recorded(layer: nn.Module, x: Tensor, compute: Callable[[], Tensor | None]) 
     return z
 
 
-def _is_due(layer: nn.Module, x: Tensor, library: Any) -> bool:
-    """Whether to record this call: the second of its kind."""
+def _is_due(layer: Any, x: Tensor, library: Any) -> bool:
+    """Whether to record this call: the second of its kind, and nothing that waits for other processes."""
+    if exchanges(layer.fusion.norm):
+        return False
     programs = layer.__dict__.get("_programs")
     if programs is None:
         programs = layer.__dict__["_programs"] = library.Programs(weakref.ref(layer), nn.Parameter)
@@ -129,6 +133,8 @@ def _conditions(layer: Any, unit: Recorded) -> Iterator[Condition]:
         yield "equal", fusion._modules, "norm", norm
         yield "empty", vars(norm), "_modules", None
         yield from (("equal", vars(norm), name, vars(norm)[name]) for name in _SETTINGS_OF_NORM)
+        if isinstance(norm, nn.SyncBatchNorm) and norm.training:
+            yield "call", functools.partial(exchanges, norm), "", False
     for module in (branch, fusion) if norm is None else (branch, fusion, norm):
         own = vars(module)
         yield "type", module, "", type(module)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from copy import deepcopy
+from unittest import mock
 
 import torch
 from tests.kernels.cases import Errors, relative
@@ -471,6 +472,24 @@ CASES |= {
         "conv1d": ("conv1d", _norm(nn.BatchNorm1d)),
     }.items()
 }
+KINDS["images, deep"] = (functools.partial(DCLConv2d, 6, 160, 3), (6, 6, 8, 9), torch.channels_last)
+HALF |= {
+    f"batch norm, {M} filters T={T}": functools.partial(
+        batch_norm_case, "images, deep", _norm(nn.BatchNorm2d) | {"width": M, "branches": T}, 0.0, dtype=torch.float16
+    )
+    for M, T in ((129, 3), (150, 2))
+}
+
+
+def blocks_case(device, dtype):
+    """Statistics block by block, as for more filters than these."""
+    from torch_dcl.kernels import moments
+
+    with mock.patch.multiple(moments, DEEPEST=16, _SIDE=16):
+        return batch_norm_case("images, many outputs", _norm(nn.BatchNorm2d) | {"width": 40}, 3.0, device, dtype)
+
+
+CASES["batch norm, block by block"] = blocks_case
 CASES["batch norm, mean of 100 deviations"] = functools.partial(batch_norm_case, "images", _norm(nn.BatchNorm2d), 100.0)
 
 

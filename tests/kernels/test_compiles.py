@@ -268,8 +268,11 @@ def test_what_stands_between_products(compiled, E):
 
 @pytest.mark.parametrize(
     ("T", "M", "N", "bias", "affine"),
-    [slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False)],
-)
+    [
+        slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False),
+        slow(2, 256, 1024, False, True), slow(3, 256, 512, False, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("fixed", [slow(True), False])
 def test_norms(compiled, T, M, N, bias, affine, fixed):
     from torch_dcl.kernels import plans
@@ -287,9 +290,37 @@ def test_norms(compiled, T, M, N, bias, affine, fixed):
     z, known = plan.forward(y, weight, biases, norm)
     plan.backward(grad, y, biases, known, torch.float32)
     assert z.shape == (100, N)
-    first = ["_fixed"] if fixed else ["_moments", "_statistics"]
+    first = ["_fixed"] if fixed else ["_moments", "_wide_statistics" if M > 128 else "_statistics"]
     last = ["backward_rows"] if T == 3 or N > 64 else [] if fixed else ["add_through_statistics_"]
     assert compiled == [*first, "forward", "backward", "_gradients", *last]
+
+
+@pytest.mark.parametrize(
+    ("T", "M", "N", "bias", "affine", "track"),
+    [(2, 16, 64, False, True, True), slow(2, 128, 512, False, True, True), slow(3, 20, 65, True, False, False)],
+)
+def test_norms_of_several_processes(compiled, monkeypatch, T, M, N, bias, affine, track):
+    from torch import distributed
+
+    from torch_dcl.kernels import plans
+    from torch_dcl.kernels.launch import Norm
+
+    monkeypatch.setattr(distributed, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(distributed, "all_gather_into_tensor", lambda *_: None)
+    monkeypatch.setattr(distributed, "all_reduce", lambda *_, **__: None)
+    scales = (torch.rand(T * N), torch.rand(T * N)) if affine else (None, None)
+    running = (torch.rand(T * N), torch.rand(T * N), torch.zeros((), dtype=torch.int64)) if track else (None,) * 3
+    norm = Norm(*scales, *running, 1e-5, 0.1, False, 8, "group")
+    weight, biases = torch.randn(T * M, N), torch.randn(T, N) if bias else None
+    for P in (100, 0):
+        y, grad = torch.randn(P, T * M).bfloat16(), torch.randn(P, N).bfloat16()
+        plan = plans.plan_for(y, weight, biases, 1, T, 0.01, False, False, norm)
+        z, known = plan.forward(y, weight, biases, norm)
+        plan.backward(grad, y, biases, known, torch.bfloat16, norm.group)
+        assert z.shape == (P, N)
+    last = ["backward_rows"] if T == 3 or N > 64 else ["add_through_statistics_"]
+    whole = ["_moments", "_statistics", "_combine", "forward", "backward", "_gradients", "_complete", *last]
+    assert compiled == [*whole, "_combine", "_gradients", "_complete"]
 
 
 @pytest.mark.parametrize("clipped", [True, slow(False)])

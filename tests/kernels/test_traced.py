@@ -25,7 +25,7 @@ SHARED = {80: 163, 86: 99, 90: 227}
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 WRITTEN = {
     "_moments": {"parts"}, "_statistics": {"running_mean", "running_var", "known", "low"}, "_fixed": {"known", "low"},
-    "_gradients": {"dw", "numbers"},
+    "_wide_statistics": {"running_mean", "running_var", "known", "low"}, "_gradients": {"dw", "numbers"},
     "forward": {"out", "low"}, "backward_rows": {"dy"}, "add_through_statistics_": {"dy"},
     "add_parts_": {"dbias", "dw"},
     "_fuse_forward": {"out"}, "_kept_forward": {"pre", "out", "low"}, "_kept_backward": {"dy", "dw", "dbias"},
@@ -59,6 +59,7 @@ def gpu(monkeypatch):
     driver.set_active(Driver())
     for module in (launcher, moments, project):
         monkeypatch.setattr(module, "processors", lambda _: 132)
+    monkeypatch.setattr(moments, "has_room", lambda _: True)
     monkeypatch.setattr(launch, "_hopper_on", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield
@@ -173,8 +174,12 @@ CASES = {
 }
 
 
-def launches_of(name, dtype):
-    run, P, T, M, N = CASES[name]
+LITTLE_ROOM = {"batch norm, deep": (norm_and_back(2, False), 3137, 2, 128, 512)}
+"""On GPUs with less shared memory; of other sizes, since what runs for a size is decided once."""
+
+
+def launches_of(name, dtype, cases=CASES):
+    run, P, T, M, N = cases[name]
     with FakeTensorMode(allow_non_fake_inputs=True):
         y, weight, grad = empty(P, T * M, dtype=dtype), empty(T * M, N), empty(P, N, dtype=dtype)
         other = empty(T, N)
@@ -188,6 +193,10 @@ def launches_of(name, dtype):
 def test_a_compiler_sees_the_kernels_and_which_of_their_arguments_they_write_to(name, dtype, gpu):
     launches = launches_of(name, dtype)
     assert launches, "nothing of it is open to the compiler"
+    check_what_is_written(launches)
+
+
+def check_what_is_written(launches):
     for kernel, given, _, written in launches:
         own = kernel.fn.__name__
         expected = WRITTEN.get(own, {"out"})
@@ -208,6 +217,18 @@ def test_the_code_that_a_compiler_writes_for_the_kernels_compiles(name, capabili
         if own not in seen and not (name == "fixed norm" and own != "_fixed"):  # the others are those of batch norm
             assert compile_as_emitted(kernel, given, options, tmp_path, capability) <= SHARED[capability], own
         seen.add(own)
+
+
+def test_statistics_of_many_filters_fit_on_a_gpu_with_less_shared_memory(gpu, monkeypatch, tmp_path):
+    from torch_dcl.kernels import moments
+
+    monkeypatch.setattr(moments, "has_room", lambda _: False)
+    launches = launches_of("batch norm, deep", torch.bfloat16, LITTLE_ROOM)
+    check_what_is_written(launches)
+    by_name = {kernel.fn.__name__: (kernel, *rest) for kernel, *rest, _ in launches}
+    assert "_statistics" not in by_name
+    for name in ("_moments", "_wide_statistics"):
+        assert compile_as_emitted(*by_name[name], tmp_path, 86) <= SHARED[86], name
 
 
 @pytest.mark.parametrize("pairs", [False, True])

@@ -2,9 +2,9 @@
 
 `dispatch` says which path a DCL layer takes, `unit` computes it as one node of autograd, and `ops` is the same as
 operations of torch, for compilers. `plans` decides once for each size which kernels run; `fused`, `project`, `moments`,
-`kept`, `layout` and `hopper` have them, and `launcher` starts them. `pointwise` fuses responses of several networks;
-other kernels for stacked networks are in `torch_dcl.fleet.kernels`, whose callers ask `usable` or `reachable` first.
-Triton is imported with the first kernel, never with the package.
+`exchange`, `kept`, `layout` and `hopper` have them, and `launcher` starts them. `pointwise` fuses responses of several
+networks; other kernels for stacked networks are in `torch_dcl.fleet.kernels`, whose callers ask `usable` or `reachable`
+first. Triton is imported with the first kernel, never with the package.
 """
 
 import contextlib

@@ -21,6 +21,7 @@ from torch_dcl import functional, kernels
 from torch_dcl.kernels import launch, ops, unit_ops
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launcher import has_room
 from torch_dcl.kernels.operations import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
 
@@ -123,7 +124,7 @@ def unit(
     if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
         return None  # torch has an error for it
     channels = x.dim() - 1 - spatial
-    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, widths, spatial, dtype)):
+    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, norm, widths, spatial, dtype)):
         return None  # a single image, for example
     if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
         return None
@@ -149,9 +150,13 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     return unit_.construct(x, low, stage)
 
 
-def _norm_fits(x: Tensor, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
+def _norm_fits(x: Tensor, norm: Norm, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
     """Whether the kernels can normalise: channels where a batch norm has them, and not too many of them."""
-    return x.dim() == spatial + 2 and widths[0] <= min(launch.DEEPEST, _widest(dtype)) and x.shape[0] > 0
+    there = x.shape[0] > 0 or norm.ranks > 1
+    deepest = _widest(dtype)
+    if deepest > launch.DEEPEST and (torch.compiler.is_compiling() or not has_room(x.device)):
+        deepest = launch.DEEPEST
+    return x.dim() == spatial + 2 and widths[0] <= deepest and there
 
 
 def project_and_fuse(

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ class Norm(NamedTuple):
     momentum: float | None
     fixed: bool
     """Whether it normalises by its running statistics; else by the batch's, and the running ones, if any, follow."""
+    ranks: int = 1
+    """How many processes have a share of the batch."""
+    group: Any = None
+    """These processes, if there are several."""
 
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from torch_dcl import kernels
 
-__all__ = ["Launch", "cdiv", "is_traced", "kept", "next_power_of_2", "processors", "recording"]
+__all__ = ["Launch", "cdiv", "has_room", "is_traced", "kept", "next_power_of_2", "processors", "recording"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -136,6 +136,15 @@ def kept(make: Callable[_P, _R]) -> Callable[_P, _R]:
 def processors(device: torch.device) -> int:
     """How many programs run side by side at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def has_room(device: torch.device) -> bool:
+    """Whether a program may take as much shared memory as on GPUs for data centres: 160 KiB, where others have 99."""
+    if device.type != "cuda":
+        return True
+    # Only NVIDIA's have a limit that a program may ask for.
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160_000
 
 
 def cdiv(size: int, block: int) -> int:

@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
-from torch_dcl.kernels.launch import Norm
-from torch_dcl.kernels.launcher import Launch, cdiv, next_power_of_2, processors
+from torch_dcl.kernels.launch import DEEPEST, Norm
+from torch_dcl.kernels.launcher import Launch, cdiv, has_room, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
 
-__all__ = ["Statistics"]
+__all__ = ["Statistics", "know", "track_"]
 
 _SIDE = 64
 """Filters of a tile of the covariance."""
@@ -90,7 +90,7 @@ def _moments(
 
 
 @triton.jit
-def _know(
+def know(
     known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
 ):
     """Write what the projection's kernels read of a norm, and what its backward kernel does."""
@@ -103,6 +103,42 @@ def _know(
 
 
 @triton.jit
+def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N: tl.constexpr, TRACK: tl.constexpr):
+    """Move running statistics towards those of a batch; TRACK as in `_statistics`."""
+    inside = n < N
+    factor = tl.zeros((), tl.float32) + momentum
+    if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
+        factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
+    elif (tl.program_id(0) == 0) & (t == 0):
+        tl.store(tracked, tl.load(tracked) + 1)
+    of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
+    before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (mean - before)
+    tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
+    before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (variance - before)
+    tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _finish(
+    known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum, n, t,
+    N: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, TRACK: tl.constexpr,
+):  # fmt: skip
+    """Write what follows from the mean and the variance of a few products; TRACK as in `_statistics`."""
+    inside = n < N
+    know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    if BIAS:
+        mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
+    variance *= positions / tl.maximum(positions - 1.0, 1.0)
+    if TRACK == 0:
+        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
+        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
+    else:
+        track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N, TRACK)
+
+
+@triton.jit
 def _statistics(
     moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
@@ -110,8 +146,8 @@ def _statistics(
 ):  # fmt: skip
     """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
 
-    TRACK is 1 to move the running statistics towards the batch's by ``momentum``, 2 to have them the mean over all
-    batches, else 0.
+    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
+    to have them the mean over all batches.
     """
     epsilon, momentum = single(epsilon), single(momentum)
     t = tl.program_id(1)
@@ -132,27 +168,60 @@ def _statistics(
     W = rounded.to(tl.float32)
     product = tl.dot(C, W, input_precision="tf32x3")
     tl.store(low + at, rounded, mask=both)
-    tl.store(known + (4 * T * N + T * M) + at, product, mask=both)
-    tl.store(known + 4 * T * N + t * M + k, means, mask=k < M)  # the same of every program
+    tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
+    tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
-    _know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
-    if TRACK != 0:
-        if BIAS:
-            mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
-        variance *= positions / tl.maximum(positions - 1.0, 1.0)
-        factor = tl.zeros((), tl.float32) + momentum
-        if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
-            factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
-        elif (tl.program_id(0) == 0) & (t == 0):
-            tl.store(tracked, tl.load(tracked) + 1)
-        of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
-        before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
-        after = before + factor * (mean - before)
-        tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
-        before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
-        after = before + factor * (variance - before)
-        tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
+    _finish(
+        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        n, t, N, T, BIAS, GAMMA, BETA, TRACK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _wide_statistics(
+    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
+    N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
+    TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The same of more filters than fit into a program: BK of them at a time."""
+    epsilon, momentum = single(epsilon), single(momentum)
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    inside = n < N
+    own = moments + t * ((M + 1) * M)
+    positions = tl.zeros((), tl.float32) + P
+    variance = tl.zeros((BN,), tl.float32)
+    mean = tl.zeros((BN,), tl.float32)
+    for first in range(0, M, BK):
+        i = first + tl.arange(0, BK)
+        sums_i = tl.load(own + i, mask=i < M, other=0.0) / positions
+        product = tl.zeros((BK, BN), tl.float32)
+        for other in range(0, M, BK):
+            j = other + tl.arange(0, BK)
+            sums_j = tl.load(own + j, mask=j < M, other=0.0) / positions
+            square = (i < M)[:, None] & (j < M)[None, :]
+            C = tl.load(own + (i + 1)[:, None] * M + j[None, :], mask=square, other=0.0)
+            C = C / positions - sums_i[:, None] * sums_j[None, :]
+            both = (j < M)[:, None] & inside[None, :]
+            rounded = tl.load(w + (t * M + j)[:, None] * N + n[None, :], mask=both, other=0.0)
+            rounded = rounded.to(low.dtype.element_ty)
+            product = tl.dot(C, rounded.to(tl.float32), product, input_precision="tf32x3")
+        at = (t * M + i)[:, None] * N + n[None, :]
+        both = (i < M)[:, None] & inside[None, :]
+        rounded = tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty)
+        W = rounded.to(tl.float32)
+        means = tl.load(y + t * M + i, mask=i < M, other=0.0).to(tl.float32) + sums_i
+        tl.store(low + at, rounded, mask=both)
+        tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
+        tl.store(known + 6 * T * N + t * M + i, means, mask=i < M)  # the same of every program
+        variance += tl.sum(W * product, 0)
+        mean += tl.sum(W * means[:, None], 0)
+    variance = tl.maximum(variance, 0.0)
+    _finish(
+        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        n, t, N, T, BIAS, GAMMA, BETA, TRACK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,7 +239,7 @@ def _fixed(
     tl.store(low + at, tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty), mask=both)
     if tl.program_id(2) == 0:
         mean, rstd = fixed_statistics(running_mean, running_var, bias, epsilon, n, t, N, BIAS)
-        _know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
+        know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
 
 
 @triton.jit
@@ -216,8 +285,8 @@ def _gradients(
     else:
         U = -scale * h
         V = -0.5 * s * scale * rstd * rstd
-        means = tl.load(known + 4 * T * N + t * M + k, mask=k < M, other=0.0)
-        product = tl.load(known + (4 * T * N + T * M) + at, mask=both, other=0.0)
+        means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
+        product = tl.load(known + (6 * T * N + T * M) + at, mask=both, other=0.0)
         gradient += means[:, None] * U[None, :] + product * (2.0 * V)[None, :]
         positions = tl.zeros((), tl.float32) + P
         tl.store(to + 2 * T * N, tl.zeros((BN,), tl.float32), mask=inside)  # a bias before a norm has no effect
@@ -254,9 +323,12 @@ class Statistics:
         self._add = self._launch_moments(device)
         self.parts = self._add.grid[0]
         how = (2 if self.cumulative else 1) if self.tracks else 0
-        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BK": BK, "BN": _TILE}
-        options = {"num_warps": 8, "num_stages": 3, **OPTIONS}
-        self._find = Launch(_statistics, (cdiv(N, _TILE), T), values, options)
+        at_once = DEEPEST if has_room(device) else _SIDE
+        wide = at_once < M
+        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BN": _TILE}
+        values["BK"] = _SIDE if wide else BK
+        options = {"num_warps": 4 if wide else 8, "num_stages": 3, **OPTIONS}
+        self._find = Launch(_wide_statistics if wide else _statistics, (cdiv(N, _TILE), T), values, options)
 
     def _launch_moments(self, device: torch.device) -> Launch:
         P, M, T = self.P, self.M, self.T
@@ -282,8 +354,8 @@ class Statistics:
             norm: Its tensors; running statistics are updated in place if they are to be tracked.
 
         Returns:
-            Scale, shift, mean and inverse deviation, each ``[T, N]``; behind them, of the batch's statistics, the means
-            of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
+            Scale, shift, mean, inverse deviation, and the batch's mean and variance if they are not tracked, each
+            ``[T, N]``; behind them the means of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
         """
         M, T, N, device = self.M, self.T, self.N, y.device
         low = torch.empty(T * M, N, dtype=y.dtype, device=device)
@@ -293,10 +365,11 @@ class Statistics:
             self._find(weight, of_bias, *(known if t is None else t for t in norm[:4]), known, low)
             return known, low
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
-        known = torch.empty(4 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
+        known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
         self._add(y, parts)
         moments = parts if self.parts == 1 else total_of(parts, self.parts)
-        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in norm[:5]), known, low)
+        tensors = norm[:5] if self.tracks else (*norm[:2], None, None, None)
+        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in tensors), known, low)
         if self.cumulative and norm.tracked is not None:
             torch._foreach_add_([norm.tracked], 1)  # unlike add_, it takes a number, and so can be recorded
         return known, low

@@ -1,7 +1,7 @@
 """Which kernels compute stage 2 of one size, decided once: see `Plan`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch, kept
 
 if TYPE_CHECKING:
-    from torch_dcl.kernels import moments
+    from torch_dcl.kernels import exchange, moments
 
 __all__ = ["Known", "Plan", "plan_for", "statistics_for"]
 
@@ -122,8 +122,9 @@ class Plan:
         return low, None
 
     def backward(
-        self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        self, grad: Tensor, y: Tensor, bias: Tensor | None, known: Sequence[Tensor | None], dtype: torch.dtype,
+        group: Any = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The gradients of branch outputs, weights and biases; behind a norm all that `moments` gives instead of these.
 
         Args:
@@ -132,6 +133,7 @@ class Plan:
             bias: As given to the forward pass.
             known: From the forward pass.
             dtype: What gradients of weights and biases are computed in.
+            group: The processes whose gradients go through the same statistics, if there are several.
         """
         if grad.stride() != self.z_stride:
             grad = grad.contiguous() if self.last else launch.turn(grad, self.channels, True, grad.dtype)
@@ -140,7 +142,7 @@ class Plan:
         assert low is not None
         numbers = dbias = None
         if self.statistics is not None:
-            dy, dweight, numbers = self._normed(grad, rows, low, other, dtype)
+            dy, dweight, numbers = self._normed(grad, rows, low, other, dtype, group)
         else:
             dy, dweight, dbias = self._gradients(grad, rows, low, bias, other, dtype)
         if self.turned and not self.last:
@@ -148,9 +150,9 @@ class Plan:
         return dy, dweight, dbias, numbers
 
     def _normed(
-        self, grad: Tensor, y: Tensor, low: Tensor, about: Tensor | None, dtype: torch.dtype
+        self, grad: Tensor, y: Tensor, low: Tensor, about: Tensor | None, dtype: torch.dtype, group: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from torch_dcl.kernels import project  # noqa: PLC0415
+        from torch_dcl.kernels import exchange, project  # noqa: PLC0415
 
         projection, statistics = self.projection, self.statistics
         assert statistics is not None
@@ -161,7 +163,11 @@ class Plan:
             if projection.inside
             else project.weight_gradient(project.as_rows(y, self.width), dpre, torch.float32)[None]
         )
-        dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
+        if isinstance(statistics, exchange.SharedStatistics):
+            around = dy is not None
+            dweight, numbers = statistics.gradients(about, low, parts, dws, dtype, group, around=around)
+        else:
+            dweight, numbers = statistics.gradients(about, low, parts, dws, dtype)
         if dy is None:
             dy = projection.by_rows(grad, y, low, about, numbers)
         elif not statistics.fixed:
@@ -202,7 +208,9 @@ def plan_for(
     )  # fmt: skip
 
 
-def statistics_for(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm: Norm) -> "moments.Statistics":
+def statistics_for(
+    y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm: Norm
+) -> "moments.Statistics | exchange.SharedStatistics":
     """The part of a plan that computes the statistics of a norm, made once as well, for y ``[P, T·M]``."""
     return _statistics(
         y.shape[0], y.shape[1] // T, T, weight.shape[1], y.dtype, y.device, weight.dtype,
@@ -211,16 +219,17 @@ def statistics_for(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm:
 
 
 def _kind_of(norm: Norm) -> Norm:
-    """A norm with types in the place of its tensors."""
-    return Norm(*(None if t is None else t.dtype for t in norm[:5]), *norm[5:])  # type: ignore[arg-type]
+    """A norm with types in the place of its tensors, and without the processes: how many there are is enough."""
+    return Norm(*(None if t is None else t.dtype for t in norm[:5]), *norm[5:9])  # type: ignore[arg-type, call-arg]
 
 
 @kept
 def _statistics(
     P: int, M: int, T: int, N: int, dtype: torch.dtype, device: torch.device, of_weight: torch.dtype,
     of_bias: torch.dtype | None, norm: Norm,
-) -> "moments.Statistics":  # fmt: skip
-    from torch_dcl.kernels import moments  # noqa: PLC0415
+) -> "moments.Statistics | exchange.SharedStatistics":  # fmt: skip
+    from torch_dcl.kernels import exchange, moments  # noqa: PLC0415
 
     del dtype, of_weight  # a part of what tells launches apart
-    return moments.Statistics(P, M, T, N, device, norm, bias=of_bias is not None)
+    make = moments.Statistics if norm.ranks == 1 or norm.fixed else exchange.SharedStatistics
+    return make(P, M, T, N, device, norm, bias=of_bias is not None)

@@ -221,11 +221,14 @@ class Projection:
         P, M, T, N, size, side_by_side = self._sizes
         filters = max(16, next_power_of_2(M)) * T * size
         BM, BN, stages, registers = 64, 32, 3, None
-        if filters <= _SHALLOW * 2:
+        warps = 4
+        if M > DEEPEST:
+            BM, stages, warps = 32, 2, 8  # a program has the gradients of all filters in registers
+        elif filters <= _SHALLOW * 2:
             registers = 168
         elif filters > _SHALLOW * 4 and cdiv(P, BM) < side_by_side:
             BM, BN, stages = 32, 64, 2  # few positions: smaller tiles keep more of the GPU at work
-        options: dict[str, Any] = {"num_warps": 4, "num_stages": stages, **OPTIONS}
+        options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, **OPTIONS}
         if registers is not None:
             options["maxnreg"] = registers
         BN = min(BN, max(16, next_power_of_2(N)))

@@ -125,7 +125,7 @@ def add_through_statistics_(
     slope = tl.load(slopes + 3 * T * N + own, mask=inside, other=0.0)
     shift = tl.load(slopes + 4 * T * N + own, mask=inside, other=0.0)
     mean = tl.load(known + 2 * T * N + own, mask=inside, other=0.0)
-    means = tl.load(known + 4 * T * N + k, mask=k < T * M, other=0.0)
+    means = tl.load(known + 6 * T * N + k, mask=k < T * M, other=0.0)
     linear = tl.dot(W * slope, tl.trans(W), input_precision="tf32x3")
     linear = tl.where((k // M)[:, None] == (k // M)[None, :], linear, 0.0)
     largest = tl.max(tl.max(tl.abs(linear), 1), 0)

@@ -6,7 +6,7 @@ that of plain torch.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +114,11 @@ class _Normed(NamedTuple):
     beta: bool
     eps: float
     fixed: bool
+    group: Any
 
     @classmethod
     def of(cls, norm: Norm) -> "_Normed":
-        return cls(norm.gamma is not None, norm.beta is not None, norm.eps, norm.fixed)
+        return cls(norm.gamma is not None, norm.beta is not None, norm.eps, norm.fixed, norm.group)
 
 
 def _kept_of(found: _Computed, inputs: Sequence[Tensor | None]) -> list[Tensor]:
@@ -137,7 +138,7 @@ def forward(
         low = theta if theta.dtype is dtype else theta.to(dtype)
         y = construct(x, low, stage)
     plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
-    if norm is not None and not norm.fixed and plan.P == 1:
+    if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
     with kernels.on_device_of(x):
         z, known = plan.forward(y, weight, bias, norm, learns=learns)
@@ -169,11 +170,22 @@ class _Unit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, norm = ctx.saved_tensors, ctx.norm  # once: activation checkpointing allows no more
-        found = _gradients(
-            ctx.plan, ctx.settings, norm and _Normed.of(norm), grads[0], saved, _given(norm, 2, 4),
-            ctx.needs_input_grad, torch.is_grad_enabled(),
+        compute = functools.partial(
+            _gradients, ctx.plan, ctx.settings, norm and _Normed.of(norm), grads[0], saved, _given(norm, 2, 4),
+            ctx.needs_input_grad,
         )  # fmt: skip
+        twice = torch.is_grad_enabled()
+        found = _once(compute) if twice and norm is not None and norm.group is not None else compute(twice)
         return *found[:4], None, None, *found[4:]
+
+
+def _once(compute: Callable[[bool], list[Tensor | None]]) -> list[Tensor | None]:
+    """Gradients whose own gradients are an error, as those of torch's norm of several processes are."""
+    with torch.no_grad():
+        found = compute(False)
+    told = b"a DCL layer whose SyncBatchNorm has several processes cannot be differentiated twice"
+    refuse = torch._C._functions.DelayedError(told, len(found))
+    return list(refuse(*(None if t is None else t.detach().requires_grad_() for t in found)))  # type: ignore[arg-type]
 
 
 def _gradients(
@@ -186,8 +198,10 @@ def _gradients(
         return _differentiable(grad, x, theta, weight, bias, settings, norm, running, known[2:])
     to = gradient_type(settings.dtype, weight)
     of_theta = None if theta is None else theta.dtype
+    # γ and β alone need no more than what this process has: then the others wait for nothing, either.
+    group = norm.group if norm is not None and any(needs[:4]) else None
     dx, dtheta, dweight, dbias, numbers = gradients(
-        plan, settings, grad, x, low, y, bias, known[:2], to, needs, of_theta
+        plan, settings, grad, x, low, y, bias, known[:2], to, needs, of_theta, group
     )
     if numbers is None or norm is None:
         return [dx, dtheta, dweight, dbias]
@@ -199,6 +213,7 @@ def _gradients(
 def gradients(
     plan: Plan, settings: Settings, grad: Tensor, x: Tensor, low: Tensor | None, y: Tensor, bias: Tensor | None,
     known: Sequence[Tensor | None], of_weight: torch.dtype, needs: Sequence[bool], of_theta: torch.dtype | None,
+    group: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of input, filters, weights and biases, and behind a norm all that `moments` gives.
 
@@ -214,9 +229,10 @@ def gradients(
         of_weight: The type of the gradients of weights and biases.
         needs: Whether the gradients of input and filters are wanted.
         of_theta: The type of the filters, in which a linear layer gives their gradient.
+        group: The processes whose gradients go through the same statistics, if there are several.
     """
     with kernels.on_device_of(x):
-        dy, dweight, dbias, numbers = plan.backward(grad, y, bias, known, of_weight)
+        dy, dweight, dbias, numbers = plan.backward(grad, y, bias, known, of_weight, group)
         dx: Tensor | None = dy
         dtheta = None
         if low is not None and settings.stage is not None:

@@ -139,7 +139,7 @@ def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, kind: 
     if kind != _NOT or weight.dtype != dtype:
         low = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
     if kind != _NOT:
-        size = 4 * T * N + (T * M * (N + 1) if kind == _BATCH else 0)
+        size = 6 * T * N + T * M * (N + 1) if kind == _BATCH else 4 * T * N
         other = x.new_empty(size, dtype=torch.float32)
     elif keep:
         other = x.new_empty(T, y.numel() // y.shape[channels], N)
