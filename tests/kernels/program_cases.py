@@ -445,9 +445,9 @@ def check_unit_operations():
                 types = (torch.float32, given.dtype if kind == 0 else torch.float32)
                 kept = (theta_low if half else theta, y, low if half or kind else weight, bias, other)
                 back = (torch.randn_like(z), given, *kept, *types, kind, *shape, True, True)
-                # Of running statistics two rows of numbers are nobody's, and are left unwritten.
+                # With running statistics two rows of the result are nobody's, and are left unwritten.
                 torch.library.opcheck(own.closed_unit_backward.default, back, test_utils=tests[: 2 if kind == 1 else 3])
             tracked = (*parts, *numbers, torch.tensor(3), *shape, 1e-5, 0.1)
-            torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests)
+            torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests[:2])  # likewise
             for norm in ((None,) * 4, numbers):
                 torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *shape, 1e-5), test_utils=tests)
