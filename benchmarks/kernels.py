@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from rows import write_rows
 
-from torch_dcl.kernels import fused
+from torch_dcl.kernels import elementwise
 
 COLUMNS = ["kernel", "branches", "precision", "mib", "forward_ms", "full_ms", "forward_share", "full_share"]
 COLUMNS += ["copy_tb_s", "device", "torch"]
@@ -37,10 +37,10 @@ def main() -> None:
                 eps = 10.0 ** -(2 if pairs else branches)
 
                 def forward(pre, eps=eps, pairs=pairs):
-                    return fused.fuse_forward(pre, eps, pairs)
+                    return elementwise.fuse_forward(pre, eps, pairs)
 
                 def backward(pre, eps=eps, pairs=pairs, grad=grad):
-                    return fused.fuse_backward(grad, pre, eps, pairs)
+                    return elementwise.fuse_backward(grad, pre, eps, pairs)
 
                 one, two = time_of(forward, sets), time_of(backward, sets)
                 moved = [(branches + 1) * mib * 2**20, (2 * branches + 1) * mib * 2**20]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLLinear, advance_branches_
 from torch_dcl.kernels import dispatch, host
-from torch_dcl.kernels.operations import prefix_of_operations
+from torch_dcl.kernels.record import prefix_of_operations
 
 LAST = torch.channels_last
 CALLS = 5

@@ -94,11 +94,11 @@ def test_sizes_are_those_of_triton(size, block):
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)], ids=str)
 def test_the_fusion(compiled, T, pairs, dtype):
-    from torch_dcl.kernels import fused
+    from torch_dcl.kernels import elementwise
 
     pre = [torch.randn(5, 7).to(dtype) for _ in range(T)]
-    fused.fuse_forward(pre, 0.01, pairs)
-    fused.fuse_backward(pre[0], pre, 0.01, pairs)
+    elementwise.fuse_forward(pre, 0.01, pairs)
+    elementwise.fuse_backward(pre[0], pre, 0.01, pairs)
     assert compiled == ["_fuse_forward", "_fuse_backward"]
 
 
@@ -224,11 +224,11 @@ def test_the_response_norm_moves_16_bytes_at_once_and_exchanges_nothing(compiled
 @pytest.mark.parametrize("shape", [(2, 128, 28, 28), (2, 3, 31, 33), (5, 1000, 2), (1, 2, 1, 7)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
 def test_another_layout(compiled, made, dtype, shape):
-    from torch_dcl.kernels import layout
+    from torch_dcl.kernels import elementwise
 
     x = torch.randn(shape)
-    last = layout.turn(x, 1, True, dtype)
-    layout.turn(last, 1, False, torch.float32)
+    last = elementwise.turn(x, 1, True, dtype)
+    elementwise.turn(last, 1, False, torch.float32)
     assert compiled == ["_turn", "_turn"]
     if shape[1] % 64 == 0:  # both ways along the memory, 16 bytes at once
         for kernel in made:

@@ -250,8 +250,11 @@ def check_operations(T, pairs):
     of_norm = (None, *(torch.rand(7 * T) for _ in range(4)))
     for tracked in (None, torch.tensor(3)):
         running = of_norm[3:] if tracked is not None else (None, None)
+        # Where running statistics follow, those of the batch are not written, and so not compared.
+        tests = ("test_schema", "test_faketensor", *(["test_aot_dispatch_dynamic"] if tracked is None else []))
         for momentum in (0.1, None):
-            check(own.statistics.default, (y, weight, *of_norm[:3], *running, tracked, T, 1e-5, momentum))
+            given = (y, weight, *of_norm[:3], *running, tracked, T, 1e-5, momentum)
+            check(own.statistics.default, given, test_utils=tests)
     check(own.fixed_statistics.default, (y, weight, *of_norm, T, 1e-5))
     known, low = own.fixed_statistics(y, weight, *of_norm, T, 1e-5)
     check(own.normed_project.default, (y, known, low, T, 0.01, pairs, True))

@@ -16,8 +16,20 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "OPTIONS", "careful", "careful_gradients", "constants", "fixed_statistics", "fused", "gradients", "quick",
-    "quick_gradients", "respond", "scale_and_shift", "single",
+    "OPTIONS",
+    "careful",
+    "careful_gradients",
+    "constants",
+    "fixed_statistics",
+    "fused",
+    "gradients",
+    "know",
+    "quick",
+    "quick_gradients",
+    "respond",
+    "scale_and_shift",
+    "single",
+    "track_",
 ]  # fmt: skip
 
 _MAX = tl.constexpr(3.4028234663852886e38)
@@ -279,3 +291,34 @@ def fixed_statistics(mean, variance, bias, epsilon, n, t, N: tl.constexpr, BIAS:
     if BIAS:
         of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
     return of, 1.0 / tl.sqrt_rn(tl.load(variance + t * N + n, mask=n < N, other=1.0).to(tl.float32) + epsilon)
+
+
+@triton.jit
+def know(
+    known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
+):
+    """Write what the projection's kernels read of a norm, and what its backward kernel does."""
+    scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, t, N, GAMMA, BETA)
+    inside, to = n < N, known + t * N + n
+    tl.store(to, scale, mask=inside)
+    tl.store(to + T * N, shift, mask=inside)
+    tl.store(to + 2 * T * N, mean, mask=inside)
+    tl.store(to + 3 * T * N, rstd, mask=inside)
+
+
+@triton.jit
+def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N: tl.constexpr, TRACK: tl.constexpr):
+    """Move running statistics towards those of a batch: TRACK is 1 for ``momentum``, 2 for the mean of all batches."""
+    inside = n < N
+    factor = tl.zeros((), tl.float32) + momentum
+    if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
+        factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
+    elif (tl.program_id(0) == 0) & (t == 0):
+        tl.store(tracked, tl.load(tracked) + 1)
+    of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
+    before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (mean - before)
+    tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
+    before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
+    after = before + factor * (variance - before)
+    tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)

@@ -22,7 +22,7 @@ from torch_dcl.kernels import launch, ops, unit_ops
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import has_room
-from torch_dcl.kernels.operations import prefix_of_operations
+from torch_dcl.kernels.record import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [

@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor, distributed
 
-from torch_dcl.kernels.arithmetic import OPTIONS, single
+from torch_dcl.kernels.arithmetic import OPTIONS, know, single, track_
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import Launch, cdiv
-from torch_dcl.kernels.moments import Statistics, know, track_
+from torch_dcl.kernels.moments import Statistics
 
 __all__ = ["SharedStatistics"]
 

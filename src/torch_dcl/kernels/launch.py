@@ -45,26 +45,26 @@ class Norm(NamedTuple):
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
     """z of the responses before their ReLU."""
-    from torch_dcl.kernels import fused  # noqa: PLC0415
+    from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(pre[0]):
-        return fused.fuse_forward(pre, eps, pairs)
+        return elementwise.fuse_forward(pre, eps, pairs)
 
 
 def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
     """Their gradients."""
-    from torch_dcl.kernels import fused  # noqa: PLC0415
+    from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(grad):
-        return fused.fuse_backward(grad, pre, eps, pairs)
+        return elementwise.fuse_backward(grad, pre, eps, pairs)
 
 
 def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
     """A copy with the channels last in memory, or as torch has them by default."""
-    from torch_dcl.kernels import layout  # noqa: PLC0415
+    from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(x):
-        return layout.turn(x, channels, last, dtype)
+        return elementwise.turn(x, channels, last, dtype)
 
 
 def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:

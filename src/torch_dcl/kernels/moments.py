@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, scale_and_shift, single
+from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, know, single, track_
 from torch_dcl.kernels.launch import DEEPEST, Norm
 from torch_dcl.kernels.launcher import Launch, cdiv, has_room, next_power_of_2, processors
 from torch_dcl.kernels.project import total_of
 
-__all__ = ["Statistics", "know", "track_"]
+__all__ = ["Statistics"]
 
 _SIDE = 64
 """Filters of a tile of the covariance."""
@@ -87,37 +87,6 @@ def _moments(
     same = (i // M)[:, None] == (j // M)[None, :]
     inside = (i < WIDTH)[:, None] & (j < WIDTH)[None, :]
     tl.store(to[None, :] + (i % M + 1)[:, None] * M, products, mask=same & inside)
-
-
-@triton.jit
-def know(
-    known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
-):
-    """Write what the projection's kernels read of a norm, and what its backward kernel does."""
-    scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, t, N, GAMMA, BETA)
-    inside, to = n < N, known + t * N + n
-    tl.store(to, scale, mask=inside)
-    tl.store(to + T * N, shift, mask=inside)
-    tl.store(to + 2 * T * N, mean, mask=inside)
-    tl.store(to + 3 * T * N, rstd, mask=inside)
-
-
-@triton.jit
-def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N: tl.constexpr, TRACK: tl.constexpr):
-    """Move running statistics towards those of a batch; TRACK as in `_statistics`."""
-    inside = n < N
-    factor = tl.zeros((), tl.float32) + momentum
-    if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
-        factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
-    elif (tl.program_id(0) == 0) & (t == 0):
-        tl.store(tracked, tl.load(tracked) + 1)
-    of_mean, of_var = running_mean + t * N + n, running_var + t * N + n
-    before = tl.load(of_mean, mask=inside, other=0.0).to(tl.float32)
-    after = before + factor * (mean - before)
-    tl.store(of_mean, after.to(running_mean.dtype.element_ty), mask=inside)
-    before = tl.load(of_var, mask=inside, other=0.0).to(tl.float32)
-    after = before + factor * (variance - before)
-    tl.store(of_var, after.to(running_var.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from torch_dcl import kernels
 from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
-from torch_dcl.kernels.operations import LIBRARY, call_of, operation, prefix_of_operations
 from torch_dcl.kernels.plans import Known, Plan, plan_for, statistics_for
+from torch_dcl.kernels.record import LIBRARY, call_of, operation, prefix_of_operations
 
 __all__ = ["fuse", "linear", "project", "turn"]
 
@@ -55,11 +55,9 @@ def project(
         z = call_of("normed_infer", prefix)(rows, weight, *of_norm, T, eps, pairs, norm.eps)
         return launch.at_positions(y, channels, z)
     with torch.no_grad():  # an operation of its own, since what has gradients may write into none of its inputs
-        if norm.fixed:
-            known, low = call_of("fixed_statistics", prefix)(rows, weight, *of_norm, T, norm.eps)
-        else:
-            found = call_of("statistics", prefix)
-            known, low = found(rows, weight, *of_norm, norm.tracked, T, norm.eps, norm.momentum)
+        settings = (T, norm.eps) if norm.fixed else (norm.tracked, T, norm.eps, norm.momentum)
+        found = call_of("fixed_statistics" if norm.fixed else "statistics", prefix)
+        known, low = found(rows, weight, *of_norm, *settings)
     z = _Normed.apply(prefix, rows, weight, *of_norm[:3], known, low, T, eps, pairs, norm.fixed)
     return launch.at_positions(y, channels, z)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torch_dcl.kernels import unit
 from torch_dcl.kernels.launch import Norm
-from torch_dcl.kernels.operations import closed_operation
 from torch_dcl.kernels.plans import plan_for
+from torch_dcl.kernels.record import closed_operation
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = ["fits", "run"]
