@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
-from torch_dcl.data.imagenet.ahead import Made, Wanted, for_this_stream, in_order
+from torch_dcl.data.imagenet.ahead import Made, Wanted, copied, in_order
 from torch_dcl.data.imagenet.decoded import Decoded
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.data.imagenet.samples import find_samples
@@ -172,16 +172,10 @@ class Mapped:
             batch, rows = found
             if rows:
                 torch.stack(rows, out=batch.images)
-            if not is_cuda:
-                return batch
-            # Copied on a stream of its own, beside the steps of the network.
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                there = batch.images.to(device, non_blocking=True)
-            stream.synchronize()
-            return batch._replace(images=there)
+            return batch
 
-        yield from for_this_stream(in_order(read, map(find, wanted), min(workers, READERS)), device)
+        made = in_order(read, map(find, wanted), min(workers, READERS))
+        yield from copied(made, device) if is_cuda else made
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
