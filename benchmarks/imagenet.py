@@ -8,7 +8,7 @@ momentum. The sources:
 - ready: the same batches again and again, cropped beforehand: the network alone.
 - synthetic: `--data synthetic`, images on the device, cropped in every step: what a perfect source would give.
 - resident: prepared shards that are kept on the device.
-- prepared: prepared shards (`--gib` of them, random bytes), mapped into memory and read by threads.
+- prepared: prepared shards (`--gib` of them, random bytes), mapped into memory; threads copy whole batches from there.
 - gpu: generated JPEGs of ImageNet's sizes (500 × 375 and near, about 110 kB), decoded on the GPU by torchcodec or
   torchvision; only where there is one.
 - pillow: the same JPEGs, decoded by worker processes.
@@ -58,6 +58,7 @@ COLUMNS += ["core_per_s", "bound_by", "dcl_ratio", "rounds", "gib", "workers", "
 REPEATED = 50  # times that the JPEGs are listed, so that an epoch is as long as ImageNet's
 PER_SHARD = 1024
 LIGHT = ["ready", "synthetic", "resident", "prepared"]
+DECODED = ["gpu", "pillow", "tar"]
 PHASES = [  # in this order, as far as the time goes
     ("alexnet", ["plain", "dcl"], LIGHT),
     ("alexnet", ["plain"], ["gpu", "pillow"]),
@@ -82,6 +83,8 @@ def main() -> None:
     parser.add_argument("--jpegs", type=int, default=4096)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--networks", nargs="+", default=["alexnet", "torchvision:resnet50"])
+    parser.add_argument("--models", nargs="+", default=["plain", "dcl"], choices=["plain", "dcl"])
+    parser.add_argument("--sources", nargs="+", default=[*LIGHT, *DECODED], choices=[*LIGHT, *DECODED])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", type=Path, help="where to generate images; a temporary folder by default")
     parser.add_argument("--out", type=Path)
@@ -91,12 +94,15 @@ def main() -> None:
         folder = Path(temporary)
         # Forked: processes that import torch again would take longer than the files.
         with ProcessPoolExecutor(arguments.workers, get_context("fork")) as pool:
-            make_jpegs(pool, folder, arguments.jpegs)
+            if set(arguments.sources) & set(DECODED):
+                make_jpegs(pool, folder, arguments.jpegs)
             make_shards(pool, folder, arguments, until - 40 * arguments.minutes)
         bench = Bench(folder, arguments, until)
         for network, models, sources in PHASES:
-            if network in arguments.networks:
-                bench.measure(network, models, sources)
+            chosen = [model for model in models if model in arguments.models]
+            some = [source for source in sources if source in arguments.sources]
+            if network in arguments.networks and chosen and some:
+                bench.measure(network, chosen, some)
 
 
 # Images
@@ -209,7 +215,7 @@ class Bench:
         self.loaders: dict[str, float] = {}
         self.recipes: dict[str, ImageNet] = {}
         self.trainings: dict[tuple[str, str], Training] = {}
-        self.core = self._core()
+        self.core = self._core() if set(arguments.sources) & set(DECODED) else 0.0
 
     def _core(self) -> float:
         """Images a second that one core decodes and resizes by Pillow."""

@@ -1,17 +1,19 @@
 """Batches of images, made in threads ahead of the caller and given in order."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Made", "Wanted", "for_this_stream", "in_order"]
+__all__ = ["AHEAD", "Made", "Wanted", "copied", "for_this_stream", "in_order"]
 
 AHEAD = 2  # batches that are made before they are needed, by each thread
 Wanted = Sequence[Sequence[int]]
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -26,22 +28,59 @@ class Made(NamedTuple):
     """The names of those that were skipped."""
 
 
-def in_order(make: Callable[[Sequence[int]], T], wanted: Wanted, threads: int) -> Iterator[T]:
-    """Make batches in threads, some ahead of the caller, and give them in order."""
+def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Iterator[T]:
+    """Make batches in threads, some ahead of the caller, and give them in order.
+
+    Args:
+        make: Makes a batch, in a thread.
+        wanted: What to make; the caller's thread iterates over it.
+        threads: How many; 0 makes batches in the caller's thread.
+    """
     if not threads:
         yield from map(make, wanted)
         return
-    with ThreadPoolExecutor(threads) as pool:
+    # Each batch on one core: torch's own threads would wait for each other in every operation.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         left, running = iter(wanted), deque[Future[T]]()
         try:
             while True:
-                while len(running) < AHEAD * threads and (indices := next(left, None)) is not None:
-                    running.append(pool.submit(make, indices))
+                for one in islice(left, AHEAD * threads - len(running)):
+                    running.append(pool.submit(make, one))
                 if not running:
                     return
                 yield running.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(torch.get_num_threads())  # so that later threads start with the caller's setting
+
+
+def copied(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:
+    """Copy batches from pinned memory to a GPU beside its work, one ahead of the caller.
+
+    The caller's thread starts the copies into memory of its own stream. Threads that called CUDA would delay its
+    launches, and so would memory of another stream: torch would ask in every allocation whether it is free.
+    """
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead = deque[tuple[Made, torch.cuda.Event]]()
+
+    def ready() -> Made:
+        batch, done = ahead.popleft()
+        torch.cuda.current_stream(device).wait_event(done)
+        return batch
+
+    try:
+        for batch in batches:
+            there = torch.empty_like(batch.images, device=device, pin_memory=False)
+            copies.wait_stream(torch.cuda.current_stream(device))  # which may still use this memory
+            with torch.cuda.stream(copies):
+                there.copy_(batch.images, non_blocking=True)
+            ahead.append((batch._replace(images=there), copies.record_event()))
+            if len(ahead) > 1:
+                yield ready()
+        while ahead:
+            yield ready()
+    finally:
+        torch.cuda.current_stream(device).wait_stream(copies)  # before the memory of those not taken is used again
 
 
 def for_this_stream(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:

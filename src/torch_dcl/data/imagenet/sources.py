@@ -7,6 +7,7 @@ names. So the order is the caller's, and every source gives the same images for 
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
-from torch_dcl.data.imagenet.ahead import Made, Wanted, for_this_stream, in_order
+from torch_dcl.data.imagenet.ahead import Made, Wanted, copied, in_order
 from torch_dcl.data.imagenet.decoded import Decoded
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.data.imagenet.samples import find_samples
@@ -27,7 +28,7 @@ from torch_dcl.files import SealedError, check_seal, locate_sealed, sha256_bytes
 
 __all__ = ["Decoded", "Images", "Mapped", "Resident", "open_images", "synthetic_images"]
 
-READERS = 8  # threads that read shards, at most: more only wait for each other
+READERS = 8  # threads that read shards, at most; each keeps AHEAD batches in memory
 
 
 class Images(Protocol):
@@ -150,31 +151,31 @@ class Mapped:
             for _ in pool.map(one, self.shards[rank::world]):
                 pass
 
-    def take(self, indices: Sequence[int], out: npt.NDArray[np.uint8]) -> None:
-        """Copy images into an array."""
+    def rows(self, indices: Sequence[int]) -> list[Tensor]:
+        """The images, where they are mapped; nothing is read yet."""
         wanted = np.asarray(indices, np.int64)
         shards = np.searchsorted(self.starts, wanted, side="right") - 1
         rows = (wanted - self.starts[shards]).tolist()
-        for place, (shard, row) in enumerate(zip(shards.tolist(), rows, strict=True)):
-            out[place] = self.maps[shard][row]
+        return [self.maps[shard][row] for shard, row in zip(shards.tolist(), rows, strict=True)]
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
         """The images of every list of indices, on the device."""
-        pinned = device.type == "cuda"
+        is_cuda = device.type == "cuda"
 
-        def make(indices: Sequence[int]) -> Made:
-            batch = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=pinned)
-            self.take(indices, batch.numpy())
-            if not pinned:
-                return Made(batch, indices)
-            # Copied on a stream of its own, beside the steps of the network.
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                there = batch.to(device, non_blocking=True)
-            stream.synchronize()
-            return Made(there, indices)
+        # A reader that waits for Python's lock delays the training loop. So the loop's own thread finds the images, and
+        # a reader copies all images of a batch in one call, which does not need the lock.
+        def find(indices: Sequence[int]) -> tuple[Made, list[Tensor]]:
+            images = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=is_cuda)
+            return Made(images, indices), self.rows(indices)
 
-        yield from for_this_stream(in_order(make, wanted, min(workers, READERS)), device)
+        def read(found: tuple[Made, list[Tensor]]) -> Made:
+            batch, rows = found
+            if rows:
+                torch.stack(rows, out=batch.images)
+            return batch
+
+        made = in_order(read, map(find, wanted), min(workers, READERS))
+        yield from copied(made, device) if is_cuda else made
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
@@ -190,7 +191,7 @@ class Mapped:
             )
         images = torch.empty(len(self.labels), 3, self.size, self.size, dtype=torch.uint8, device=device)
         for start, part in zip(self.starts.tolist(), self.maps, strict=False):
-            images[start : start + len(part)].copy_(torch.from_numpy(np.array(part)))
+            images[start : start + len(part)].copy_(part)
         return Resident(images, self.labels, self.classes, f"{self.about}, kept on {device}", self.content())
 
 
@@ -218,7 +219,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(listed)
 
 
-def _map_shard(path: Path, count: int, size: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+def _map_shard(path: Path, count: int, size: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
     try:
         places, _ = locate_sealed(path, KEY)
     except (FileNotFoundError, SealedError) as error:
@@ -227,10 +228,12 @@ def _map_shard(path: Path, count: int, size: int) -> tuple[npt.NDArray[np.uint8]
     if kinds != {"images": ("U8", (count, 3, size, size)), "labels": ("I64", (count,))}:
         raise DataError(f"{path} has other tensors than {MANIFEST} lists; remove it and run `dcl data prepare` again")
     if not count:
-        return np.empty((0, 3, size, size), np.uint8), np.empty(0, np.int64)
-    # As plain arrays: an index into np.memmap costs ten times as much, in a lock that all threads share.
-    images = np.asarray(np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size)))
-    return images, np.array(np.memmap(path, "<i8", "r", places["labels"][2], (count,)))
+        return torch.empty(0, 3, size, size, dtype=torch.uint8), np.empty(0, np.int64)
+    images = np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
+        mapped = torch.from_numpy(images)  # which is only read
+    return mapped, np.array(np.memmap(path, "<i8", "r", places["labels"][2], (count,)))
 
 
 # On the device
