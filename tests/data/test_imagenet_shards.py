@@ -2,14 +2,16 @@
 
 import itertools
 import json
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from torch_dcl.data import ImageNetBatches, open_images
+from torch_dcl.data import DataError, ImageNetBatches, open_images
 from torch_dcl.data.imagenet.ahead import in_order
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.files import write_sealed
@@ -159,3 +161,17 @@ def test_copies_neither_overtake_the_gpu_nor_outlive_their_memory(tmp_path):
         left.close()  # with a copy on its way, whose memory is taken next
         zeros = [torch.zeros(shape, dtype=torch.uint8, device="cuda") for _ in range(3)]
         assert not any(zero.any() for zero in zeros)
+
+
+def test_more_shards_than_a_process_usually_may_open(folder, monkeypatch):
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(list(Path("/proc/self/fd").iterdir())) + 2
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+        opened = [open_images(folder, split, size=7) for split in ("train", "val")]
+        assert [len(images.labels) for images in opened] == [TOTAL, TOTAL]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (few, few))
+    with pytest.raises(DataError, match=rf"has 5 shards, and this system lets a process open {few} files; raise"):
+        open_images(folder, "train", size=7)

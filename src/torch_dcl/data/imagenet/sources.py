@@ -7,6 +7,7 @@ names. So the order is the caller's, and every source gives the same images for 
 import dataclasses
 import json
 import os
+import resource
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,7 @@ class Mapped:
                 )
         self.shards = listed["splits"][split]["shards"]
         self.maps, labels = [], []
+        _allow_files(len(self.shards), folder)
         for shard in self.shards:
             images, its_labels = _map_shard(folder / shard["file"], int(shard["images"]), self.size)
             self.maps.append(images)
@@ -217,6 +219,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise
         raise DataError(f"{file} is damaged ({error}); remove it and run `dcl data prepare` again") from error
     return dict(listed)
+
+
+_SPARE_FILES = 256
+"""Files that a process may open later: sockets, pipes of workers, logs."""
+
+
+_OPEN = "/proc/self/fd"
+
+
+def _allow_files(count: int, folder: Path) -> None:
+    """Let this process open so many more files: every map holds its own, and ImageNet has more than the usual limit.
+
+    Raises:
+        DataError: The system allows fewer.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_FILES + (len(os.listdir(_OPEN)) if os.path.isdir(_OPEN) else 0)  # noqa: PTH112, PTH208
+    if limit == resource.RLIM_INFINITY or wanted <= limit:
+        return
+    if most != resource.RLIM_INFINITY and wanted > most:
+        raise DataError(
+            f"{folder} has {count:,} shards, and this system lets a process open {most:,} files; raise the limit "
+            "(`ulimit -Hn`, as root), or prepare it again with more images a shard"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _map_shard(path: Path, count: int, size: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
