@@ -425,6 +425,25 @@ def _compiled_changes(norm, device):
     return errors
 
 
+def compiled_checkpoint_case(device):
+    """A compiled layer under activation checkpointing: how far its gradients are, and how often its norm counted."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = _conv(norm_layer=nn.BatchNorm2d, bias=False).to(device)
+    reference, x = deepcopy(layer), _images(4, 6, 5, 7).to(device)
+
+    def run(given):
+        return checkpoint(layer, given, use_reentrant=False)
+
+    compiled = torch.compile(run, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    found = torch.autograd.grad(compiled(x).square().sum(), list(layer.parameters()))
+    with dispatch.disabled():
+        expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
+    errors = [(a - b).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
+    return max(e.item() for e in errors), layer.fusion.norm.num_batches_tracked.item()
+
+
 def check_unit_operations():
     """The operations of whole units, by torch's own checks of operations."""
     host.wait()

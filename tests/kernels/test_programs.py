@@ -49,6 +49,12 @@ def test_a_compiled_layer_notices_what_changes_between_its_calls(interpreter, no
     assert {name: error for name, error in errors.items() if not error <= 2e-5} == {}
 
 
+def test_a_compiled_layer_can_be_checkpointed(interpreter):
+    worst, counted = interpreter(cases.compiled_checkpoint_case, "cpu")
+    assert worst <= 1e-4
+    assert counted == 1
+
+
 def test_the_operations_of_whole_units_are_what_torch_expects_of_operations(interpreter):
     interpreter(cases.check_unit_operations)
 
