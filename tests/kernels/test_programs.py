@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from tests.halves import slow_where
+from tests.halves import slow, slow_where
 from tests.kernels import program_cases as cases
 from torch import nn
 
@@ -43,7 +43,7 @@ def test_a_compiled_network_compiles_once_more_for_other_batches(interpreter):
     assert worst <= 1e-4
 
 
-@pytest.mark.parametrize("norm", [None, nn.BatchNorm2d], ids=["plain", "norm"])
+@pytest.mark.parametrize("norm", [slow(None), nn.BatchNorm2d], ids=["plain", "norm"])
 def test_a_compiled_layer_notices_what_changes_between_its_calls(interpreter, norm):
     errors = interpreter(cases.compiled_changes_case, norm, "cpu")
     assert {name: error for name, error in errors.items() if not error <= 2e-5} == {}
