@@ -15,7 +15,9 @@ from torch import nn
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"
 )
-LAYERS = slow_where(cases.LAYERS, "without|strided|over all|parameters|many rows|one dimension")
+LAYERS = slow_where(
+    cases.LAYERS, "without|strided|over all|parameters|many rows|one dimension|norms and biases|all pairs"
+)
 
 
 @pytest.mark.parametrize("half", [None, torch.float16], ids=["float32", "autocast"])
@@ -55,6 +57,7 @@ def test_a_compiled_layer_can_be_checkpointed(interpreter):
     assert counted == 1
 
 
+@pytest.mark.slow
 def test_the_operations_of_whole_units_are_what_torch_expects_of_operations(interpreter):
     interpreter(cases.check_unit_operations)
 

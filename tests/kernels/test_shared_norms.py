@@ -59,12 +59,15 @@ def too_large(pair, name, device, dtype, limit):
     }
 
 
-@pytest.mark.parametrize("name", slow_where(shared_cases.IN_FLOAT32, "many filters|no scales|linear"))
+@pytest.mark.parametrize(
+    "name",
+    slow_where(shared_cases.IN_FLOAT32, "many filters|no scales|linear|three|100|evaluation|alone|one tensor|second"),
+)
 def test_interpreted_kernels_agree_with_one_process_that_has_all_inputs(pair, name):
     assert too_large(pair, name, "cpu", torch.float32, shared_cases.LIMITS.get(name, 3e-6)) == {}
 
 
-@pytest.mark.parametrize("name", slow_where(shared_cases.IN_FLOAT16, "biases|linear|^no input"))
+@pytest.mark.parametrize("name", slow_where(shared_cases.IN_FLOAT16, "biases|linear|no input|many"))
 def test_interpreted_kernels_agree_in_half_precision(pair, name):
     assert too_large(pair, name, "cpu", torch.float16, 1e-3) == {}
 
