@@ -287,26 +287,23 @@ def operation(name: str, *, closed: bool = False, mutates: tuple[str, ...] = ())
         else:
             made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
         if closed:
-            closed_operation(name, fake=_shapes_of(function), mutates=mutates)(function)
+            closed_operation(name, mutates=mutates)(function)
         return made
 
     return register
 
 
-def closed_operation(
-    name: str, *, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
-) -> Callable[[Callable[..., Any]], Any]:
+def closed_operation(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Make an operation of a function that a compiler cannot look into, ``closed_`` before its name.
 
     Args:
         name: Of the operation.
-        fake: What it gives for fake tensors.
         mutates: Arguments that it writes into.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         LIBRARY.define(f"closed_{name}{torch.library.infer_schema(function, mutates_args=mutates)}")
-        torch.library.register_fake(f"torch_dcl::closed_{name}", fake)
+        torch.library.register_fake(f"torch_dcl::closed_{name}", _shapes_of(function))
         LIBRARY.impl(f"closed_{name}", torch.library.fallthrough_kernel, "Autograd")
         _closed[f"closed_{name}"] = function
         return function

@@ -1,8 +1,8 @@
 """A whole unit as operations of torch that compiled networks call, closed to the compiler and replayed by `host`.
 
 What a compiler would generate for a unit is a few calls from Python: a cast, a convolution, kernels. In one operation
-the same work takes half of that time on the host, and a small network waits for nothing else. The arithmetic is that of
-`unit`; where `host` is not there, compilers see the parts instead (`ops`).
+there is no Python between them. The arithmetic is that of `unit`; where `host` is not there, compilers see the parts
+instead (`ops`).
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_dcl.kernels import unit
 from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.plans import plan_for
 from torch_dcl.kernels.record import closed_operation
 from torch_dcl.kernels.unit import Settings, Stage
@@ -110,6 +111,8 @@ def _forward(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None
 ) -> tuple[Tensor, ...]:
     """z, what backward wants of both stages, and nothing in the place of what it has already."""
+    if is_traced(x):
+        return _shapes(x, theta, weight, settings, norm)
     z, theta_low, y, _, (low, other) = unit.forward(x, theta, weight, bias, settings, norm, True)
     spatial = settings.stage.spatial if settings.stage else 0
     if theta_low is theta:
@@ -124,7 +127,7 @@ def _all(found: Sequence[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(0) if t is None else t for t in found)
 
 
-def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, kind: int) -> tuple[Tensor, ...]:
+def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: Norm | None) -> tuple[Tensor, ...]:
     """What `_forward` gives, for fake tensors."""
     stage, channels, T, *_, keep, dtype = settings
     assert stage is not None
@@ -136,26 +139,17 @@ def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, kind: 
     z = _last(y.new_empty(z_shape), stage.spatial)
     low: Tensor | None = None
     other: Tensor | None = None
-    if kind != _NOT or weight.dtype != dtype:
+    if norm is not None or weight.dtype != dtype:
         low = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    if kind != _NOT:
-        size = 6 * T * N + T * M * (N + 1) if kind == _BATCH else 4 * T * N
+    if norm is not None:
+        size = 4 * T * N if norm.fixed else 6 * T * N + T * M * (N + 1)
         other = x.new_empty(size, dtype=torch.float32)
     elif keep:
         other = x.new_empty(T, y.numel() // y.shape[channels], N)
     return _all((z, None if theta.dtype == dtype else theta_low, y, low, other), x)
 
 
-def _fake_unit(
-    x: Tensor, theta: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, variance: Any,
-    stride: list[int], padding: list[int], dilation: list[int], T: int, eps: float, pairs: bool, keep: bool,
-    kind: int, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
-    return _shapes(x, theta, weight, settings, kind)  # type: ignore[return-value]
-
-
-@closed_operation("unit", fake=_fake_unit)
+@closed_operation("unit")
 def _op_unit(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor | None, variance: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], T: int,
@@ -166,16 +160,7 @@ def _op_unit(
     return _forward(x, theta, weight, bias, settings, norm)  # type: ignore[return-value]
 
 
-def _fake_tracked(
-    x: Tensor, theta: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, variance: Any, tracked: Any,
-    stride: list[int], padding: list[int], dilation: list[int], T: int, eps: float, pairs: bool, keep: bool,
-    norm_eps: float, momentum: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
-    return _shapes(x, theta, weight, settings, _BATCH)  # type: ignore[return-value]
-
-
-@closed_operation("unit_tracked", fake=_fake_tracked, mutates=("mean", "variance", "tracked"))
+@closed_operation("unit_tracked", mutates=("mean", "variance", "tracked"))
 def _op_unit_tracked(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor, variance: Tensor, tracked: Tensor, stride: list[int], padding: list[int], dilation: list[int],
@@ -186,16 +171,7 @@ def _op_unit_tracked(
     return _forward(x, theta, weight, bias, settings, norm)  # type: ignore[return-value]
 
 
-def _fake_infer(
-    x: Tensor, theta: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, variance: Any,
-    stride: list[int], padding: list[int], dilation: list[int], T: int, eps: float, pairs: bool, keep: bool,
-    norm_eps: float,
-) -> Tensor:  # fmt: skip
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
-    return _shapes(x, theta, weight, settings, _NOT)[0]
-
-
-@closed_operation("unit_infer", fake=_fake_infer)
+@closed_operation("unit_infer")
 def _op_unit_infer(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor | None, variance: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], T: int,
@@ -203,33 +179,23 @@ def _op_unit_infer(
 ) -> Tensor:  # fmt: skip
     norm = _norm_of(_NOT if mean is None else _FIXED, gamma, beta, mean, variance, None, norm_eps, 0.0)
     settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
+    if is_traced(x):
+        return _shapes(x, theta, weight, settings, norm)[0]
     return _last(unit.forward(x, theta, weight, bias, settings, norm, False)[0], len(stride))
 
 
-def _fake_backward(
-    grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor,
-    of_theta: torch.dtype, of_weight: torch.dtype, kind: int, stride: list[int], padding: list[int],
-    dilation: list[int], T: int, eps: float, pairs: bool, keep: bool, needs_x: bool, needs_theta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    N = low.shape[1]
-    dx = _last(x.new_empty(x.shape), len(stride)) if needs_x else None
-    dtheta = torch.empty_like(theta_low, dtype=of_theta) if needs_theta else None
-    dweight = low.new_empty(low.shape, dtype=of_weight)
-    dbias = None if bias is None or kind != _NOT else x.new_empty(T, N, dtype=of_weight)
-    numbers = None if kind == _NOT else x.new_empty(5, T * N, dtype=torch.float32)
-    return _all((dx, dtheta, dweight, dbias, numbers), x)  # type: ignore[return-value]
-
-
-@closed_operation("unit_backward", fake=_fake_backward)
+@closed_operation("unit_backward")
 def _op_unit_backward(
     grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor,
     of_theta: torch.dtype, of_weight: torch.dtype, kind: int, stride: list[int], padding: list[int],
     dilation: list[int], T: int, eps: float, pairs: bool, keep: bool, needs_x: bool, needs_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the input, the filters, the weights and the biases; and, behind a norm, what `moments` gives."""
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
     norm = _norm_of(kind, None, None, None, None, None, 0.0, 0.0)
-    bias, low = bias if norm is None else None, low.contiguous()
+    bias = bias if norm is None else None
+    if is_traced(x):
+        return _shapes_of_gradients(x, theta_low, low, bias, of_theta, of_weight, norm, T, needs_x, needs_theta)
+    settings, low = _settings(x, stride, padding, dilation, T, eps, pairs, keep), low.contiguous()
     plan = plan_for(y, low, bias, settings.channels, T, eps, pairs, keep, norm)
     known = (low, other if keep or norm is not None else None)
     needs = (needs_x, needs_theta)
@@ -241,3 +207,17 @@ def _op_unit_backward(
     if dtheta is not None and (dtheta.dtype != of_theta or dtheta.stride() != theta_low.stride()):
         dtheta = torch.empty_like(theta_low, dtype=of_theta).copy_(dtheta)
     return _all((dx, dtheta, dweight, dbias, numbers), x)  # type: ignore[return-value]
+
+
+def _shapes_of_gradients(
+    x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, of_theta: torch.dtype, of_weight: torch.dtype,
+    norm: Norm | None, T: int, needs_x: bool, needs_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What the operation above gives, for fake tensors."""
+    N = low.shape[1]
+    dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if needs_x else None
+    dtheta = torch.empty_like(theta_low, dtype=of_theta) if needs_theta else None
+    dbias = None if bias is None else x.new_empty(T, N, dtype=of_weight)
+    numbers = None if norm is None else x.new_empty(5, T * N, dtype=torch.float32)
+    found = (dx, dtheta, low.new_empty(low.shape, dtype=of_weight), dbias, numbers)
+    return _all(found, x)  # type: ignore[return-value]
