@@ -55,7 +55,7 @@ def measure(T: int, P: int, M: int, N: int) -> list[dict[str, object]]:
 
         return run
 
-    passes = [("forward", "", forward, kept._forward_in_one(P, T))]
+    passes = [("forward", "", forward, kept.in_one(P, T, torch.bfloat16))]
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         passes.append(("backward", name, backward(dtype), kept._backward_in_one(P, T * M * N)))
@@ -63,7 +63,7 @@ def measure(T: int, P: int, M: int, N: int) -> list[dict[str, object]]:
     for what, gradients, run, kernel in passes:
         times = []
         for forced in (lambda *_: True, lambda *_: False):
-            with patch.multiple(kept, _forward_in_one=forced, _backward_in_one=forced):
+            with patch.multiple(kept, in_one=forced, _backward_in_one=forced):
                 times.append(1000 * time_of(run, sets))
         rows.append(
             {

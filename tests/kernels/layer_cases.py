@@ -14,8 +14,8 @@ from tests.kernels.cases import Errors, relative
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional
-from torch_dcl.kernels import dispatch, host, ops
+from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional, kernels
+from torch_dcl.kernels import dispatch, host, ops, unit
 
 CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {}
 WITHOUT = " without kernels"
@@ -120,7 +120,8 @@ HALF = {
         (2, 70, 100, 40, 1e-25, False, False), (2, 70, 150, 40, 1e-2, True, False), (3, 70, 20, 40, 1e-3, True, False),
         (2, 3, 300, 40, 1e-2, True, True), (2, 150, 20, 65, 1e-2, False, True), (3, 150, 20, 65, 1e-3, True, True),
         (2, 300, 20, 65, 1e-2, True, True), (2, 100, 70, 130, 1e-2, True, True), (2, 1, 7, 1, 1e-2, False, True),
-        (2, 100, 20, 65, 1e-25, True, True), (3, 100, 70, 130, 1e-3, True, True),
+        (2, 100, 20, 65, 1e-25, True, True), (3, 100, 70, 130, 1e-3, True, True), (2, 40, 512, 2050, 1e-2, True, True),
+        (2, 100, 520, 2050, 1e-2, False, True),
     ]
 }  # fmt: skip
 
@@ -283,6 +284,12 @@ def in_float64(layer):
     it is. So both must start stage 2 from the same numbers for their difference to be the error of what comes behind.
     """
     exact = deepcopy(layer).to("cpu", torch.float64)
+    stage = layer._plain_stage()
+
+    def branch(x, weight=None, bias=None):  # as the kernels have it, where they do
+        if stage is None or x.dim() != stage.spatial + 2 or not kernels.usable(x):
+            return layer.branch(x)
+        return unit._construct(x, layer.branch.weight.detach(), stage)
 
     def rounded(construct, low):
         def run(x, *parameters):
@@ -293,7 +300,7 @@ def in_float64(layer):
 
         return run
 
-    exact._construct = rounded(exact._construct, layer.branch)
+    exact._construct = rounded(exact._construct, branch)
     exact._run_branch = rounded(exact._run_branch, layer._run_branch)
     return exact
 
@@ -633,6 +640,70 @@ def scaled_loss_case(device, dtype):
 
 
 HALF["batch norm, a scaled loss"] = functools.partial(scaled_loss_case, dtype=torch.float16)
+
+
+STRIDED = {
+    "ResNet": (3, 7, 2, 3, (13, 17)), "AlexNet": (3, 11, 4, 2, (31, 28)), "patches": (3, 4, 4, 0, (12, 15)),
+    "one channel": (1, 3, 2, 1, (8, 9)), "a stride of three": (4, 5, 3, 4, (10, 11)), "a point": (2, 1, 2, 0, (5, 6)),
+}  # fmt: skip
+"""Channels, filters' sides, stride, padding and sizes of images."""
+
+
+def strided_case(kind, memory, device, dtype):
+    """A convolution in blocks of pixels, of whole numbers: each result is exact, whatever the order of its sums."""
+    from torch_dcl.kernels import elementwise
+
+    torch.manual_seed(0)
+    C, side, S, padding, size = STRIDED[kind]
+    x = torch.randint(-2, 3, (3, C, *size)).to(device, dtype, memory_format=memory)
+    theta = torch.randint(-2, 3, (10, C, side, side)).to(device, dtype, memory_format=memory)
+    blocks = elementwise.Blocks.of(x, theta, (S, S), (padding, padding), (1, 1))
+    wide = theta.double().cpu().requires_grad_()
+    y = nn.functional.conv2d(x.double().cpu(), wide, None, S, padding)
+    images, filters = blocks.images(x), blocks.filters(theta)
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    errors = {"y": relative(nn.functional.conv2d(images.double().cpu(), filters.double().cpu()), y)}
+    grad = torch.randint(-2, 3, y.shape).double()
+    shape = filters.shape
+    dblocks = torch.nn.grad.conv2d_weight(images.double().cpu(), shape, grad)
+    found = blocks.pixels(dblocks.to(device, torch.float32), theta, torch.float32)
+    assert found.stride() == theta.stride()
+    return errors | {"gradient of the filters": relative(found, torch.autograd.grad(y, wide, grad)[0])}
+
+
+CASES |= {
+    f"strided, {kind}, {name}": functools.partial(strided_case, kind, memory)
+    for kind in STRIDED
+    for name, memory in (("channels last", torch.channels_last), ("channels apart", torch.contiguous_format))
+}
+
+
+def image_case(settings, device, dtype):
+    """A layer with a stride on images of three channels, which have no gradient, in a half type."""
+    torch.manual_seed(0)
+    layer = DCLConv2d(3, 20, 7, stride=2, padding=3, width=8, **settings)
+    layer = layer.to(device, dtype, memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 21, 18).to(device, dtype, memory_format=torch.channels_last)
+    wide, errors = in_float64(layer), {}
+    expected, parameters = wide(x.double().cpu()), list(layer.parameters())
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    wanted = torch.autograd.grad(expected, list(wide.parameters()), grad.double())
+    for what in ("", WITHOUT):
+        with dispatch.disabled() if what else contextlib.nullcontext():
+            z = layer(x)
+            found = torch.autograd.grad(z, parameters, grad.to(device))
+        errors["z" + what] = relative(z, expected)
+        for (name, _), a, exactly in zip(layer.named_parameters(), found, wanted, strict=True):
+            errors[name + what] = relative(a, exactly)
+    return errors
+
+
+HALF |= {
+    "images of three channels": functools.partial(image_case, {}, dtype=torch.float16),
+    "images of three channels, batch norm": functools.partial(
+        image_case, {"norm_layer": nn.BatchNorm2d, "bias": False}, dtype=torch.float16
+    ),
+}
 
 
 def turn_case(shape, channels, device, dtype):

@@ -41,6 +41,9 @@ LAYERS = {
     "convolution without biases": lambda: (_conv(bias=False), _images(4, 6, 5, 7)),
     "convolution in torch's layout": lambda: (DCLConv2d(6, 20, 3, padding=1), _images(4, 6, 5, 7, last=False)),
     "strided convolution": lambda: (DCLConv2d(6, 20, 3, stride=2, width=8).to(memory_format=LAST), _images(4, 6, 9, 7)),
+    "strided convolution of three channels": lambda: (
+        DCLConv2d(3, 20, 7, stride=2, padding=3, width=8).to(memory_format=LAST), _images(4, 3, 9, 7)
+    ),
     "batch norms": lambda: (_conv(norm_layer=nn.BatchNorm2d, bias=False), _images(4, 6, 5, 7)),
     "batch norms and biases": lambda: (_conv(norm_layer=nn.BatchNorm2d), _images(4, 6, 5, 7)),
     "batch norms over all batches": lambda: (
@@ -453,20 +456,21 @@ def check_unit_operations():
     torch.manual_seed(0)
     x, theta, weight = _images(2, 3, 5, 6), torch.randn(8, 3, 3, 3).contiguous(memory_format=LAST), torch.randn(8, 7)
     numbers = [torch.rand(14) + 0.5 for _ in range(4)]
-    shape = ([2, 1], [1, 1], [1, 1], 2, 0.01, False, False)
+    shape = ((2, 1), (1, 1), (1, 1), 2, False, False)
     for half in (False, True):
         given = x.half() if half else x
         for bias in (None, torch.randn(2, 7)):
             parts = (given, theta, weight, bias)
             for norm, kind in (((None,) * 4, 0), (numbers, 1), ((*numbers[:2], None, None), 2)):
-                torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *shape, kind, 1e-5), test_utils=tests)
-                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *shape, kind, 1e-5)
-                types = (torch.float32, given.dtype if kind == 0 else torch.float32)
+                how = (repr((*shape, kind)), 0.01, 1e-5)
+                torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *how), test_utils=tests)
+                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *how)
+                types = ("float32", "float16" if half and kind == 0 else "float32")
                 kept = (theta_low if half else theta, y, low if half or kind else weight, bias, other)
-                back = (torch.randn_like(z), given, *kept, *types, kind, *shape, True, True)
+                back = (torch.randn_like(z), given, *kept, repr((*shape, kind, *types, True, True)), 0.01)
                 # With running statistics two rows of the result are nobody's, and are left unwritten.
                 torch.library.opcheck(own.closed_unit_backward.default, back, test_utils=tests[: 2 if kind == 1 else 3])
-            tracked = (*parts, *numbers, torch.tensor(3), *shape, 1e-5, 0.1)
+                if kind != 2:
+                    torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *how), test_utils=tests)
+            tracked = (*parts, *numbers, torch.tensor(3), repr((*shape, 2)), 0.01, 1e-5, 0.1)
             torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests[:2])  # likewise
-            for norm in ((None,) * 4, numbers):
-                torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *shape, 1e-5), test_utils=tests)

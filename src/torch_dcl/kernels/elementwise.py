@@ -1,10 +1,15 @@
-"""Kernels that read every value once and write every result once: responses to z, and images in another layout.
+"""Kernels that read every value once and write every result once: responses to z, values in another type or layout.
 
 The fusion of responses has a backward of its own. Images go from one layout to the other, each channel by itself in
 memory or all of a position's, at the speed of a copy: torch's own copies take two to seven times as long on an H200.
+A copy in another type costs the host a third of what torch's own does.
+
+A convolution of images of three channels with a stride has no fast kernel: tensor cores want eight channels and more.
+`Blocks` lays out S × S pixels as one position with all of their channels, where it is a convolution without a stride.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,7 +20,7 @@ from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, r
 from torch_dcl.kernels.launch import is_last, room_for
 from torch_dcl.kernels.launcher import Launch, cdiv, kept, next_power_of_2
 
-__all__ = ["fuse_backward", "fuse_forward", "turn"]
+__all__ = ["Blocks", "cast", "fuse_backward", "fuse_forward", "turn"]
 
 _BLOCK = 1024
 _SIDE, _WARPS = 64, 8
@@ -138,3 +143,161 @@ def _launch_turn(
     down, across = cdiv(rows, height), cdiv(columns, width)
     values = {"rows": rows, "columns": columns, "down": down, "across": across, "HEIGHT": height, "WIDTH": width}
     return Launch(_turn, (images * down * across,), values, {"num_warps": _WARPS, **OPTIONS})
+
+
+@triton.jit
+def _cast(x, out, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < size, other=0.0).to(out.dtype.element_ty), mask=i < size)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in another type, in the same layout."""
+    out = torch.empty_like(x, dtype=dtype)
+    if out.stride() != x.stride():
+        return out.copy_(x)  # it has gaps
+    if out.numel():
+        _launch_cast(out.numel(), x.dtype, dtype, x.device)(x, out)
+    return out
+
+
+@kept
+def _launch_cast(size: int, dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Launch:
+    return Launch(_cast, (cdiv(size, _BLOCK),), {"size": size, "BLOCK": _BLOCK}, {"num_warps": 4, **OPTIONS})
+
+
+@triton.jit
+def _image_blocks(
+    x, out, height, width, of_image, of_channel, of_row, of_pixel,
+    C: tl.constexpr, S: tl.constexpr, BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of a row of blocks; zero outside of the image."""
+    line = tl.program_id(0)
+    image, down = (line // DOWN).to(tl.int64), line % DOWN
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    across, channel = i // CHANNELS, i % CHANNELS
+    row = (down - BEFORE) * S + channel // (S * C)
+    pixel = (across - BEFORE) * S + channel // C % S
+    inside = (channel < S * S * C) & (row >= 0) & (row < height) & (pixel >= 0) & (pixel < width) & (across < ACROSS)
+    at = image * of_image + row * of_row + pixel * of_pixel + channel % C * of_channel
+    to = out + line.to(tl.int64) * (ACROSS * CHANNELS) + i
+    tl.store(to, tl.load(x + at, mask=inside, other=0.0), mask=i < ACROSS * CHANNELS)
+
+
+@triton.jit
+def _filter_blocks(
+    blocks, theta, size, of_filter, of_channel, of_row, of_pixel, block_filter, block_channel, block_row, block_pixel,
+    C: tl.constexpr, S: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
+    BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Filters as filters of blocks, zero where they have none; or, with BACK, filters from those of blocks."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = i % CHANNELS
+    across, down, f = i // CHANNELS % ACROSS, i // (CHANNELS * ACROSS) % DOWN, i // (CHANNELS * ACROSS * DOWN)
+    row = (down - BEFORE) * S + channel // (S * C) + PADDING
+    pixel = (across - BEFORE) * S + channel // C % S + PADDING
+    there = (channel < S * S * C) & (row >= 0) & (row < HEIGHT) & (pixel >= 0) & (pixel < WIDTH) & (i < size)
+    at = theta + f * of_filter + channel % C * of_channel + row * of_row + pixel * of_pixel
+    block = blocks + f * block_filter + channel * block_channel + down * block_row + across * block_pixel
+    if BACK:
+        tl.store(at, tl.load(block, mask=there, other=0.0).to(theta.dtype.element_ty), mask=there)
+    else:
+        tl.store(block, tl.load(at, mask=there, other=0.0).to(blocks.dtype.element_ty), mask=i < size)
+
+
+class Blocks(NamedTuple):
+    """How a convolution with a stride S, of images of few channels, is one without, of blocks of S × S pixels.
+
+    With i - padding = S · a + r, where r is a pixel of a block, filter row i is pixel r of block row a.
+    """
+
+    side: int
+    """S."""
+    padding: int
+    before: int
+    """Rows of blocks before the image."""
+    kernel: tuple[int, int]
+    """Of a filter of blocks, in blocks."""
+    channels: int
+    """Of a block, with zeros up to a multiple of eight."""
+    outputs: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, x: Tensor, theta: Tensor, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+    ) -> "Blocks | None":
+        """For a convolution of two dimensions; None where there is nothing to gain."""
+        S, p = stride[0], padding[0]
+        if x.shape[1] > _FEW or not 1 < S <= _FEW or set(stride) != {S} or set(padding) != {p} or set(dilation) != {1}:
+            return None
+        before = cdiv(p, S)
+        height, width = (before + (k - 1 - p) // S + 1 for k in theta.shape[2:])
+        down, across = ((size + 2 * p - k) // S + 1 for size, k in zip(x.shape[2:], theta.shape[2:], strict=True))
+        if min(down, across, len(x)) < 1 or theta.numel() * 2 >= 2**31:
+            return None
+        return cls(S, p, before, (height, width), 8 * cdiv(S * S * x.shape[1], 8), (down, across))
+
+    def images(self, x: Tensor) -> Tensor:
+        """Images ``[B, C, H, W]`` in blocks, with the channels last in memory, and with all that filters reach."""
+        down, across = (o + k - 1 for o, k in zip(self.outputs, self.kernel, strict=True))
+        shape = (len(x), self.channels, down, across)
+        out = torch.empty_strided(shape, room_for(shape, 1), dtype=x.dtype, device=x.device)
+        _launch_images(self, tuple(x.shape), x.stride(), down, across, x.dtype, x.device)(x, out)
+        return out
+
+    def room(self, theta: Tensor) -> Tensor:
+        """Room for filters of blocks."""
+        shape = (len(theta), self.channels, *self.kernel)
+        return torch.empty_strided(shape, room_for(shape, 1), dtype=theta.dtype, device=theta.device)
+
+    def filters(self, theta: Tensor) -> Tensor:
+        """Filters of blocks."""
+        out = self.room(theta)
+        self._launch(theta, out, back=False)(out, theta)
+        return out
+
+    def pixels(self, blocks: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+        """What filters of blocks are as filters of pixels: in the layout of ``theta``."""
+        out = torch.empty_like(theta, dtype=dtype)
+        self._launch(out, blocks, back=True)(blocks, out)
+        return out
+
+    def _launch(self, theta: Tensor, blocks: Tensor, *, back: bool) -> Launch:
+        return _launch_filters(
+            self, tuple(theta.shape), theta.stride(), blocks.stride(), back, theta.dtype, blocks.dtype, theta.device
+        )
+
+
+_FEW = 4
+"""Channels, and pixels of a stride, up to which blocks pay."""
+
+
+@kept
+def _launch_images(
+    blocks: Blocks, shape: tuple[int, ...], stride: tuple[int, ...], down: int, across: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    values = {"height": shape[2], "width": shape[3]}
+    values |= dict(zip(("of_image", "of_channel", "of_row", "of_pixel"), stride, strict=True))
+    values |= {"C": shape[1], "S": blocks.side, "BEFORE": blocks.before, "DOWN": down, "ACROSS": across}
+    values |= {"CHANNELS": blocks.channels, "BLOCK": _BLOCK}
+    grid = (shape[0] * down, cdiv(across * blocks.channels, _BLOCK))
+    return Launch(_image_blocks, grid, values, {"num_warps": 4, **OPTIONS})
+
+
+@kept
+def _launch_filters(
+    blocks: Blocks, shape: tuple[int, ...], stride: tuple[int, ...], of_blocks: tuple[int, ...], back: bool,
+    dtype: torch.dtype, to: torch.dtype, device: torch.device,
+) -> Launch:  # fmt: skip
+    down, across = blocks.kernel
+    size = shape[0] * down * across * blocks.channels
+    names = ("of_filter", "of_channel", "of_row", "of_pixel")
+    values = {"size": size, **dict(zip(names, stride, strict=True))}
+    names = ("block_filter", "block_channel", "block_row", "block_pixel")
+    values |= {**dict(zip(names, of_blocks, strict=True)), "C": shape[1], "S": blocks.side}
+    values |= {"HEIGHT": shape[2], "WIDTH": shape[3], "PADDING": blocks.padding, "BEFORE": blocks.before}
+    values |= {"DOWN": down, "ACROSS": across, "CHANNELS": blocks.channels, "BACK": back, "BLOCK": 256}
+    return Launch(_filter_blocks, (cdiv(size, 256),), values, {"num_warps": 4, **OPTIONS})

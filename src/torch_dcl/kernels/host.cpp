@@ -1,6 +1,7 @@
 // Replays the host's work of a unit: torch's operations and kernel launches that Python recorded once.
 //
-// A tape is a list of steps over numbered tensors. A program is a forward tape with what must hold for it: the tensors'
+// A tape is a list of steps over numbered tensors: operations of torch, kernels, and memory and views of it, which are
+// known beforehand and need no operation. A program is a forward tape with what must hold for it: the tensors'
 // metadata, settings of torch, and values in the dictionaries of modules. What learns becomes one node of autograd,
 // whose backward pass is a tape as well; Python records it with the first gradient, and computes second derivatives.
 //
@@ -14,6 +15,7 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided_ops.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -107,8 +109,21 @@ struct Kernel {
   py::object call;  // the same launch from Python, for pointers that are not multiples of 16
 };
 
+struct Allocation {  // without going through the dispatcher's boxes
+  int slot;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType dtype;
+  at::Device device;
+};
+
+struct View {  // what a view is of its base is known beforehand
+  int base, slot;
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;  // behind the base's own
+};
+
 struct Step {
-  std::variant<Operation, Kernel> work;
+  std::variant<Operation, Kernel, Allocation, View> work;
   Slots last;  // tensors that no later step reads
 };
 
@@ -219,6 +234,19 @@ class Tape {
     steps_.push_back({std::move(made), std::move(last)});
   }
 
+  void allocation(int slot, std::vector<int64_t> sizes, std::vector<int64_t> strides, const py::object& dtype,
+                  const py::object& device, Slots last) {
+    const auto place = reinterpret_cast<THPDevice*>(device.ptr())->device;
+    if (!place.is_cuda() && !place.is_cpu()) throw py::value_error("no memory of " + place.str());
+    steps_.push_back({Allocation{slot, std::move(sizes), std::move(strides),
+                                 reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, place},
+                      std::move(last)});
+  }
+
+  void view(int base, int slot, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset, Slots last) {
+    steps_.push_back({View{base, slot, std::move(sizes), std::move(strides), offset}, std::move(last)});
+  }
+
   variable_list run(const variable_list& inputs) const {
     TORCH_CHECK(inputs.size() == inputs_, "a tape of ", inputs_, " inputs was given ", inputs.size());
     variable_list slots(slots_);
@@ -226,11 +254,7 @@ class Tape {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard plain(c10::autocast_dispatch_keyset);
     for (const auto& step : steps_) {
-      if (const auto* operation = std::get_if<Operation>(&step.work)) {
-        run(*operation, slots);
-      } else {
-        run(std::get<Kernel>(step.work), slots);
-      }
+      std::visit([&slots](const auto& work) { run(work, slots); }, step.work);
       for (const int slot : step.last) slots[slot].reset();
     }
     variable_list outputs;
@@ -259,6 +283,21 @@ class Tape {
         ++next;
       }
     }
+  }
+
+  static void run(const Allocation& made, variable_list& slots) {
+    const c10::DispatchKeySet key(made.device.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+    slots[made.slot] = at::_ops::empty_strided::redispatch(key, c10::fromIntArrayRefUnchecked(made.sizes),
+                                                           c10::fromIntArrayRefUnchecked(made.strides), made.dtype,
+                                                           at::kStrided, made.device, std::nullopt);
+  }
+
+  static void run(const View& view, variable_list& slots) {
+    const Tensor& base = slots[view.base];
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                           base.key_set(), base.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes, view.strides, base.storage_offset() + view.offset);
+    slots[view.slot] = std::move(made);
   }
 
   static void keep(const Slots& results, size_t index, Tensor tensor, variable_list& slots) {
@@ -585,26 +624,23 @@ class Served : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const size_t count = handle.schema().arguments().size();
-    const auto arguments = torch::jit::last(*stack, count).vec();
+    const auto arguments = torch::jit::last(*stack, count);
     variable_list tensors;
-    std::vector<IValue> others;
+    tensors.reserve(count);
     for (const auto& argument : arguments) {
       if (argument.isTensor()) {
         tensors.push_back(argument.toTensor());
-        others.emplace_back(-1);
       } else if (argument.isTensorList()) {
         for (Tensor tensor : argument.toTensorList()) tensors.push_back(std::move(tensor));
-        others.emplace_back(static_cast<int64_t>(argument.toTensorList().size()));
-      } else {
-        others.push_back(argument);
       }
     }
+    bool tf32 = false;
     if (!tensors.empty() && tensors[0].scalar_type() == at::kFloat) {
       py::gil_scoped_acquire locked;
-      others.emplace_back(tf32_().cast<bool>());
+      tf32 = tf32_().cast<bool>();
     }
-    const auto tape = find(tensors, others);
-    variable_list results = tape == nullptr ? record(arguments, tensors, others) : tape->run(tensors);
+    const auto tape = find(tensors, arguments, tf32);
+    variable_list results = tape == nullptr ? record(arguments, tensors, tf32) : tape->run(tensors);
     torch::jit::drop(*stack, count);
     for (auto& result : results) stack->emplace_back(std::move(result));
   }
@@ -612,32 +648,41 @@ class Served : public c10::OperatorKernel {
  private:
   struct Known {
     std::vector<Metadata> metadata;
-    std::vector<IValue> others;
+    std::vector<IValue> others;  // as many as arguments, none in the place of a tensor, of a list how long it is
+    bool tf32;
     std::shared_ptr<Tape> tape;
   };
 
-  std::shared_ptr<Tape> find(const variable_list& tensors, const std::vector<IValue>& others) {
+  std::shared_ptr<Tape> find(const variable_list& tensors, at::ArrayRef<IValue> arguments, bool tf32) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& one : known_) {
-      if (one.metadata.size() != tensors.size() || one.others.size() != others.size()) continue;
+      if (one.metadata.size() != tensors.size() || one.tf32 != tf32) continue;
       bool holds = true;
       for (size_t i = 0; holds && i < tensors.size(); ++i) holds = one.metadata[i].holds(tensors[i]);
-      for (size_t i = 0; holds && i < others.size(); ++i) holds = same(one.others[i], others[i]);
+      for (size_t i = 0; holds && i < arguments.size(); ++i) holds = same(one.others[i], arguments[i]);
       if (holds) return one.tape;
     }
     return nullptr;
   }
 
-  static bool same(const IValue& a, const IValue& b) {
-    if (a.isInt() && b.isInt()) return a.toInt() == b.toInt();
-    if (a.isDouble() && b.isDouble()) return a.toDouble() == b.toDouble();
-    if (a.isBool() && b.isBool()) return a.toBool() == b.toBool();
-    if (a.isIntList() && b.isIntList()) return a.toIntVector() == b.toIntVector();
-    return a.isNone() && b.isNone();
+  static IValue other(const IValue& argument) {
+    if (argument.isTensor()) return IValue("tensor");
+    if (argument.isTensorList()) return static_cast<int64_t>(argument.toTensorList().size());
+    return argument;
   }
 
-  variable_list record(const std::vector<IValue>& arguments, const variable_list& tensors,
-                       const std::vector<IValue>& others) {
+  static bool same(const IValue& known, const IValue& given) {
+    if (given.isTensor()) return known.isString();
+    if (given.isTensorList()) return known.isInt() && known.toInt() == static_cast<int64_t>(given.toTensorList().size());
+    if (given.isString()) return known.isString() && known.toStringRef() == given.toStringRef();
+    if (given.isInt()) return known.isInt() && known.toInt() == given.toInt();
+    if (given.isDouble()) return known.isDouble() && known.toDouble() == given.toDouble();
+    if (given.isBool()) return known.isBool() && known.toBool() == given.toBool();
+    if (given.isIntList()) return known.isIntList() && known.toIntVector() == given.toIntVector();
+    return given.isNone() && known.isNone();
+  }
+
+  variable_list record(at::ArrayRef<IValue> arguments, const variable_list& tensors, bool tf32) {
     py::gil_scoped_acquire locked;
     py::list given;
     for (const auto& argument : arguments) {
@@ -645,6 +690,8 @@ class Served : public c10::OperatorKernel {
         given.append(argument.toTensor());
       } else if (argument.isTensorList()) {
         given.append(py::cast(argument.toTensorVector()));
+      } else if (argument.isString()) {
+        given.append(argument.toStringRef());
       } else if (argument.isInt()) {
         given.append(argument.toInt());
       } else if (argument.isDouble()) {
@@ -659,8 +706,9 @@ class Served : public c10::OperatorKernel {
     }
     const py::tuple found = record_(*given);
     if (!found[1].is_none()) {
-      Known made{{}, others, found[1].cast<std::shared_ptr<Tape>>()};
+      Known made{{}, {}, tf32, found[1].cast<std::shared_ptr<Tape>>()};
       for (const auto& tensor : tensors) made.metadata.emplace_back(tensor);
+      for (const auto& argument : arguments) made.others.push_back(other(argument));
       std::lock_guard<std::mutex> lock(mutex_);
       if (known_.size() >= 512) known_.erase(known_.begin());
       known_.push_back(std::move(made));
@@ -691,6 +739,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       }))
       .def("operation", &Tape::operation)
       .def("kernel", &Tape::kernel)
+      .def("allocation", &Tape::allocation)
+      .def("view", &Tape::view)
       .def("run", [](const Tape& tape, const std::vector<py::object>& inputs) {
         variable_list given;
         for (const auto& input : inputs) given.push_back(input.is_none() ? Tensor() : input.cast<Tensor>());

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
 
 __all__ = [
-    "DEEPEST", "Norm", "at_positions", "by_position", "fuse", "fuse_backward", "is_last", "lies_as", "product_",
+    "DEEPEST", "Norm", "at_positions", "by_position", "cast", "fuse", "fuse_backward", "is_last", "lies_as", "product_",
     "products", "reference_fuse", "responses", "room_for", "takes_hopper", "turn",
 ]  # fmt: skip
 
@@ -65,6 +65,17 @@ def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
 
     with kernels.on_device_of(x):
         return elementwise.turn(x, channels, last, dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same values in another type: no copy where they have it already."""
+    if x.dtype is dtype:
+        return x
+    if is_traced(x) or not kernels.usable(x):
+        return x.to(dtype)
+    from torch_dcl.kernels import elementwise  # noqa: PLC0415
+
+    return elementwise.cast(x, dtype)
 
 
 def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:

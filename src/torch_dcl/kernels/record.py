@@ -29,6 +29,14 @@ __all__ = [
 
 _TYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 """Types by their numbers in C++."""
+_Step = tuple[str, tuple[Any, ...], list[int], list[int]]
+"""A step: its kind, its arguments, and the numbers of the tensors that it reads and writes."""
+_ALLOCATIONS = frozenset(
+    {
+        torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+    }
+)  # fmt: skip
 
 
 class Recorded(NamedTuple):
@@ -59,6 +67,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func._can_decompose():  # as one call less for each operation that is made of others
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         log, recording.log = recording.log, None  # what an operation does itself is not a step of its own
         try:
             result = func(*args, **(kwargs or {}))
@@ -133,6 +144,10 @@ class _Numbers:
             raise _RecordError("a tensor from elsewhere")
         return number
 
+    def alias(self, tensor: Tensor, other: Tensor) -> None:
+        """Give a tensor the number of one that it is the same as."""
+        self.known[id(tensor)] = self.of(other)
+
     def new(self, tensor: object) -> int:
         """The number of a result; none of what is no tensor."""
         if not isinstance(tensor, Tensor):
@@ -149,12 +164,17 @@ def _made(
 ) -> Any:  # fmt: skip
     """A tape from a log."""
     numbers = _Numbers(inputs)
-    steps: list[tuple[str, tuple[Any, ...], list[int], list[int]]] = []
+    steps: list[_Step] = []
     for what, *rest in log:
         if isinstance(what, Launch):
             steps.append(_launch(what, rest[0], numbers))
+            continue
+        args, kwargs, result = rest
+        if what.is_view:
+            steps += _views(args[0], result, numbers, len(inputs))
+        elif what in _ALLOCATIONS:
+            steps.append(_allocation(result, numbers))
         else:
-            args, kwargs, result = rest
             steps.append(_operation(library, what, args, kwargs, result, numbers))
     found = [-1 if t is None else numbers.of(t) for t in outputs]
     last = {number: i for i, (_, _, read, written) in enumerate(steps) for number in (*read, *written)}
@@ -165,9 +185,29 @@ def _made(
     return tape
 
 
+def _allocation(made: Tensor, numbers: _Numbers) -> _Step:
+    """Memory of the size, the layout and the type that an operation gave."""
+    number = numbers.new(made)
+    return "allocation", (number, list(made.shape), list(made.stride()), made.dtype, made.device), [], [number]
+
+
+def _views(base: Tensor, result: Any, numbers: _Numbers, inputs: int) -> Iterator[_Step]:
+    """Views of a tensor, by where they begin; what is no more than the tensor itself needs none, unless it is given."""
+    of = numbers.of(base)
+    for view in _flat(result):
+        if view.dtype != base.dtype:
+            raise _RecordError("a view in another type")
+        offset = view.storage_offset() - base.storage_offset()
+        if of >= inputs and offset == 0 and view.shape == base.shape and view.stride() == base.stride():
+            numbers.alias(view, base)
+            continue
+        number = numbers.new(view)
+        yield "view", (of, number, list(view.shape), list(view.stride()), offset), [of], [number]
+
+
 def _operation(
     library: ModuleType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, numbers: _Numbers
-) -> tuple[str, tuple[Any, ...], list[int], list[int]]:
+) -> _Step:
     """An operation of torch, its arguments in the order of its schema."""
     schema, given, read = func._schema, [], []
     for i, argument in enumerate(schema.arguments):
@@ -196,9 +236,7 @@ def _flat(result: Any) -> Iterator[Any]:
             yield item
 
 
-def _launch(
-    launch: Launch, given: Sequence[Any], numbers: _Numbers
-) -> tuple[str, tuple[Any, ...], list[int], list[int]]:
+def _launch(launch: Launch, given: Sequence[Any], numbers: _Numbers) -> _Step:
     """A launch: by the handle of its kernel if that is all there is to it, else by a call from C++."""
     tensors = [value if isinstance(value, Tensor) else value.base for value in given if value is not None]
     read = [numbers.of(t) for t in tensors]

@@ -7,7 +7,7 @@ that of plain torch.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from torch.nn import functional as F
 from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
 from torch_dcl.kernels.launch import Norm, products
-from torch_dcl.kernels.launcher import recording
+from torch_dcl.kernels.launcher import is_traced, recording
 from torch_dcl.kernels.plans import Known, Plan, plan_for
+
+if TYPE_CHECKING:
+    from torch_dcl.kernels import elementwise
 
 __all__ = [
     "Settings", "Stage", "again", "construct", "forward", "gradient_type", "gradients", "run", "weight_gradient",
@@ -134,15 +137,31 @@ def forward(
     """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
     stage, channels, T, eps, pairs, keep, dtype = settings
     low, y = None, x
-    if theta is not None and stage is not None:
-        low = theta if theta.dtype is dtype else theta.to(dtype)
-        y = construct(x, low, stage)
-    plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
-    if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
     with kernels.on_device_of(x):
+        if theta is not None and stage is not None:
+            low = launch.cast(theta, dtype)
+            y = _construct(x, low, stage)
+        plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
+        if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
         z, known = plan.forward(y, weight, bias, norm, learns=learns)
     return z, low, y, plan, known
+
+
+def _construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
+    """Stage 1; images of few channels in blocks of pixels, where it has a stride."""
+    blocks = _blocks(x, theta, stage)
+    if blocks is None:
+        return construct(x, theta, stage)
+    return F.conv2d(blocks.images(x), blocks.filters(theta))
+
+
+def _blocks(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Blocks | None":
+    if stage.spatial != 2 or x.dtype is torch.float32 or is_traced(x):  # float32 would be rounded otherwise
+        return None
+    from torch_dcl.kernels import elementwise  # noqa: PLC0415
+
+    return elementwise.Blocks.of(x, theta, *stage[1:])
 
 
 def construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
@@ -236,8 +255,7 @@ def gradients(
         dx: Tensor | None = dy
         dtheta = None
         if low is not None and settings.stage is not None:
-            to = of_theta if _WIDE and of_theta is not None else settings.dtype
-            dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, to)
+            dx, dtheta = _stage_gradients(dy, x, low, settings.stage, needs, of_theta or settings.dtype)
     return dx, dtheta, dweight, dbias, numbers
 
 
@@ -264,16 +282,29 @@ def gradient_type(dtype: torch.dtype, weight: Tensor) -> torch.dtype:
 def _stage_gradients(
     dy: Tensor, x: Tensor, theta: Tensor, stage: Stage, needs: Sequence[bool], dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the input and of the filters of stage 1."""
+    """The gradients of the input and of the filters of stage 1, the latter in ``dtype``."""
     spatial, stride, padding, dilation = stage
     if not (needs[0] or needs[1]):
         return None, None
+    blocks = None if needs[0] else _blocks(x, theta, stage)
+    if blocks is not None:
+        dblocks = _convolution_gradients(dy, blocks.images(x), blocks.room(theta), (1, 1), (0, 0), (1, 1), needs)[1]
+        return None, blocks.pixels(dblocks, theta, dtype)
     if spatial:
-        dx, dtheta, _ = torch.ops.aten.convolution_backward.default(
-            dy, x, theta, None, stride, padding, dilation, False, (0,) * spatial, 1, (needs[0], needs[1], False)
-        )
-        return dx, dtheta
-    return dy @ theta if needs[0] else None, weight_gradient(dy, x, dtype) if needs[1] else None
+        dx, dtheta = _convolution_gradients(dy, x, theta, stride, padding, dilation, needs)
+        return dx, launch.cast(dtheta, dtype) if needs[1] else None
+    wide = weight_gradient(dy, x, dtype if _WIDE else dy.dtype) if needs[1] else None
+    return dy @ theta if needs[0] else None, wide
+
+
+def _convolution_gradients(
+    dy: Tensor, x: Tensor, theta: Tensor, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx, dtheta, _ = torch.ops.aten.convolution_backward.default(
+        dy, x, theta, None, stride, padding, dilation, False, (0,) * len(stride), 1, (needs[0], needs[1], False)
+    )
+    return dx, dtheta
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

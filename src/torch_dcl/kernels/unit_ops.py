@@ -5,8 +5,10 @@ there is no Python between them. The arithmetic is that of `unit`; where `host` 
 instead (`ops`).
 """
 
+import ast
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,22 +37,26 @@ def run(
 ) -> Tensor:  # fmt: skip
     """z of an input in the type that is computed in; running statistics are updated."""
     own = torch.ops.torch_dcl
-    shape = (list(stage.stride), list(stage.padding), list(stage.dilation), T, eps, pairs, keep)
     kind = _NOT if norm is None else _FIXED if norm.fixed else _BATCH
     gamma, beta, mean, variance, tracked = (None,) * 5 if norm is None else norm[:5]
     norm_eps, momentum = (0.0, 0.0) if norm is None else (norm.eps, norm.momentum)
+    stride, padding, dilation = stage.stride, stage.padding, stage.dilation
+    how = _written(stride, padding, dilation, T, pairs, keep, kind)
     given = (x, theta, weight, bias, gamma, beta, mean, variance)
     if kind != _BATCH and not torch.is_grad_enabled():
-        z: Tensor = own.closed_unit_infer(*given, *shape, norm_eps)
+        z: Tensor = own.closed_unit_infer(*given, how, eps, norm_eps)
         return z
     with torch.no_grad():  # what writes into buffers can have no gradients itself
         if kind == _BATCH and mean is not None:
-            found = own.closed_unit_tracked(*given, tracked, *shape, norm_eps, momentum)
+            found = own.closed_unit_tracked(*given, tracked, how, eps, norm_eps, momentum)
         else:
-            found = own.closed_unit(*given, *shape, kind, norm_eps)
+            found = own.closed_unit(*given, how, eps, norm_eps)
     if not torch.is_grad_enabled():
         return found[0]  # type: ignore[no-any-return]
-    attached: Tensor = _Attached.apply(*found, x, theta, weight, bias, gamma, beta, kind, *shape)
+    needs = x.requires_grad, theta.requires_grad
+    types = theta.dtype, unit.gradient_type(x.dtype, weight)
+    back = _written(stride, padding, dilation, T, pairs, keep, kind, *types, *needs)
+    attached: Tensor = _Attached.apply(*found, x, theta, weight, bias, gamma, beta, kind, T, needs, back, eps)
     return attached
 
 
@@ -60,46 +66,70 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, other: Tensor, x: Tensor, theta: Tensor,
-        weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, kind: int, *shape: Any,
+        weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, kind: int, T: int,
+        needs: tuple[bool, bool], back: str, eps: float,
     ) -> Tensor:  # fmt: skip
         theta_low = theta if theta.dtype == x.dtype else theta_low
         low = weight if weight.dtype == x.dtype and kind == _NOT else low
         ctx.save_for_backward(x, theta_low, y, low, bias, other)
-        ctx.settings = theta.dtype, unit.gradient_type(x.dtype, weight), kind, *shape
-        ctx.needs = x.requires_grad, theta.requires_grad
+        ctx.kind, ctx.T, ctx.needs, ctx.back = kind, T, needs, (back, eps)
         ctx.has = gamma is not None, beta is not None, bias is not None
         return z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        kind, T = ctx.settings[2], ctx.settings[6]
         back = torch.ops.torch_dcl.closed_unit_backward
-        dx, dtheta, dweight, dbias, numbers = back(grads[0], *ctx.saved_tensors, *ctx.settings, *ctx.needs)
+        dx, dtheta, dweight, dbias, numbers = back(grads[0], *ctx.saved_tensors, *ctx.back)
         dgamma = dbeta = None
-        if kind != _NOT:
-            dgamma, dbeta, of_bias = numbers[0], numbers[1], numbers[2].view(T, -1)
+        if ctx.kind != _NOT:
+            dgamma, dbeta, of_bias = numbers[0], numbers[1], numbers[2].view(ctx.T, -1)
             dgamma, dbeta = dgamma if ctx.has[0] else None, dbeta if ctx.has[1] else None
             dbias = of_bias
         return (
             *(None,) * 5, dx if ctx.needs[0] else None, dtheta if ctx.needs[1] else None, dweight,
-            dbias if ctx.has[2] else None, dgamma, dbeta, *(None,) * 8,
+            dbias if ctx.has[2] else None, dgamma, dbeta, *(None,) * 5,
         )  # fmt: skip
 
 
-def _norm_of(
-    kind: int, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, variance: Tensor | None,
-    tracked: Tensor | None, norm_eps: float, momentum: float | None,
-) -> Norm | None:  # fmt: skip
-    if kind == _NOT:
-        return None
-    return Norm(gamma, beta, mean, variance, tracked, norm_eps, momentum, fixed=kind == _FIXED)
+class _How(NamedTuple):
+    """What a unit computes beside its tensors, but for numbers that may change.
+
+    Operations take it as one text: each argument takes time in each call.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    T: int
+    pairs: bool
+    keep: bool
+    kind: int
+    of_theta: torch.dtype = torch.float32
+    of_weight: torch.dtype = torch.float32
+    needs_x: bool = False
+    needs_theta: bool = False
+
+    def settings(self, x: Tensor, eps: float) -> Settings:
+        stage = Stage(len(self.stride), self.stride, self.padding, self.dilation)
+        channels = 1 if stage.spatial else x.dim() - 1
+        return Settings(stage, channels, self.T, eps, self.pairs, self.keep, x.dtype)
+
+    def norm(self, *tensors: Tensor | None, eps: float = 0.0, momentum: float | None = 0.0) -> Norm | None:
+        """Of γ, β, means, variances and a count."""
+        if self.kind == _NOT:
+            return None
+        return Norm(*tensors, eps, momentum, fixed=self.kind == _FIXED)  # type: ignore[misc, arg-type]
 
 
-def _settings(
-    x: Tensor, stride: list[int], padding: list[int], dilation: list[int], T: int, eps: float, pairs: bool, keep: bool
-) -> Settings:
-    stage = Stage(len(stride), tuple(stride), tuple(padding), tuple(dilation))
-    return Settings(stage, 1 if stage.spatial else x.dim() - 1, T, eps, pairs, keep, x.dtype)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _written(*how: Any) -> str:
+    return repr(tuple(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for value in how))
+
+
+@functools.cache
+def _read(how: str) -> _How:
+    values = ast.literal_eval(how)
+    return _How(*(getattr(torch, value) if isinstance(value, str) else value for value in values))
 
 
 def _last(x: Tensor, spatial: int) -> Tensor:
@@ -152,72 +182,68 @@ def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: 
 @closed_operation("unit")
 def _op_unit(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-    mean: Tensor | None, variance: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], T: int,
-    eps: float, pairs: bool, keep: bool, kind: int, norm_eps: float,
+    mean: Tensor | None, variance: Tensor | None, how: str, eps: float, norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = _norm_of(kind, gamma, beta, mean, variance, None, norm_eps, 0.0)
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
-    return _forward(x, theta, weight, bias, settings, norm)  # type: ignore[return-value]
+    done = _read(how)
+    norm = done.norm(gamma, beta, mean, variance, None, eps=norm_eps)
+    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)  # type: ignore[return-value]
 
 
 @closed_operation("unit_tracked", mutates=("mean", "variance", "tracked"))
 def _op_unit_tracked(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-    mean: Tensor, variance: Tensor, tracked: Tensor, stride: list[int], padding: list[int], dilation: list[int],
-    T: int, eps: float, pairs: bool, keep: bool, norm_eps: float, momentum: float | None,
+    mean: Tensor, variance: Tensor, tracked: Tensor, how: str, eps: float, norm_eps: float, momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    norm = _norm_of(_BATCH, gamma, beta, mean, variance, tracked, norm_eps, momentum)
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
-    return _forward(x, theta, weight, bias, settings, norm)  # type: ignore[return-value]
+    done = _read(how)
+    norm = done.norm(gamma, beta, mean, variance, tracked, eps=norm_eps, momentum=momentum)
+    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)  # type: ignore[return-value]
 
 
 @closed_operation("unit_infer")
 def _op_unit_infer(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-    mean: Tensor | None, variance: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], T: int,
-    eps: float, pairs: bool, keep: bool, norm_eps: float,
+    mean: Tensor | None, variance: Tensor | None, how: str, eps: float, norm_eps: float,
 ) -> Tensor:  # fmt: skip
-    norm = _norm_of(_NOT if mean is None else _FIXED, gamma, beta, mean, variance, None, norm_eps, 0.0)
-    settings = _settings(x, stride, padding, dilation, T, eps, pairs, keep)
+    done = _read(how)
+    norm, settings = done.norm(gamma, beta, mean, variance, None, eps=norm_eps), done.settings(x, eps)
     if is_traced(x):
         return _shapes(x, theta, weight, settings, norm)[0]
-    return _last(unit.forward(x, theta, weight, bias, settings, norm, False)[0], len(stride))
+    return _last(unit.forward(x, theta, weight, bias, settings, norm, False)[0], len(done.stride))
 
 
 @closed_operation("unit_backward")
 def _op_unit_backward(
-    grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor,
-    of_theta: torch.dtype, of_weight: torch.dtype, kind: int, stride: list[int], padding: list[int],
-    dilation: list[int], T: int, eps: float, pairs: bool, keep: bool, needs_x: bool, needs_theta: bool,
+    grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor, how: str,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of the input, the filters, the weights and the biases; and, behind a norm, what `moments` gives."""
-    norm = _norm_of(kind, None, None, None, None, None, 0.0, 0.0)
+    done = _read(how)
+    norm = done.norm(*(None,) * 5)
     bias = bias if norm is None else None
     if is_traced(x):
-        return _shapes_of_gradients(x, theta_low, low, bias, of_theta, of_weight, norm, T, needs_x, needs_theta)
-    settings, low = _settings(x, stride, padding, dilation, T, eps, pairs, keep), low.contiguous()
-    plan = plan_for(y, low, bias, settings.channels, T, eps, pairs, keep, norm)
-    known = (low, other if keep or norm is not None else None)
-    needs = (needs_x, needs_theta)
+        return _shapes_of_gradients(x, theta_low, low, bias, norm, done)
+    settings, low = done.settings(x, eps), low.contiguous()
+    plan = plan_for(y, low, bias, settings.channels, done.T, eps, done.pairs, done.keep, norm)
+    known = (low, other if done.keep or norm is not None else None)
+    needs, of_theta = (done.needs_x, done.needs_theta), done.of_theta
     dx, dtheta, dweight, dbias, numbers = unit.gradients(
-        plan, settings, grad, x, theta_low, y, bias, known, of_weight, needs, of_theta
+        plan, settings, grad, x, theta_low, y, bias, known, done.of_weight, needs, of_theta
     )
     if dx is not None:
-        dx = _last(dx, len(stride))
+        dx = _last(dx, len(done.stride))
     if dtheta is not None and (dtheta.dtype != of_theta or dtheta.stride() != theta_low.stride()):
         dtheta = torch.empty_like(theta_low, dtype=of_theta).copy_(dtheta)
     return _all((dx, dtheta, dweight, dbias, numbers), x)  # type: ignore[return-value]
 
 
 def _shapes_of_gradients(
-    x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, of_theta: torch.dtype, of_weight: torch.dtype,
-    norm: Norm | None, T: int, needs_x: bool, needs_theta: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, norm: Norm | None, how: _How
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the operation above gives, for fake tensors."""
-    N = low.shape[1]
-    dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if needs_x else None
-    dtheta = torch.empty_like(theta_low, dtype=of_theta) if needs_theta else None
-    dbias = None if bias is None else x.new_empty(T, N, dtype=of_weight)
+    T, N = how.T, low.shape[1]
+    dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if how.needs_x else None
+    dtheta = torch.empty_like(theta_low, dtype=how.of_theta) if how.needs_theta else None
+    dbias = None if bias is None else x.new_empty(T, N, dtype=how.of_weight)
     numbers = None if norm is None else x.new_empty(5, T * N, dtype=torch.float32)
-    found = (dx, dtheta, low.new_empty(low.shape, dtype=of_weight), dbias, numbers)
+    found = (dx, dtheta, low.new_empty(low.shape, dtype=how.of_weight), dbias, numbers)
     return _all(found, x)  # type: ignore[return-value]

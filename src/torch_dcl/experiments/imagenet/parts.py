@@ -129,6 +129,8 @@ class KeyedDropout(nn.Module):
             return x
         features = torch.arange(x[0].numel(), device=x.device).view(1, *x.shape[1:])
         keys = self.keys.view(-1, *(1,) * (x.dim() - 1))
+        if torch.compiler.is_compiling():  # torch 2.11 counts features in int32, too narrow for the 64 bits of a layer
+            features = features + (keys - keys)
         kept = (mix(keys + mix(features + self._layer)) & 0xFFFFFFFF) < self._limit
         return x * (kept.to(x.dtype) / (1 - self.p) if self.p < 1 else 0)
 
