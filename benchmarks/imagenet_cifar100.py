@@ -33,7 +33,7 @@ from PIL import Image
 from torch_dcl.data import load
 from torch_dcl.files import write_text
 
-# What all models of a network are trained with: the usual rates and decay of each network. AlexNet's start is slow, so it
+# What all models of a network are trained with: the usual rates and decay of each network. AlexNet starts slowly and
 # has twice as many steps of half the batch.
 COMMON = {"precision": "bfloat16", "channels_last": "yes", "schedule": "cosine", "clip": 5}
 NETWORKS = {
