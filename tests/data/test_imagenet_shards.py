@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from torch_dcl.data import DataError, ImageNetBatches, open_images
+from torch_dcl.data.batches import cut
 from torch_dcl.data.imagenet.ahead import in_order
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.files import write_sealed
@@ -87,6 +88,18 @@ def test_an_epoch_can_be_resumed_at_any_batch_by_any_rank(folder, device):
         for piece, expected in zip(resumed, whole[start:], strict=True):
             for field in ("images", "labels", "index"):
                 assert torch.equal(getattr(piece, field), getattr(expected, field)[20 * rank : 20 * (rank + 1)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("crop", [1, 5, 7])
+def test_crops_are_those_that_are_drawn_for_a_batch(folder, crop, device):
+    images = open_images(folder, "train", size=7)
+    batches = ImageNetBatches(images, "train", 431, 3, resize=7, crop=crop, mean=(0, 0, 0), device=device, workers=0)
+    for epoch in (0, 2):
+        (piece,) = batches.pieces(epoch)
+        whole = torch.from_numpy(rows_of(folder, 7))[piece.index.cpu()]
+        expected = cut(whole, piece.index.cpu(), 3, epoch, (crop, crop), flip=True)
+        assert torch.equal(piece.images.cpu(), expected.float())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,7 @@
 """What the loop of large networks is made of: rates, groups of parameters, dropout, mixed images, averages."""
 
+import operator
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,36 @@ def test_dropout_depends_on_the_image_and_not_on_its_neighbours():
     first.keys = second.keys = torch.arange(40)
     assert network[0] is first
     assert (first(x) != second(x)).any()
+
+
+@pytest.mark.parametrize("shape", [(431,), (5, 3, 3)])
+def test_a_compiler_adds_no_wide_number_to_a_count(shape):
+    layer, sums = KeyedDropout(0.5, 1), []
+    layer.keys = dropout_keys(1, 2, torch.arange(3))
+
+    def note(graph, _):
+        nodes = graph.graph.nodes
+        sums.extend(node for node in nodes if node.target in (torch.add, operator.add, "add"))
+        return graph.forward
+
+    x = torch.ones(3, *shape)
+    assert torch.equal(torch.compile(layer, backend=note, fullgraph=True)(x), layer(x))
+    assert any(abs(other) > 2**32 for node in sums for other in node.args if isinstance(other, int))
+    for node in sums:  # a count of features would be one row
+        if any(isinstance(other, int) for other in node.args):
+            assert node.meta["example_value"].shape == x.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_dropout_compiled_for_a_gpu_drops_the_same_values():
+    for number in range(3):
+        layer, x = KeyedDropout(0.5, number), torch.ones(40, 431)
+        layer.keys = dropout_keys(1, 2, torch.arange(40))
+        here = layer(x)
+        layer.keys = layer.keys.cuda()
+        assert torch.equal(layer(x.cuda()).cpu(), here)
+        assert torch.equal(torch.compile(layer)(x.cuda()).cpu(), here)
 
 
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_dcl.data.batches import cut
-from torch_dcl.data.draws import draw, whole_number
+from torch_dcl.data.batches import pixels_at
+from torch_dcl.data.draws import below, draw, whole_number
 from torch_dcl.data.imagenet.sources import Decoded, Images, open_images
 
 __all__ = ["CAFFE_MEAN", "ImageNetBatches", "Piece", "share"]
@@ -116,6 +116,7 @@ class ImageNetBatches:
         self._is_unscaled = all(value == 1 for value in std)
         self.std = torch.tensor(std, dtype=torch.float32, device=self.device).view(3, 1, 1)
         self._labels_there = self.labels.to(self.device)
+        self._count = torch.arange(crop, device=self.device)
 
     @property
     def files(self) -> list[tuple[Path, int]]:
@@ -162,20 +163,36 @@ class ImageNetBatches:
             places = order[number * self.batch : (number + 1) * self.batch]
             mine = share(len(places), self.rank, self.world, self.unit)
             wanted.append(places[mine.start : mine.stop].tolist())
+        crops = self._draw_crops(epoch) if self.train else None
         for made in self.images.batches(wanted, self.device, self.workers):
             there = torch.tensor(made.numbers, dtype=torch.int64).to(self.device, non_blocking=True)
-            yield Piece(self._crop(made.images, there, epoch), self._labels_there[there], there, made.corrupt)
+            images = self._crop(made.images, None if crops is None else crops.index_select(1, there))
+            yield Piece(images, self._labels_there.index_select(0, there), there, made.corrupt)
 
-    def _crop(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
+    def _draw_crops(self, epoch: int) -> Tensor:
+        """The crops of all images, as `cut` draws them: the first row, the first column, and the step to the next one.
+
+        Once an epoch: drawn for each batch, they would be dozens of small kernels in every step.
+        """
+        index = torch.arange(len(self.labels), device=self.device)
+        rows, columns = (
+            below(draw(self.seed, f"crop {side}", epoch, index), self.resize - self.crop + 1)
+            for side in ("row", "column")
+        )
+        flipped = draw(self.seed, "flip", epoch, index) < 0
+        return torch.stack([rows, columns + flipped * (self.crop - 1), 1 - 2 * flipped.long()])
+
+    def _crop(self, images: Tensor, crops: Tensor | None) -> Tensor:
         """Crop and subtract the mean; a mean image is subtracted first, which is Caffe's order."""
         if self.mean.shape[-1] > 1:
-            centred = self._cut(images - self.mean, index, epoch)
+            centred = self._cut(images - self.mean, crops)
         else:
-            centred = self._cut(images, index, epoch) - self.mean  # from bytes to float32 in one pass
+            centred = self._cut(images, crops) - self.mean  # from bytes to float32 in one pass
         return (centred if self._is_unscaled else centred.div_(self.std)).contiguous()
 
-    def _cut(self, images: Tensor, index: Tensor, epoch: int) -> Tensor:
-        if self.train:
-            return cut(images, index, self.seed, epoch, (self.crop, self.crop), flip=True)
-        first = (self.resize - self.crop) // 2
-        return images[:, :, first : first + self.crop, first : first + self.crop]
+    def _cut(self, images: Tensor, crops: Tensor | None) -> Tensor:
+        if crops is None:
+            first = (self.resize - self.crop) // 2
+            return images[:, :, first : first + self.crop, first : first + self.crop]
+        row, column, step = crops[:, :, None]
+        return pixels_at(images, row + self._count, torch.addcmul(column, step, self._count))

@@ -5,6 +5,7 @@ batch.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -107,6 +108,12 @@ def optimizer_of(network: nn.Module, settings: "ImageNetConfig") -> torch.optim.
     return optimizer
 
 
+@functools.cache
+def _hash_features(layer: int, count: int, device: torch.device) -> Tensor:
+    """A hash of (layer, feature) for every feature of a layer, made once."""
+    return mix(torch.arange(count, device=device) + layer)
+
+
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a hash of (key of the image, layer, feature) and not of a generator's state.
 
@@ -127,11 +134,16 @@ class KeyedDropout(nn.Module):
         """Drop values in training, and scale the others."""
         if not self.training or self.p == 0:
             return x
-        features = torch.arange(x[0].numel(), device=x.device).view(1, *x.shape[1:])
         keys = self.keys.view(-1, *(1,) * (x.dim() - 1))
-        if torch.compiler.is_compiling():  # torch 2.11 counts features in int32, too narrow for the 64 bits of a layer
-            features = features + (keys - keys)
-        kept = (mix(keys + mix(features + self._layer)) & 0xFFFFFFFF) < self._limit
+        count = math.prod(x.shape[1:])
+        if torch.compiler.is_compiling():
+            # Torch 2.11 compiles the sum of a count and a number for a GPU in int32, too narrow for the 64 bits of a
+            # layer. With a tensor of keys in it, it is a sum of tensors, in int64.
+            counted = torch.arange(count, device=x.device).view(1, *x.shape[1:]) + (keys - keys)
+            features = mix(counted + self._layer)
+        else:
+            features = _hash_features(self._layer, count, x.device).view(1, *x.shape[1:])
+        kept = (mix(keys + features) & 0xFFFFFFFF) < self._limit
         return x * (kept.to(x.dtype) / (1 - self.p) if self.p < 1 else 0)
 
 
