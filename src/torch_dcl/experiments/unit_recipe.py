@@ -59,7 +59,7 @@ class UnitRecipe(Recipe[C]):
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
         """Trials or seeds, and of which units."""
         aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        return f"{aim} {', '.join(self.named(jobs[0]) for jobs in fleets)}"
+        return f"{aim} {', '.join(dict.fromkeys(self.named(jobs[0]) for jobs in fleets))}"
 
     def named(self, job: Job) -> str:
         """The display name of a point."""
