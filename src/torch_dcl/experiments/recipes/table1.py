@@ -9,6 +9,7 @@ import dataclasses
 import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
@@ -94,6 +95,12 @@ class Table1(DigitRecipe[Table1Config]):
         super().__init__(config, device)
         wanted = {(column, digits_of(name)) for column in config.models for name in config.sets}
         self.choice = choice or find_choice(config.choice, wanted)
+
+    @classmethod
+    def resumed(cls, config: Table1Config, folder: Path) -> Table1Config:
+        """On another machine, where the search may be missing, the folder's own record of the choice."""
+        is_missing = bool(config.choice) and not Path(config.choice).expanduser().exists()
+        return dataclasses.replace(config, choice=str(folder / "recipe.json")) if is_missing else config
 
     def asked(self) -> dict[str, Any]:
         """Columns, sets, schedule, learning rates, strengths of the sets, and the content of MNIST."""
