@@ -36,7 +36,7 @@ from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
-from torch_dcl.experiments.unit_recipe import UnitRecipe
+from torch_dcl.experiments.unit_recipe import UnitRecipe, check_units
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.models import count_weights
 from torch_dcl.models.controls import SummedLinear
@@ -69,7 +69,7 @@ class SortOfClevrConfig(TrainingConfig):
     """The settings of Sort-of-CLEVR; the defaults are the protocol."""
 
     units: tuple[str, ...] = setting(
-        tuple(UNITS), "what stands in place of the first fully-connected layer; dcl must be among them",
+        tuple(UNITS), "what stands in place of the first fully-connected layer; dcl and a control must be among them",
         choices=tuple(UNITS), what="unit",
     )  # fmt: skip
     rates: tuple[float, ...] = setting(
@@ -90,10 +90,7 @@ class SortOfClevrConfig(TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rates", tuple(sorted(set(self.rates))))
-        if DCL not in self.units:
-            raise SettingError(
-                f"units lacks dcl, which the others are compared with; give --set units={','.join(self.units)},dcl"
-            )
+        check_units(self.units, tuple(UNITS))
         if self.batch > 20 * self.images:
             raise SettingError(
                 f"batch is {self.batch:,}, more than the {20 * self.images:,} questions of {self.images:,} images; "
