@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from torch_dcl.cli.config import ABOUT, as_toml, read_recipe, read_settings, recipe
 from torch_dcl.cli.config import with_settings as change
-from torch_dcl.experiments.columns import MODELS
+from torch_dcl.experiments.columns import MODELS, choice_as_plain, stored_choice
 from torch_dcl.experiments.paper_numbers import SETS
-from torch_dcl.experiments.columns import choice_as_plain, stored_choice
 from torch_dcl.experiments.recipes.table1 import command_for
 
 
