@@ -164,6 +164,17 @@ def test_networks_train_as_fleets_of_one_and_on_a_gpu_side_by_side():
     assert made.describe(groups[0]) == "learning rates of plain, low-rank, dcl"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_on_a_gpu_networks_side_by_side_end_as_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    results = [
+        run(SortOfClevrRecipe(small(units=tuple(UNITS), most=most), "cuda"), tmp_path / str(most)).result["units"]
+        for most in (1, 9)
+    ]
+    assert results[0] == results[1]
+
+
 def test_the_answer_counts_clear_differences_after_correction():
     def unit(name, relational):
         return {"unit": name, "errors": {"relational": relational, "not relational": [5.0, 5.1, 4.9]}}
