@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from torch_dcl.cli.config import ABOUT, as_toml, read_recipe, read_settings, recipe
 from torch_dcl.cli.config import with_settings as change
-from torch_dcl.experiments.columns import MODELS
+from torch_dcl.experiments.columns import MODELS, choice_as_plain, stored_choice
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes.table1 import command_for
 
@@ -88,8 +88,9 @@ runs = st.fixed_dictionaries(
         ),
         "batch": st.integers(1, 500),
         "precision": st.sampled_from([None, "bfloat16", "float32", "float64"]),
-        "images": st.none() | st.lists(st.integers(1, 60_000), min_size=2, max_size=2),
+        "images": st.none() | st.tuples(st.integers(500, 60_000), st.integers(1, 10_000)).map(list),
         "digits": st.sampled_from(["the embedded excerpt of MNIST", "MNIST in a folder"]),
+        "choice": st.sampled_from([choice_as_plain(stored_choice(), ["A2"]), {"A2": {"2": {"lr": 0.5, "clip": None}}}]),
     }
 )
 
@@ -108,6 +109,7 @@ def test_the_command_of_a_table_asks_for_the_settings_of_its_run(run, sets, mode
     assert made.precision == (run["precision"] or "auto")
     assert [made.train_images, made.test_images] == (run["images"] or [0, 0])
     assert made.data == ("excerpt" if "embedded" in run["digits"] else "auto")
+    assert made.choice == ("search.json" if run["choice"]["A2"]["2"]["lr"] == 0.5 else "")
 
 
 @given(st.sampled_from(list(ABOUT)), st.data())

@@ -322,6 +322,23 @@ def test_sets_come_in_the_table_s_order_whatever_was_typed(names, random):
         (("chart", "--set", "rates="), "rates is empty"),
         (("chart", "--set", "units=maxout"), "there is no unit 'maxout'"),
         (("table1", "--networks", "lenet"), "table1 has no setting 'networks'"),
+        (("table1", "--set", "train_images=60001"), "train_images must be at least 0 and at most 60,000, not 60,001"),
+        (
+            ("table1", "--smoke", "--set", "batch=101"),
+            "batch is 101, more than the 100 images to train on; give at most",
+        ),
+        (("relations", "--set", "test_images=10001"), "test_images must be at least 0 and at most 10,000, not 10,001"),
+        (("table2", "--data", "cifar10,cifar100", "--set", "test_images=10001"), "the 10,000 of cifar10 and cifar100"),
+        (
+            ("deep", "--set", "train_images=50001"),
+            "train_images is 50,001, more than the 50,000 of cifar100; give at most",
+        ),
+        (("deep", "--smoke", "--set", "batch=21"), "batch is 21, more than the 20 images to train on"),
+        (("deep", "--set", "units=plain,dcl"), "give --set units=plain,dcl,low-rank"),
+        (
+            ("sort-of-clevr", "--set", "units=dcl"),
+            "units has no control of dcl's weights (narrow, low-rank, summed, glu)",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_remedy(dcl, words, told):

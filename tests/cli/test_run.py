@@ -167,6 +167,26 @@ def test_search_smoke(dcl, folder):
     assert (folder / "runs/s/outcomes.jsonl").read_text() == before
 
 
+def test_a_table_of_a_search_resumes_elsewhere_without_the_folder_of_the_search(dcl, folder):
+    dcl("run", "table1-search", "--smoke", "--out", "runs/s", "--sets", "II-01", "--models", "baseline,wide-B2")
+    words = ("run", "table1", "--smoke", "--sets", "II-01", "--models", "baseline,wide-B2", "--seeds", "1", *TINY)
+    words = (*words, "--set", "fresh=yes", "--set", "choice=runs/s")
+    dcl(*words, "--out", "runs/straight")
+    shown = dcl(*words, "--out", "runs/slices", "--minutes", "1e-9", "--set", "whole=yes")
+    assert "1 of 2 entries" in shown
+    (folder / "other").mkdir()
+    (folder / "runs/slices").rename(folder / "other/slices")
+    (folder / "runs/s").rename(folder / "runs/away")
+    dcl("run", "other/slices", "--resume")
+    found, expected = (
+        json.loads((folder / path / "table1.json").read_text()) for path in ("other/slices", "runs/straight")
+    )
+    assert [cell["errors"] for cell in found["cells"]] == [cell["errors"] for cell in expected["cells"]]
+    (folder / "runs/s").mkdir()
+    (folder / "runs/s/search.json").write_text("{}")
+    assert "has no learning rates" in dcl("run", "other/slices", "--resume", code=2)
+
+
 def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
     from torch_dcl.fleet.run_folder import RunFolder
 

@@ -90,5 +90,7 @@ def test_the_answer_says_what_is_clear():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(SettingError, match=r"units lacks dcl, .* give --set units=plain,dcl"):
         DeepConfig(units=("plain",))
+    with pytest.raises(SettingError, match=r"units has no control of dcl's weights \(narrow, low-rank\); give"):
+        DeepConfig(units=("dcl",))
     with pytest.raises(ValueError, match="there is no unit 'star'; the units are plain, narrow"):
         build_network("star", 10, 0)

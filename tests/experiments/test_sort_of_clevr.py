@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from torch_dcl.experiments.recipes.sort_of_clevr import (
     answer,
     build_network,
 )
-from torch_dcl.experiments.runner import run
+from torch_dcl.experiments.runner import concurrent_groups, plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.experiments.stats import compare_units
 from torch_dcl.models import count_weights
@@ -143,6 +144,35 @@ def test_a_run_that_was_killed_ends_with_the_same_numbers(whole, tmp_path, kille
         run(SortOfClevrRecipe(small()), path, every=0)
     assert run(SortOfClevrRecipe(small()), path, resume=True, seconds=0).complete is False
     assert run(SortOfClevrRecipe(small()), path, resume=True).result["units"] == whole[0]["units"]
+
+
+def test_a_run_in_whole_fleets_leaves_a_small_folder_that_resumes_elsewhere(whole, tmp_path):
+    path, other = tmp_path / "run", tmp_path / "other"
+    config = small(whole=True)
+    assert run(SortOfClevrRecipe(config), path, seconds=0.0).complete is False
+    shutil.copytree(path, other, ignore=shutil.ignore_patterns("fleets"))
+    assert sum(file.stat().st_size for file in other.rglob("*")) < 100_000
+    assert run(SortOfClevrRecipe(config), other, resume=True).result["units"] == whole[0]["units"]
+
+
+def test_networks_train_as_fleets_of_one_and_on_a_gpu_side_by_side():
+    made = SortOfClevrRecipe(small(most=5))
+    fleets = plan_fleets(made.jobs({}), made.group, made.at_once, made.networks)
+    assert list(map(len, fleets)) == [1] * 6
+    groups = concurrent_groups(fleets, made.concurrent, made.at_once, "cuda", made.networks)
+    assert list(map(len, groups)) == [5, 1]
+    assert made.describe(groups[0]) == "learning rates of plain, low-rank, dcl"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+def test_on_a_gpu_networks_side_by_side_end_as_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    results = [
+        run(SortOfClevrRecipe(small(units=tuple(UNITS), most=most), "cuda"), tmp_path / str(most)).result["units"]
+        for most in (1, 9)
+    ]
+    assert results[0] == results[1]
 
 
 def test_the_answer_counts_clear_differences_after_correction():

@@ -210,8 +210,9 @@ def make_task(
     from torch_dcl.experiments.protocol import find_recipe_type
 
     device = read_device(getattr(asked.config, "device", "cpu"))
-    seconds = math.inf if minutes is None else 60 * minutes
-    return Task(asked, find_recipe_type(asked.name)(asked.config, device), out, resume, seconds, join)
+    seconds, kind = math.inf if minutes is None else 60 * minutes, find_recipe_type(asked.name)
+    config = kind.resumed(asked.config, out) if resume else asked.config
+    return Task(asked, kind(config, device), out, resume, seconds, join)
 
 
 def _fresh(out: Path) -> Path:

@@ -35,7 +35,7 @@ from torch_dcl.experiments.protocol import (
     measure_speed,
 )
 from torch_dcl.experiments.runner import plan_fleets
-from torch_dcl.experiments.settings import Setting, SettingError, choose_names, setting
+from torch_dcl.experiments.settings import Setting, SettingError, check_batch, choose_names, setting
 from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
@@ -173,8 +173,12 @@ class DigitConfig(TrainingConfig):
     )
     factor: float = setting(SCHEDULE.factor, "see drops")
     batch: int = setting(BATCH, "images of a step", smoke=50, least=1, most=100_000)
-    train_images: int = setting(0, "the first images of a set to train on; 0 for all 60,000", smoke=100, least=0)
-    test_images: int = setting(0, "the first images of a set to test with; 0 for all 10,000", smoke=50, least=0)
+    train_images: int = setting(
+        0, "the first images of a set to train on; 0 for all 60,000", smoke=100, least=0, most=IMAGES[0]
+    )
+    test_images: int = setting(
+        0, "the first images of a set to test with; 0 for all 10,000", smoke=50, least=0, most=IMAGES[1]
+    )
     most: int = setting(160, "networks of a fleet at most", least=1, most=100_000, machine=True)
 
     def __post_init__(self) -> None:
@@ -183,6 +187,7 @@ class DigitConfig(TrainingConfig):
             _ = self.schedule
         except ValueError as error:
             raise SettingError(str(error)) from None
+        check_batch(self.batch, self.train_images or IMAGES[0])
 
     @property
     def schedule(self) -> Schedule:

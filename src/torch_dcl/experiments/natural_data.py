@@ -23,7 +23,7 @@ from torch_dcl.experiments.natural_networks import (
     recipe_of,
 )
 from torch_dcl.experiments.protocol import Estimate, Recipe, TrainingConfig, Workload, measure_speed
-from torch_dcl.experiments.settings import SettingError, setting, settings_of
+from torch_dcl.experiments.settings import SettingError, check_batch, setting, settings_of
 from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
@@ -67,6 +67,18 @@ class NaturalConfig(TrainingConfig):
     streams: int = setting(8, "how many networks of a fleet run at a time on a GPU", least=1, most=1000, machine=True)
     deterministic: bool = setting(False, "the same bits every time, also on a GPU and after a resume")
     average: bool = setting(False, "test with the mean over an image and its mirror image")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = (self.data,) if isinstance(self.data, str) else self.data
+        largest = [max(SIZES[name][split] for name in names) for split in range(2)]
+        for key, most in zip(("train_images", "test_images"), largest, strict=True):
+            if self.root != MADE_UP and getattr(self, key) > most:
+                raise SettingError(
+                    f"{key} is {getattr(self, key):,}, more than the {most:,} of {' and '.join(names)}; give at most "
+                    "that, or 0 for all"
+                )
+        check_batch(self.batch, self.train_images or largest[0])
 
     @classmethod
     def typed(cls, key: str, value: Any) -> dict[str, Any] | None:

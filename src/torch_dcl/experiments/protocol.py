@@ -215,6 +215,11 @@ class Recipe(abc.ABC, Generic[C]):
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device
 
+    @classmethod
+    def resumed(cls, config: C, folder: Path) -> C:
+        """The config with which the run of a folder is resumed, where files that it names may be missing."""
+        return config
+
     def follow(self, should_stop: Callable[[], bool]) -> bool:
         """Do what the first rank says until it ends; whether it ended well."""
         raise NotImplementedError

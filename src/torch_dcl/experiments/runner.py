@@ -303,11 +303,11 @@ class _Sweep:
                 save()
                 return False
             self._report_epoch(at, fleets)
-            now = time.perf_counter()
-            if now > self.until or now - saved > self.every:
+            now, is_done = time.perf_counter(), all(fleet.epoch == fleet.epochs for fleet in fleets)
+            if not is_done and (now > self.until or now - saved > self.every):
                 save()
                 saved = now
-            if now > self.until and any(fleet.epoch < fleet.epochs for fleet in fleets):
+            if not is_done and now > self.until:
                 self.report(f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {now - start:.1f} s in this call")
                 return False
         for i, (key, jobs, fleet) in enumerate(zip(keys, group, fleets, strict=True)):

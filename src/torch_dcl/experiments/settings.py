@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 __all__ = [
-    "Config", "Reader", "Setting", "SettingError", "are_percents", "choose_names", "is_count", "is_list_of",
-    "is_number", "is_text", "names_code", "setting", "settings_of", "with_settings",
+    "Config", "Reader", "Setting", "SettingError", "are_percents", "check_batch", "choose_names", "is_count",
+    "is_list_of", "is_number", "is_text", "names_code", "setting", "settings_of", "with_settings",
 ]  # fmt: skip
 
 
@@ -69,6 +69,15 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
+
+
+def check_batch(batch: int, images: int) -> None:
+    """Refuse a batch that is larger than the set."""
+    if batch > images:
+        raise SettingError(
+            f"batch is {batch:,}, more than the {images:,} images to train on; give at most that, such as --set "
+            f"batch={images}"
+        )
 
 
 def settings_of(config: type[Config]) -> dict[str, tuple[Any, Setting]]:

@@ -4,11 +4,23 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from torch_dcl.experiments.protocol import Job, Outcome, Recipe
-from torch_dcl.experiments.settings import Config
+from torch_dcl.experiments.settings import Config, SettingError
 
-__all__ = ["UnitRecipe"]
+__all__ = ["UnitRecipe", "check_units"]
 
 C = TypeVar("C", bound=Config)
+
+
+def check_units(given: Sequence[str], known: Sequence[str], *, compared: str = "dcl", plain: str = "plain") -> None:
+    """Refuse units without the one that others are compared with, or without a control of its weights."""
+    controls = [unit for unit in known if unit not in (compared, plain)]
+    if compared not in given:
+        needed, why = compared, f"lacks {compared}, which the others are compared with"
+    elif not any(unit in controls for unit in given):
+        needed, why = "low-rank", f"has no control of {compared}'s weights ({', '.join(controls)})"
+    else:
+        return
+    raise SettingError(f"units {why}; give --set units={','.join((*given, needed))}")
 
 
 class UnitRecipe(Recipe[C]):
@@ -59,7 +71,7 @@ class UnitRecipe(Recipe[C]):
     def describe(self, fleets: Sequence[Sequence[Job]]) -> str:
         """Trials or seeds, and of which units."""
         aim = "learning rates of" if fleets[0][0].phase == "choose" else "seeds of"
-        return f"{aim} {', '.join(self.named(jobs[0]) for jobs in fleets)}"
+        return f"{aim} {', '.join(dict.fromkeys(self.named(jobs[0]) for jobs in fleets))}"
 
     def named(self, job: Job) -> str:
         """The display name of a point."""

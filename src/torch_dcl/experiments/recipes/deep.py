@@ -41,10 +41,10 @@ from torch_dcl.experiments.protocol import (
 )
 from torch_dcl.experiments.recipes.chart import hold_out
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import SettingError, setting
+from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
-from torch_dcl.experiments.unit_recipe import UnitRecipe
+from torch_dcl.experiments.unit_recipe import UnitRecipe, check_units
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.models import count_weights
 
@@ -72,7 +72,10 @@ class DeepConfig(NaturalConfig):
 
     data: str = setting("cifar100", "cifar10 or cifar100", choices=DATA, what="set")
     units: tuple[str, ...] = setting(
-        tuple(UNITS), "what the network's units are; dcl must be among them", choices=tuple(UNITS), what="unit"
+        tuple(UNITS),
+        "what the network's units are; dcl and a control must be among them",
+        choices=tuple(UNITS),
+        what="unit",
     )
     rates: tuple[float, ...] = setting(
         (0.05, 0.1), "learning rates to try, the same for every unit", smoke=(0.05,), above=0, most=1e6
@@ -86,9 +89,7 @@ class DeepConfig(NaturalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if DCL not in self.units:
-            given = ",".join(self.units)
-            raise SettingError(f"units lacks dcl, which the others are compared with; give --set units={given},dcl")
+        check_units(self.units, tuple(UNITS))
 
 
 def build_network(

@@ -10,9 +10,9 @@ once.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,17 @@ from torch_dcl.experiments.protocol import (
     Outcome,
     Recipe,
     Trained,
+    TrainingConfig,
     Workload,
     content_hash,
     measure_speed,
 )
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import Config, SettingError, setting
+from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.experiments.stats import compare_units, mean, mean_std_n
 from torch_dcl.experiments.table import MARK, Grid, Line
-from torch_dcl.experiments.unit_recipe import UnitRecipe
+from torch_dcl.experiments.unit_recipe import UnitRecipe, check_units
 from torch_dcl.fleet import Fleet, Member, Schedule
-from torch_dcl.fleet.fleet import Precision
 from torch_dcl.models import count_weights
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.rivals import GatedLinear
@@ -65,11 +65,11 @@ DATA, DCL = "questions", "dcl"
 
 
 @dataclasses.dataclass(frozen=True)
-class SortOfClevrConfig(Config):
+class SortOfClevrConfig(TrainingConfig):
     """The settings of Sort-of-CLEVR; the defaults are the protocol."""
 
     units: tuple[str, ...] = setting(
-        tuple(UNITS), "what stands in place of the first fully-connected layer; dcl must be among them",
+        tuple(UNITS), "what stands in place of the first fully-connected layer; dcl and a control must be among them",
         choices=tuple(UNITS), what="unit",
     )  # fmt: skip
     rates: tuple[float, ...] = setting(
@@ -85,21 +85,12 @@ class SortOfClevrConfig(Config):
         1.0, "kernels and units of every layer, as a fraction of the paper's", smoke=0.05, above=0, most=1
     )
     clip: float = setting(1.0, "the largest norm of a gradient; larger ones are scaled down", above=0)
-    device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
-    precision: str = setting(
-        "auto", 'bfloat16, float32, float64; "auto" is bfloat16 on a GPU and float32 on a CPU', what="precision",
-        choices=("auto", "bfloat16", "float32", "float64"),
-    )  # fmt: skip
-    most: int = setting(12, "networks that train at a time", least=1, most=100_000, machine=True)
-    streams: int = setting(4, "how many networks of a fleet run at a time on a GPU", least=1, most=1000, machine=True)
+    most: int = setting(12, "networks that train at a time on a GPU", least=1, most=100_000, machine=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rates", tuple(sorted(set(self.rates))))
-        if DCL not in self.units:
-            raise SettingError(
-                f"units lacks dcl, which the others are compared with; give --set units={','.join(self.units)},dcl"
-            )
+        check_units(self.units, tuple(UNITS))
         if self.batch > 20 * self.images:
             raise SettingError(
                 f"batch is {self.batch:,}, more than the {20 * self.images:,} questions of {self.images:,} images; "
@@ -207,6 +198,7 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
 
     name = "sort-of-clevr"
     config_type = SortOfClevrConfig
+    every = 300.0  # a checkpoint of twelve networks has 3 GB
     sets: dict[str, SortOfClevr]
 
     def prepare(self, report: Callable[[str], None]) -> None:
@@ -234,7 +226,7 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
         images = -(-config.batch * (20 if on_gpu else 1) // 20)
         trial = SortOfClevrRecipe(dataclasses.replace(config, images=images, test_images=1, epochs=2), self.device)
         trial.prepare(lambda _: None)
-        jobs = [trial.job(DCL, seed, config.rates[0]) for seed in range(config.streams if on_gpu else 1)]
+        jobs = [trial.job(DCL, seed, config.rates[0]) for seed in range(4 if on_gpu else 1)]
         return measure_speed(trial.fleet(jobs), 20 * images // config.batch * config.batch)
 
     def memory(self, loads: Sequence[Workload]) -> float:
@@ -242,11 +234,19 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
         sample = torch.zeros(1, 3, SIDE + 1, SIDE).expand(config.batch, -1, -1, -1)
         number = 2 if self.device.startswith("cuda") and config.precision in ("auto", "bfloat16") else 4
         model = build_network(DCL, 0, share=config.share, size=config.size)
-        return training_memory(model, sample, self.at_once, config.streams, number)
+        return training_memory(model, sample, self.at_once, self.at_once, number)
 
     def asked(self) -> dict[str, Any]:
         """All settings but those of the machine, and the content of the sets."""
         return {**super().asked(), "sha256": content_hash(part for each in self.sets.values() for part in each)}
+
+    def group(self, job: Job) -> Hashable:
+        """Every network is a fleet of its own, and on a GPU several train concurrently.
+
+        A batch of 64 takes as long as reading and writing the weights. A fleet of several would copy their gradients
+        side by side, and its networks would wait for each other at every step.
+        """
+        return job
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         """The networks of a unit."""
@@ -257,10 +257,9 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
             for job in jobs
         ]
         networks = [build_network(job.network, job.seed, share=config.share, size=config.size) for job in jobs]
-        precision = None if config.precision == "auto" else cast("Precision", config.precision)
         return Fleet(
-            networks, members, {DATA: self._asked_about("train")}, batch=config.batch, precision=precision,
-            device=self.device, stacked=False, streams=config.streams,
+            networks, members, {DATA: self._asked_about("train")}, batch=config.batch,
+            precision=config.wanted_precision, device=self.device, stacked=False, streams=len(jobs),
         )  # fmt: skip
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:

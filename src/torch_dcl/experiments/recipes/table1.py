@@ -9,6 +9,7 @@ import dataclasses
 import io
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
@@ -53,7 +54,8 @@ __all__ = [
 ]  # fmt: skip
 
 DEVIATIONS = (
-    "The paper gives no schedule for LeNet; ours is under protocol, with SGD, momentum 0.9 and weight decay 5e-4.",
+    "The paper gives no schedule for LeNet; ours is under protocol, with SGD, momentum 0.9 and weight decay 5e-4 where "
+    "the search chose no other.",
     "The paper shows its layouts in a figure only. Ours follow its description, and how difficult each set is was "
     "fitted so that the baseline errs as often as the paper's, on digits of MNIST's training set. So the baseline "
     "column is fitted and proves nothing; the other columns are compared with it.",
@@ -94,6 +96,12 @@ class Table1(DigitRecipe[Table1Config]):
         super().__init__(config, device)
         wanted = {(column, digits_of(name)) for column in config.models for name in config.sets}
         self.choice = choice or find_choice(config.choice, wanted)
+
+    @classmethod
+    def resumed(cls, config: Table1Config, folder: Path) -> Table1Config:
+        """On another machine, where the search may be missing, the folder's own record of the choice."""
+        is_missing = bool(config.choice) and not Path(config.choice).expanduser().exists()
+        return dataclasses.replace(config, choice=str(folder / "recipe.json")) if is_missing else config
 
     def asked(self) -> dict[str, Any]:
         """Columns, sets, schedule, learning rates, strengths of the sets, and the content of MNIST."""
@@ -168,8 +176,9 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
         f"warm-up over {schedule['warmup']} step{'' if schedule['warmup'] == 1 else 's'}, rate times "
         f"{schedule['factor']:g} after {' and '.join(f'{100 * drop:.0f} %' for drop in schedule['drops']) or 'none'}",
         "precision": asked["precision"] or "bfloat16 on a GPU, float32 on a CPU",
-        "learning rates": "chosen on digits of the training set by the same trials for every column",
-        "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper",
+        "learning rates": "chosen together with bounds on the gradient's norm and, in newer searches, with weight "
+        "decays, on digits of the training set, by the same trials for every column",
+        "controls": f"{', '.join(CONTROLS)}: networks with DCL-A2's weights, not in the paper{_more(columns)}",
         **({"images": "every seed has its own, to train on and to test with"} if asked.get("fresh") else {}),
     }
     table = Table(
@@ -177,6 +186,14 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
         deviations=DEVIATIONS, **run_facts(folder),
     )  # fmt: skip
     return as_trial(table, _departures(asked))
+
+
+def _more(columns: Sequence[str]) -> str:
+    """What the columns beside those of this release are."""
+    of_b = [column for kind in B_CONTROLS.values() for column in kind if column in columns]
+    matched = [column for column in columns if column.endswith("-matched")]
+    words = f"; {', '.join(of_b)}: with the weights of B2 or of B3" if of_b else ""
+    return words + (f"; {', '.join(matched)}: with the start of the factorised layers" if matched else "")
 
 
 def table1_weights(job: Job) -> int:
@@ -200,13 +217,18 @@ def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
 def _phases(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, float]:
     """Minutes of the run, with compiling apart, and of the search and the calibration before it."""
     compiling = sum(outcome.compiling for outcome in outcomes.values()) / 60
-    earlier, columns = stored_minutes(), folder.recipe["columns"]
-    is_stored = folder.recipe.get("choice") == choice_as_plain(stored_choice(), [c for c in columns if c in MODELS])
+    earlier = stored_minutes()
     phases = {"training and evaluation": max(0.0, minutes_of(folder) - compiling), "compiling": compiling}
-    if is_stored:
+    if _is_stored(folder.recipe):
         phases["search of learning rates, earlier on an H200"] = earlier["search"]
     phases["calibration of the sets, earlier on an H200"] = earlier["calibration"]
     return {phase: minutes for phase, minutes in phases.items() if minutes}
+
+
+def _is_stored(asked: Mapping[str, Any]) -> bool:
+    """Whether a run has the learning rates of this release."""
+    choice, stored = asked.get("choice"), stored_choice()
+    return isinstance(choice, dict) and choice == choice_as_plain(stored, [c for c in choice if c in stored])
 
 
 def _departures(asked: Mapping[str, Any]) -> list[str]:
@@ -243,6 +265,7 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
         if asked["images"]:
             given["train_images"], given["test_images"] = asked["images"]
         given |= {"fresh": "yes"} if asked.get("fresh") else {}
+        given |= {} if _is_stored(asked) else {"choice": "search.json"}
     words = ["dcl", "run", "table1"]
     for key, value in given.items():
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
