@@ -347,10 +347,13 @@ def compiled_case(name, half, device):
 
 
 def compiled_batches_case(device):
-    """A compiled network with norms over batches of other sizes: graphs, and how far it is from plain torch."""
+    """A compiled network with norms over batches of other sizes: graphs, and how far it is from plain torch.
+
+    Where a response is zero but for a rounding, that decides whether it has a gradient: with a seed of 0 one is 2e-7.
+    """
     host.wait()
     torch.compiler.reset()
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     norm = {"norm_layer": nn.BatchNorm2d, "bias": False}
     layers = [_conv(**norm), nn.Conv2d(20, 6, 3, padding=1), _conv(**norm), nn.Flatten(), DCLLinear(20 * 5 * 7, 24)]
     model = nn.Sequential(*layers).to(device, memory_format=LAST)
@@ -359,6 +362,7 @@ def compiled_batches_case(device):
     worst = 0.0
     for size in (4, 3, 2, 4):
         x = _images(size, 6, 5, 7).to(device)
+        assert _nearest_to_zero(reference, x) > 1e-4
         found = []
         for run, own, off in ((compiled, model, False), (reference, reference, True)):
             with dispatch.disabled() if off else contextlib.nullcontext():
@@ -367,6 +371,16 @@ def compiled_batches_case(device):
         errors = [(a - b).abs().max() / b.abs().max().clamp(min=1e-3) for a, b in zip(*found, strict=True)]
         worst = max(worst, *(e.item() for e in errors))
     return counter.frame_count, worst
+
+
+def _nearest_to_zero(model, x):
+    """The smallest magnitude of a response before its ReLU, in float64."""
+    h, found = x.double().cpu(), []
+    for layer in deepcopy(model).double().cpu():
+        if hasattr(layer, "responses"):
+            found += [p.abs().min().item() for p in layer.fusion.respond(layer.branch(h))]
+        h = layer(h)
+    return min(found)
 
 
 def compiled_changes_case(norm, device):
