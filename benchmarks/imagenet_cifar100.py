@@ -139,11 +139,12 @@ def write_folder(folder: Path, arguments: argparse.Namespace) -> dict[str, int]:
         places = [folder / split / f"{label:02d}-{name}" for label, name in enumerate(classes)]
         for place in places:
             place.mkdir(parents=True)
-        wanted = (arguments.images if split == "train" else arguments.held_out) or len(images)
+        wanted = arguments.images if split == "train" else arguments.held_out
+        most = -(-wanted // len(classes)) if wanted else len(images)
         seen, chosen = [0] * len(classes), []
         for number, label in enumerate(labels):  # as many of each class
             seen[label] += 1
-            if seen[label] <= -(-wanted // len(classes)):
+            if seen[label] <= most:
                 chosen.append((places[label] / f"{number:05d}.jpg", images[number]))
         with ThreadPoolExecutor(arguments.workers) as pool:
             list(pool.map(write, chosen))

@@ -10,10 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from torch_dcl import files
+from torch_dcl import files, save_model
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="permission bits and signals as POSIX has them")
 
@@ -96,9 +98,12 @@ def test_a_new_file_has_the_permission_bits_of_any_new_file(tmp_path, umask):
     before = os.umask(umask)
     try:
         files.write_text(tmp_path / "a", "new")
+        files.write_text(tmp_path / "usual", "new")
+        files.write_sealed(tmp_path / "b.safetensors", "kind", {"x": torch.ones(3)}, {})  # 600 by safetensors itself
+        save_model(nn.Linear(2, 2), tmp_path / "c.safetensors")
     finally:
         os.umask(before)
-    assert mode(tmp_path / "a") == 0o666 & ~umask
+    assert {mode(path) for path in tmp_path.iterdir()} == {0o666 & ~umask}
 
 
 # Interruptions

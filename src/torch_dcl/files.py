@@ -46,8 +46,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     This is for libraries that open files by name themselves. The path that is given does not exist yet, is on the same
     file system, and ends in the same file name, so a library that looks at the suffix sees the right one. When the
     block raises, whatever was written is removed and `path` stays as it was. A file that is replaced keeps its
-    permission bits; a new one has those its writer gave it. A symbolic link is followed: the file it points to is
-    replaced, the link stays.
+    permission bits; a new one has the usual ones, also where a library gives others, as safetensors does. A symbolic
+    link is followed: the file it points to is replaced, the link stays.
 
     A killed process leaves a folder named `.writing-*` beside the target, which can be deleted.
 
@@ -60,10 +60,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     _check_target(path, target)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent, ignore_cleanup_errors=True) as aside:
         fresh = Path(aside) / target.name
+        usual = fresh.with_name("usual" if target.name != "usual" else "bits")
+        usual.touch()
         yield fresh
         if not fresh.is_file():
             raise FileNotFoundError(f"nothing to put at {path}: no file was written to {fresh}")
-        _sync_file(fresh, mode_of=target if target.exists() else None)
+        _sync_file(fresh, mode_of=target if target.exists() else usual)
         # Path.replace is os.replace: atomic on one file system.
         fresh.replace(target)
         _sync_folder(target.parent)
@@ -235,13 +237,12 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> None:
         raise IsADirectoryError(f"cannot write {os.fspath(path)}: it is a folder; name a file inside it")
 
 
-def _sync_file(fresh: Path, mode_of: Path | None) -> None:
-    """Bring a finished file to the disk, with the permission bits of the file it will replace."""
+def _sync_file(fresh: Path, mode_of: Path) -> None:
+    """Bring a finished file to the disk, with the permission bits of another one."""
     # Opened before the bits change, since the old file may have been read-only.
     descriptor = os.open(fresh, os.O_RDWR)
     try:
-        if mode_of is not None:
-            shutil.copymode(mode_of, fresh)
+        shutil.copymode(mode_of, fresh)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -20,6 +20,7 @@ from torch_dcl import DCLLinear, load_model, plan
 from torch_dcl.cli.app import app
 from torch_dcl.cli.run import Listener
 from torch_dcl.data import ImageNetBatches, open_images
+from torch_dcl.data.imagenet.prepare import prepare_imagenet
 from torch_dcl.experiments.imagenet import team as ranks
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
@@ -332,6 +333,38 @@ def test_a_dry_run_prints_hours_shards_and_bytes_and_writes_nothing(tmp_path):
     assert plain["shards"] == 2
 
 
+def write_images(root):
+    rng = np.random.default_rng(1)
+    for split, count in (("train", 4), ("val", 2)):
+        for name in "abcdef":
+            place = root / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(rng.integers(0, 256, (20, 18, 3), np.uint8)).save(place / f"{number}.png")
+
+
+def test_a_dry_run_counts_the_shards_that_are_there(tmp_path):
+    write_images(tmp_path / "images")
+    prepare_imagenet(tmp_path / "images", tmp_path / "shards", size=16, images_per_shard=5)
+    done = invoke(*small("--data", "shards", "--dry-run"))
+    assert done.exit_code == 0, done.output
+    assert "8 prepared at 16²" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[/a/tcp/pair.cc:545] Read error: Connection reset. This is typically", "Read error: Connection reset"),
+        ("[/a/unbound_buffer.cc:78] Timed out waiting 6000ms", "Timed out waiting 6000ms"),
+        ("CUDA out of memory. Tried to allocate 2 GiB\nmore", "CUDA out of memory. Tried to allocate 2 GiB"),
+        ("[1, 2] is no size", "[1, 2] is no size"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_reason_of_an_error_has_no_place_in_the_source_of_gloo(text, reason):
+    assert ranks.reason_of(RuntimeError(text)) == reason
+
+
 def test_a_dry_run_behind_torchrun_needs_no_other_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
@@ -340,13 +373,7 @@ def test_a_dry_run_behind_torchrun_needs_no_other_rank(monkeypatch):
 
 
 def test_images_from_a_folder_are_trained_on_as_from_its_shards(tmp_path):
-    rng = np.random.default_rng(1)
-    for split, count in (("train", 4), ("val", 2)):
-        for name in "abcdef":
-            place = tmp_path / "images" / split / name
-            place.mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(rng.integers(0, 256, (20, 18, 3), np.uint8)).save(place / f"{number}.png")
+    write_images(tmp_path / "images")
     made = CliRunner().invoke(
         app, ["data", "prepare", "imagenet", "images", "shards", "--size", "16", "--workers", "1"]
     )

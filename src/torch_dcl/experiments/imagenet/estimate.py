@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_dcl.data.imagenet.prepare import shard_bytes
-from torch_dcl.data.imagenet.sources import open_images
+from torch_dcl.data.imagenet.sources import Mapped, open_images
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.protocol import Estimate, Job
 from torch_dcl.experiments.ranks import Rank
@@ -35,13 +35,15 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
     speeds = {model: _images_per_second(type(recipe)(few, recipe.device), model) for model in config.models}
     steps = config.steps if not config.epochs else config.epochs * (train[0] // config.batch)
     seconds = {model: config.seeds * steps * config.batch / speed for model, speed in speeds.items()}
-    size, shards = shard_bytes(train[0] + val[0], config.resize), -(-train[0] // 1024) - (-val[0] // 1024)
+    size = shard_bytes(train[0] + val[0], config.resize)
+    shards = train[2] + val[2] or -(-train[0] // 1024) - (-val[0] // 1024)
+    is_there = "prepared" if train[2] else "of 1,024 images"
     epochs = steps * config.batch / max(1, train[0])
     words = {
         "recipe": recipe.name,
         "networks": ", ".join(f"{config.network} {model} × {config.seeds}" for model in config.models),
         "images": f"{train[0]:,} + {val[0]:,}, {train[1]:,} classes",
-        "shards": f"{shards:,} of 1,024 images at {config.resize}²: {size / 2**30:,.2f} GiB",
+        "shards": f"{shards:,} {is_there} at {config.resize}²: {size / 2**30:,.2f} GiB",
         "training": f"{steps:,} steps of {config.batch:,} images, {epochs:,.1f} epochs",
         "speed": ", ".join(f"{model} {speed:,.0f} images/s" for model, speed in speeds.items())
         + f" on one {recipe.device}, batch {few.batch}, if images are ready",
@@ -53,14 +55,14 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
     return Estimate(words, plain)
 
 
-def _count(config: "ImageNetConfig", split: str) -> tuple[int, int]:
-    """Images and classes of a split; those of ILSVRC2012 where no data is named."""
+def _count(config: "ImageNetConfig", split: str) -> tuple[int, int, int]:
+    """Images, classes and prepared shards of a split; ILSVRC2012 without any where no data is named."""
     if not config.data:
-        return {"train": 1_281_167, "val": 50_000}[split], 1000
+        return {"train": 1_281_167, "val": 50_000}[split], 1000, 0
     images = open_images(
         config.data, split, size=config.resize, shape=config.shape, classes=config.classes, images=config.images
     )
-    return len(images.labels), len(images.classes)
+    return len(images.labels), len(images.classes), len(images.shards) if isinstance(images, Mapped) else 0
 
 
 def _images_per_second(recipe: "ImageNet", model: str) -> float:

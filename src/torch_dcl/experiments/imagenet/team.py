@@ -7,6 +7,7 @@ nothing is decided twice: when to pause for a checkpoint, when to stop, which ne
 import contextlib
 import datetime
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,11 +20,19 @@ from torch_dcl.experiments.ranks import Rank, StopRequest, join_group
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet.run_folder import RunError, differences
 
-__all__ = ["Team"]
+__all__ = ["Team", "reason_of"]
 
 PAUSE = 15.0  # seconds between two returns to the runner, which then saves, or stops when its time is up
 GRACE = 60.0  # seconds that NCCL waits longer than a step does
 GO_ON, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in its first line; of gloo's without the place in its source and the advice."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    if place := re.match(r"\[[^]]*\.(cc|cpp|h):\d+\] *", first):
+        first = first[place.end() :].partition(". ")[0]
+    return first
 
 
 class Team:
@@ -56,10 +65,9 @@ class Team:
         except RuntimeError as error:
             if isinstance(error, RunError):
                 raise
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise RunError(
                 f"rank {self.rank} of {self.world} gave up at {what}: another rank ended or hung "
-                f"for {self.timeout:g} s ({first}); resume the run; --set timeout=SECONDS gives ranks longer"
+                f"for {self.timeout:g} s ({reason_of(error)}); resume the run; --set timeout=SECONDS gives ranks longer"
             ) from error
 
     # Commands

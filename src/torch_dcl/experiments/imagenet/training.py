@@ -151,12 +151,12 @@ class Training:
         except (RuntimeError, ValueError) as error:
             if self.team.world == 1 or isinstance(error, RunError):
                 raise
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            others = f"; if another rank ended or hung for {self.team.timeout:g} s, its own message says why"
+            longer = f"if it hung for {self.team.timeout:g} s, --set timeout=SECONDS gives it longer"
+            others = f"; if another rank ended, its own message says why; {longer}"
             hint = others if isinstance(error, RuntimeError) else ""
             raise RunError(
-                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {first}{hint}; the run can be "
-                "resumed"
+                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {ranks.reason_of(error)}{hint}; "
+                "the run can be resumed"
             ) from error
 
     def _run_steps(self, should_stop: Stop) -> None:

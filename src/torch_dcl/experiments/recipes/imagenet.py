@@ -295,7 +295,8 @@ class ImageNet(Recipe[ImageNetConfig]):
         try:
             command = self._obey_all(should_stop)
         except Exception as error:  # the console is the first rank's, which may be gone
-            sys.stderr.write(f"rank {self.team.rank} of {self.team.world}: {error}\n")
+            who = f"rank {self.team.rank} of {self.team.world}"
+            sys.stderr.write(f"{error}\n" if str(error).startswith(who) else f"{who}: {error}\n")
             raise
         if command["signal"] and isinstance(should_stop, StopRequest):
             should_stop.take(command["signal"])
