@@ -200,11 +200,16 @@ class _DCLConv(_DCL):
 
         A 1×1 convolution does not care, and its few outputs are turned instead of all its inputs (`_project_and_fuse`).
         """
+        if self.fusion.spatial != 2 or x.dim() != 4:
+            return False
+        compiling = torch.compiler.is_compiling()
+        if compiling and x.is_contiguous(memory_format=torch.channels_last):
+            return False  # first: what is looked up behind here, a compiler would look up in every call
         branch = self.branch
         assert not isinstance(branch, nn.Linear)
-        if self.fusion.spatial != 2 or x.dim() != 4 or not fits((x, branch.weight), matched=False):
+        if not fits((x, branch.weight), matched=False):
             return False
-        if x.is_contiguous(memory_format=torch.channels_last):
+        if not compiling and x.is_contiguous(memory_format=torch.channels_last):
             return False
         if not branch.weight.is_contiguous() or torch.version.hip is not None:
             return False

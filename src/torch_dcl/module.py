@@ -75,8 +75,10 @@ class _DCL(nn.Module):
         stage = self._plain_stage() if may_run(x) else None
         if stage is not None and (pair or fusion.strategy == "deterministic" or not self.training):
             theta = fusion.gather(self.branch.weight) if pair else self.branch.weight
-            compute = functools.partial(fusion.with_stage, x, theta, stage)
-            z = compute() if compiling or pair else recorded(self, x, compute)
+            if compiling or pair:
+                z = fusion.with_stage(x, theta, stage)
+            else:
+                z = recorded(self, x, functools.partial(fusion.with_stage, x, theta, stage))
             if z is not None:
                 return z
         if pair:
@@ -87,24 +89,26 @@ class _DCL(nn.Module):
 
     def _plain_stage(self) -> Stage | None:
         """Stage 1 beside its filters, where calling the modules of both stages does no more than their arithmetic."""
-        branch, fusion = self.branch, self.fusion
-        if self.branch_activation is not None or branch.bias is not None or type(fusion) is not ConceptFusion:
+        branch, spatial = self.branch, self.fusion.spatial
+        if self.branch_activation is not None or branch.bias is not None or not self._called_plainly():
             return None
-        if not self._called_plainly():
+        if not spatial:
+            return Stage(0)
+        stride, padding, dilation = branch.stride, branch.padding, branch.dilation
+        if branch.padding_mode != "zeros" or isinstance(padding, str):
             return None
-        if isinstance(branch, nn.Linear):
-            return Stage(0) if type(branch) is nn.Linear else None
-        if type(branch) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-            return None
-        if branch.padding_mode != "zeros" or isinstance(branch.padding, str):
-            return None
-        return Stage(fusion.spatial, branch.stride, branch.padding, branch.dilation)
+        return Stage(spatial, stride, padding, dilation)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _called_plainly(self) -> bool:
-        """Whether nobody hooked into a part of the layer. Torch's compiler looks at hooks once, and so it does here."""
-        norm = self.fusion.norm
-        return called_plainly(self.branch) and called_plainly(self.fusion) and (norm is None or called_plainly(norm))
+        """Whether the parts of the layer are torch's own and ours, and nobody hooked into one.
+
+        Torch's compiler looks at hooks once, and so it does here.
+        """
+        branch, fusion, norm = self.branch, self.fusion, self.fusion.norm
+        if type(fusion) is not ConceptFusion or type(branch) not in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+            return False
+        return called_plainly(branch) and called_plainly(fusion) and (norm is None or called_plainly(norm))
 
     def responses(self, x: Tensor) -> Responses:
         """Look inside: all branches y, their responses v and the fusion z, whatever the training flag says."""

@@ -17,21 +17,22 @@ from torch_dcl.kernels.dispatch import Norm
 __all__ = ["called_plainly", "described", "exchanges", "join_norms", "normalise"]
 
 
-def described(norm: nn.Module) -> Norm | None:
+def described(norm: Any) -> Norm | None:
     """A batch norm without hooks as what it computes; None where it is not a plain one."""
-    if not isinstance(norm, _BatchNorm) or not _is_plain(type(norm)):
-        return None
-    if norm._modules:
-        return None  # a parametrized one
-    training = norm.training
-    if torch.compiler.is_compiling() and isinstance(norm, nn.SyncBatchNorm) and training and _is_distributed():
-        return None  # kernels exchange nothing from inside a graph
-    group = None if torch.compiler.is_compiling() else _group_of(norm)
-    ranks = 1 if group is None else distributed.get_world_size(group)
-    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    if not _is_plain(type(norm)) or norm._modules:
+        return None  # such as a parametrized one
+    training, group, ranks = norm.training, None, 1
+    if training and _is_synchronised(type(norm)):
+        if torch.compiler.is_compiling() and _is_distributed():
+            return None  # kernels exchange nothing from inside a graph
+        if not torch.compiler.is_compiling() and (group := _group_of(norm)) is not None:
+            ranks = distributed.get_world_size(group)
+    mean, variance, count = norm.running_mean, norm.running_var, None
     fixed = not training and mean is not None
-    if not fixed and not (training and norm.track_running_stats):
-        mean = variance = count = None
+    if training and norm.track_running_stats:
+        count = norm.num_batches_tracked
+    elif not fixed:
+        mean = variance = None
     if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):
         return None
     return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed, ranks, group)
@@ -69,9 +70,15 @@ def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_plain(kind: type[_BatchNorm]) -> bool:
-    """Whether a class has torch's own forward; a compiler need not look with every call."""
-    return kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+def _is_plain(kind: type[nn.Module]) -> bool:
+    """Whether a batch norm has torch's own forward; a compiler need not look with every call."""
+    return issubclass(kind, _BatchNorm) and kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_synchronised(kind: type[nn.Module]) -> bool:
+    """Likewise, whether it is the norm of several processes."""
+    return issubclass(kind, nn.SyncBatchNorm)
 
 
 def exchanges(norm: nn.Module | None) -> bool:

@@ -476,15 +476,16 @@ def check_unit_operations():
         for bias in (None, torch.randn(2, 7)):
             parts = (given, theta, weight, bias)
             for norm, kind in (((None,) * 4, 0), (numbers, 1), ((*numbers[:2], None, None), 2)):
-                how = (repr((*shape, kind)), 0.01, 1e-5)
-                torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *how), test_utils=tests)
-                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *how)
                 types = ("float32", "float16" if half and kind == 0 else "float32")
+                how = (repr((*shape, kind, *types, True, True)), 0.01)
+                torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *how, 1e-5), test_utils=tests)
+                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *how, 1e-5)
                 kept = (theta_low if half else theta, y, low if half or kind else weight, bias, other)
-                back = (torch.randn_like(z), given, *kept, repr((*shape, kind, *types, True, True)), 0.01)
+                back = (torch.randn_like(z), given, *kept, *how)
                 # With running statistics two rows of the result are nobody's, and are left unwritten.
                 torch.library.opcheck(own.closed_unit_backward.default, back, test_utils=tests[: 2 if kind == 1 else 3])
                 if kind != 2:
-                    torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *how), test_utils=tests)
-            tracked = (*parts, *numbers, torch.tensor(3), repr((*shape, 2)), 0.01, 1e-5, 0.1)
+                    torch.library.opcheck(own.closed_unit_infer.default, (*parts, *norm, *how, 1e-5), test_utils=tests)
+            how = repr((*shape, 2, "float32", "float32", True, True))
+            tracked = (*parts, *numbers, torch.tensor(3), how, 0.01, 1e-5, 0.1)
             torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests[:2])  # likewise

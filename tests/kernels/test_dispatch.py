@@ -38,7 +38,9 @@ def test_an_interpreted_kernel_agrees_with_the_reference_in_float64(interpreter,
 
 
 @needs_triton
-@pytest.mark.parametrize("name", slow_where(layer_cases.HALF, r"eps=1e-25|P=(1|3|300) |T=3 P=100|turned, (?!T=2)|129|M=5[12]"))
+@pytest.mark.parametrize(
+    "name", slow_where(layer_cases.HALF, r"eps=1e-25|P=(1|3|300) |T=3 P=100|turned, (?!T=2)|129|M=5[12]")
+)
 def test_an_interpreted_kernel_in_half_precision_is_as_close_as_plain_torch(interpreter, name):
     assert layer_cases.too_large(interpreter(layer_cases.interpreted, name, torch.float16), 5e-4) == {}
 

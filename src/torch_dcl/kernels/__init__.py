@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-__all__ = ["on_device_of", "reachable", "usable"]
+__all__ = ["on_device_of", "reachable", "take", "usable"]
 
 # Looked up once: a compiled network must find constants here.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -28,7 +28,14 @@ def reachable(x: Tensor) -> bool:
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels can take this tensor: on a GPU, of a type that they compute in."""
-    return x.dtype in (torch.bfloat16, torch.float16, torch.float32) and reachable(x)
+    return bool(take(x.dtype, x.device.type))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def take(dtype: torch.dtype, kind: str) -> bool:
+    """Whether the kernels can take tensors of this type on such a device. A compiler asks once, and guards nothing."""
+    there = kind == "cuda" or (INTERPRETED and kind == "cpu")
+    return _HAS_TRITON and there and dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:

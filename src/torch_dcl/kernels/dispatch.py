@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
-from torch_dcl.kernels import launch, ops, unit_ops
+from torch_dcl.kernels import launch, ops, take, unit_ops
 from torch_dcl.kernels import unit as unit_
-from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launch import Norm, on_tensor_cores, widest
 from torch_dcl.kernels.launcher import has_room
 from torch_dcl.kernels.record import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
@@ -38,7 +38,7 @@ _watching: list[Counter[str]] = []
 
 def may_run(x: Tensor) -> bool:
     """Whether kernels can run on a layer's input at all."""
-    return _enabled and kernels.usable(x)
+    return _enabled and take(x.dtype, x.device.type)
 
 
 @contextlib.contextmanager
@@ -113,33 +113,76 @@ def unit(
         norm: Of the responses.
         pairs: Whether to take the mean over pairs instead of fusing all.
     """
-    T, spatial = len(widths), stage.spatial
-    if not (T == 3 or (T == 2 and not pairs)) or any(widths[0] != M for M in widths):
+    spatial, compiling = stage[0], torch.compiler.is_compiling()
+    if x.device != weight.device or x.device != theta.device or (not compiling and _transformed()):
         return None
-    if x.device != weight.device or x.device != theta.device or functional.exporting() or _transformed():
+    if compiling:
+        last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
+    else:
+        last = not spatial or launch.is_last(x, 1)
+    ranks = None if norm is None else norm.ranks
+    if ranks == 1 and x.shape[0] == 0:
         return None
-    if not (type(x) in _PLAIN and type(theta) in _PLAIN and type(weight) in _PLAIN):
+    dtype = _computed_in(
+        (type(x), type(theta), type(weight)), x.dtype, x.device, x.dim(), last, theta.dtype, theta.requires_grad,
+        spatial, tuple(widths), ranks, pairs, compiling,
+    )  # fmt: skip
+    if dtype is None:
         return None
-    dtype = _type_of(x, cast=True)
-    if dtype is x.dtype and theta.dtype is not dtype and not _autocasts(x):
-        return None  # torch has an error for it
-    channels = x.dim() - 1 - spatial
-    if (spatial and channels != 1) or (norm is not None and not _norm_fits(x, norm, widths, spatial, dtype)):
-        return None  # a single image, for example
-    if spatial and dtype is torch.float32 and not _on_tensor_cores(dtype) and not launch.is_last(x, channels):
-        return None
-    note("project_and_fuse", "kernel")
-    if not spatial and theta.dtype is not dtype and theta.requires_grad and torch.is_grad_enabled():
-        note("linear", "kernel")
-    keep = norm is None and (not spatial or widths[0] > _widest(dtype))
-    if torch.compiler.is_compiling():
-        if unit_ops.fits(x, stage) and prefix_of_operations():
-            return unit_ops.run(x.to(dtype), theta, weight, bias, stage, T, eps, pairs, keep, norm)
+    if compiling and last and prefix_of_operations():
+        return unit_ops.run(x.to(dtype), theta, weight, bias, stage, tuple(widths), eps, pairs, norm)
+    T, channels = len(widths), x.dim() - 1 - spatial
+    keep = norm is None and (not spatial or widths[0] > widest(dtype))
+    if compiling:
         y = _compiled_stage(x, theta, stage, dtype)
         z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
         return turn(z, channels, last=False) if spatial and _apart(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
     return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _computed_in(
+    kinds: tuple[type, ...], dtype: torch.dtype, device: torch.device, dim: int, last: bool, theta: torch.dtype,
+    learns: bool, spatial: int, widths: tuple[int, ...], ranks: int | None, pairs: bool, compiling: bool,
+) -> torch.dtype | None:  # fmt: skip
+    """The type that kernels compute a unit in; None where they cannot.
+
+    A compiler asks once, and guards what it is asked with: what is looked up in here would be looked up in every call.
+
+    Args:
+        kinds: The classes of the input, the filters and the weights.
+        dtype: Of the input.
+        device: Its device.
+        dim: Its dimensions.
+        last: Whether the channels are last in memory.
+        theta: The type of the filters.
+        learns: Whether they have gradients.
+        spatial: The spatial dimensions.
+        widths: M(t).
+        ranks: How many processes a norm has a share of; None without a norm.
+        pairs: Whether to take the mean over pairs.
+        compiling: Whether a compiler asks.
+    """
+    T = len(widths)
+    if not (T == 3 or (T == 2 and not pairs)) or any(widths[0] != M for M in widths):
+        return None
+    if functional.exporting() or any(kind not in _PLAIN for kind in kinds):
+        return None
+    cast = _autocasts(device.type)
+    to = torch.get_autocast_dtype(device.type) if cast else dtype
+    if not cast and theta is not to:
+        return None  # torch has an error for it
+    if spatial and dim != spatial + 2:
+        return None  # a single image, for example
+    if ranks is not None and (dim != spatial + 2 or widths[0] > _widest_normed(to, device, compiling)):
+        return None
+    if spatial and not on_tensor_cores(to) and not last:
+        return None
+    note("project_and_fuse", "kernel")
+    if not spatial and theta is not to and learns and torch.is_grad_enabled():
+        note("linear", "kernel")
+    return to
 
 
 def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
@@ -150,13 +193,10 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     return unit_.construct(x, low, stage)
 
 
-def _norm_fits(x: Tensor, norm: Norm, widths: Sequence[int], spatial: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels can normalise: channels where a batch norm has them, and not too many of them."""
-    there = x.shape[0] > 0 or norm.ranks > 1
-    deepest = _widest(dtype)
-    if deepest > launch.DEEPEST and (torch.compiler.is_compiling() or not has_room(x.device)):
-        deepest = launch.DEEPEST
-    return x.dim() == spatial + 2 and widths[0] <= deepest and there
+def _widest_normed(dtype: torch.dtype, device: torch.device, compiling: bool) -> int:
+    """The most channels of a branch that the kernels can normalise."""
+    deepest = widest(dtype)
+    return min(deepest, launch.DEEPEST) if compiling or not has_room(device) else deepest
 
 
 def project_and_fuse(
@@ -182,7 +222,7 @@ def project_and_fuse(
     """
     if projects(y, weight, widths, pairs=pairs):
         note("project_and_fuse", "kernel")
-        keep = keep or widths[0] > _widest(y.dtype)
+        keep = keep or widths[0] > widest(y.dtype)
         if torch.compiler.is_compiling():
             return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
@@ -199,7 +239,7 @@ def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -
 
 def turns(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
     """Whether x lies as torch has images by default, in which no kernel takes it, and `turn` is worth its time."""
-    return fits((x,)) and _apart(x, channels) and _on_tensor_cores(_type_of(x, cast))
+    return fits((x,)) and _apart(x, channels) and on_tensor_cores(_type_of(x, cast))
 
 
 def turn(x: Tensor, channels: int = 1, *, last: bool, cast: bool = False) -> Tensor:
@@ -216,26 +256,12 @@ def _apart(x: Tensor, channels: int) -> bool:
 
 def _type_of(x: Tensor, cast: bool) -> torch.dtype:
     """The type of x, or what autocast makes of it."""
-    return torch.get_autocast_dtype(x.device.type) if cast and _autocasts(x) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if cast and _autocasts(x.device.type) else x.dtype
 
 
-def _autocasts(x: Tensor) -> bool:
-    """Whether products of x are in the type of autocast, one of the half types."""
-    kind = x.device.type
+def _autocasts(kind: str) -> bool:
+    """Whether products on such a device are in the type of autocast, one of the half types."""
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in (torch.bfloat16, torch.float16)
-
-
-def _on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products are: float32 by torch's setting for it."""
-    return dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-
-
-def _widest(dtype: torch.dtype) -> int:
-    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there.
-
-    And it must be worth it: without tensor cores cuBLAS is faster, and more so the more channels there are.
-    """
-    return 256 if dtype != torch.float32 else 128 if _on_tensor_cores(dtype) else 64
 
 
 def linear(

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
 
 __all__ = [
-    "DEEPEST", "Norm", "at_positions", "by_position", "cast", "fuse", "fuse_backward", "is_last", "lies_as", "product_",
-    "products", "reference_fuse", "responses", "room_for", "takes_hopper", "turn",
+    "DEEPEST", "Norm", "at_positions", "by_position", "cast", "fuse", "fuse_backward", "is_last", "lies_as",
+    "on_tensor_cores", "product_", "products", "reference_fuse", "responses", "room_for", "takes_hopper", "turn",
+    "widest",
 ]  # fmt: skip
 
 
@@ -76,6 +77,19 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     return elementwise.cast(x, dtype)
+
+
+def on_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products are: float32 by torch's setting for it."""
+    return dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+
+
+def widest(dtype: torch.dtype) -> int:
+    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there.
+
+    And it must be worth it: without tensor cores cuBLAS is faster, and more so the more channels there are.
+    """
+    return 256 if dtype != torch.float32 else 128 if on_tensor_cores(dtype) else 64
 
 
 def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:

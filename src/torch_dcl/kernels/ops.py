@@ -85,7 +85,7 @@ class _Normed(torch.autograd.Function):
         beta: Tensor | None, known: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool,
     ) -> Any:  # fmt: skip
         ctx.save_for_backward(y, known, low)
-        ctx.settings = prefix, unit.gradient_type(y.dtype, weight), T, eps, pairs, fixed
+        ctx.settings = prefix, unit.gradient_type(y.dtype, weight.dtype), T, eps, pairs, fixed
         ctx.has = gamma is not None, beta is not None, bias is not None
         return call_of("normed_project", prefix)(y, known, low, T, eps, pairs, fixed)
 
@@ -340,7 +340,7 @@ def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, low, pre = output
     ctx.mark_non_differentiable(low, pre)
     ctx.save_for_backward(y, low if low.numel() else weight, bias, pre)
-    ctx.settings, ctx.dtype = settings, unit.gradient_type(y.dtype, weight)
+    ctx.settings, ctx.dtype = settings, unit.gradient_type(y.dtype, weight.dtype)
 
 
 def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:

@@ -215,7 +215,7 @@ def _gradients(
     x, theta, weight, bias, low, y, *known = saved
     if twice:  # a second derivative is wanted: plain torch has one
         return _differentiable(grad, x, theta, weight, bias, settings, norm, running, known[2:])
-    to = gradient_type(settings.dtype, weight)
+    to = gradient_type(settings.dtype, weight.dtype)
     of_theta = None if theta is None else theta.dtype
     # γ and β alone need no more than what this process has: then the others wait for nothing, either.
     group = norm.group if norm is not None and any(needs[:4]) else None
@@ -271,12 +271,12 @@ def _replayed_backward(
     return record.tape_of(library, [grad, *saved], compute, lambda found: found)
 
 
-def gradient_type(dtype: torch.dtype, weight: Tensor) -> torch.dtype:
+def gradient_type(dtype: torch.dtype, of_weight: torch.dtype) -> torch.dtype:
     """What the gradients of stage 2's weights are computed in: float32 of float32 weights, although all else is not.
 
     Not in float16: what a fusion has saturated must still overflow for a GradScaler to find it.
     """
-    return torch.float32 if _WIDE and dtype is torch.bfloat16 and weight.dtype is torch.float32 else dtype
+    return torch.float32 if _WIDE and dtype is torch.bfloat16 and of_weight is torch.float32 else dtype
 
 
 def _stage_gradients(

@@ -14,49 +14,46 @@ import torch
 from torch import Tensor
 
 from torch_dcl.kernels import unit
-from torch_dcl.kernels.launch import Norm
+from torch_dcl.kernels.launch import Norm, widest
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.plans import plan_for
 from torch_dcl.kernels.record import closed_operation
 from torch_dcl.kernels.unit import Settings, Stage
 
-__all__ = ["fits", "run"]
+__all__ = ["run"]
 
 _NOT, _FIXED, _BATCH = range(3)
 """What normalises the responses: nothing, running statistics, those of the batch."""
 
 
-def fits(x: Tensor, stage: Stage) -> bool:
-    """Whether there are operations for a unit with such an input: a matrix, or images in channels_last."""
-    return not stage.spatial or (stage.spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
-
-
 def run(
-    x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, stage: Stage, T: int, eps: float, pairs: bool,
-    keep: bool, norm: Norm | None,
+    x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, stage: Stage, widths: tuple[int, ...], eps: float,
+    pairs: bool, norm: Norm | None,
 ) -> Tensor:  # fmt: skip
-    """z of an input in the type that is computed in; running statistics are updated."""
-    own = torch.ops.torch_dcl
-    kind = _NOT if norm is None else _FIXED if norm.fixed else _BATCH
+    """z of an input in the type that is computed in, of rows or of images in channels_last; tracks running statistics.
+
+    A compiler guards every name that it looks up here, and checks these guards in every call: there are few.
+    """
+    learns = torch.is_grad_enabled()
     gamma, beta, mean, variance, tracked = (None,) * 5 if norm is None else norm[:5]
-    norm_eps, momentum = (0.0, 0.0) if norm is None else (norm.eps, norm.momentum)
-    stride, padding, dilation = stage.stride, stage.padding, stage.dilation
-    how = _written(stride, padding, dilation, T, pairs, keep, kind)
+    fixed, norm_eps, momentum = (None, 0.0, 0.0) if norm is None else (norm.fixed, norm.eps, norm.momentum)
+    needs = (x.requires_grad, theta.requires_grad) if learns else (False, False)
+    _, stride, padding, dilation = stage
+    how = _written(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
     given = (x, theta, weight, bias, gamma, beta, mean, variance)
-    if kind != _BATCH and not torch.is_grad_enabled():
-        z: Tensor = own.closed_unit_infer(*given, how, eps, norm_eps)
+    if fixed is not False and not learns:
+        z: Tensor = _infer(*given, how, eps, norm_eps)
         return z
     with torch.no_grad():  # what writes into buffers can have no gradients itself
-        if kind == _BATCH and mean is not None:
-            found = own.closed_unit_tracked(*given, tracked, how, eps, norm_eps, momentum)
+        if fixed is False and mean is not None:
+            found = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
         else:
-            found = own.closed_unit(*given, how, eps, norm_eps)
-    if not torch.is_grad_enabled():
+            found = _compute(*given, how, eps, norm_eps)
+    if not learns:
         return found[0]  # type: ignore[no-any-return]
-    needs = x.requires_grad, theta.requires_grad
-    types = theta.dtype, unit.gradient_type(x.dtype, weight)
-    back = _written(stride, padding, dilation, T, pairs, keep, kind, *types, *needs)
-    attached: Tensor = _Attached.apply(*found, x, theta, weight, bias, gamma, beta, kind, T, needs, back, eps)
+    attached: Tensor = _Attached.apply(
+        *found, x, theta, weight, bias, gamma, beta, norm is not None, len(widths), needs, how, eps
+    )
     return attached
 
 
@@ -66,22 +63,21 @@ class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, other: Tensor, x: Tensor, theta: Tensor,
-        weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, kind: int, T: int,
-        needs: tuple[bool, bool], back: str, eps: float,
+        weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, normed: bool, T: int,
+        needs: tuple[bool, bool], how: str, eps: float,
     ) -> Tensor:  # fmt: skip
         theta_low = theta if theta.dtype == x.dtype else theta_low
-        low = weight if weight.dtype == x.dtype and kind == _NOT else low
+        low = weight if weight.dtype == x.dtype and not normed else low
         ctx.save_for_backward(x, theta_low, y, low, bias, other)
-        ctx.kind, ctx.T, ctx.needs, ctx.back = kind, T, needs, (back, eps)
+        ctx.normed, ctx.T, ctx.needs, ctx.how = normed, T, needs, (how, eps)
         ctx.has = gamma is not None, beta is not None, bias is not None
         return z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        back = torch.ops.torch_dcl.closed_unit_backward
-        dx, dtheta, dweight, dbias, numbers = back(grads[0], *ctx.saved_tensors, *ctx.back)
+        dx, dtheta, dweight, dbias, numbers = _compute_backward(grads[0], *ctx.saved_tensors, *ctx.how)
         dgamma = dbeta = None
-        if ctx.kind != _NOT:
+        if ctx.normed:
             dgamma, dbeta, of_bias = numbers[0], numbers[1], numbers[2].view(ctx.T, -1)
             dgamma, dbeta = dgamma if ctx.has[0] else None, dbeta if ctx.has[1] else None
             dbias = of_bias
@@ -104,10 +100,10 @@ class _How(NamedTuple):
     pairs: bool
     keep: bool
     kind: int
-    of_theta: torch.dtype = torch.float32
-    of_weight: torch.dtype = torch.float32
-    needs_x: bool = False
-    needs_theta: bool = False
+    of_theta: torch.dtype
+    of_weight: torch.dtype
+    needs_x: bool
+    needs_theta: bool
 
     def settings(self, x: Tensor, eps: float) -> Settings:
         stage = Stage(len(self.stride), self.stride, self.padding, self.dilation)
@@ -118,12 +114,19 @@ class _How(NamedTuple):
         """Of γ, β, means, variances and a count."""
         if self.kind == _NOT:
             return None
-        return Norm(*tensors, eps, momentum, fixed=self.kind == _FIXED)  # type: ignore[misc, arg-type]
+        return Norm(*tensors, eps, momentum, fixed=self.kind == _FIXED)  # type: ignore[misc, call-arg, arg-type]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _written(*how: Any) -> str:
-    return repr(tuple(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value for value in how))
+def _written(
+    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], widths: tuple[int, ...], pairs: bool,
+    fixed: bool | None, dtype: torch.dtype, of_theta: torch.dtype, of_weight: torch.dtype, *needs: bool,
+) -> str:  # fmt: skip
+    """The settings of a unit: of its norm whether statistics are fixed, None without one; the types of its tensors."""
+    kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
+    keep = fixed is None and (not stride or widths[0] > widest(dtype))
+    types = (str(t).removeprefix("torch.") for t in (of_theta, unit.gradient_type(dtype, of_weight)))
+    return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs))
 
 
 @functools.cache
@@ -247,3 +250,9 @@ def _shapes_of_gradients(
     numbers = None if norm is None else x.new_empty(5, T * N, dtype=torch.float32)
     found = (dx, dtheta, low.new_empty(low.shape, dtype=how.of_weight), dbias, numbers)
     return _all(found, x)  # type: ignore[return-value]
+
+
+_infer = torch.ops.torch_dcl.closed_unit_infer.default
+_compute = torch.ops.torch_dcl.closed_unit.default
+_compute_tracked = torch.ops.torch_dcl.closed_unit_tracked.default
+_compute_backward = torch.ops.torch_dcl.closed_unit_backward.default
