@@ -102,32 +102,15 @@ class Batches:
         return self.epoch(0)
 
     def order(self, epoch: int) -> Tensor:
-        """The order of an epoch.
-
-        Args:
-            epoch: Its number.
-
-        Returns:
-            The indices of all images, int64 on the device.
-        """
+        """The order of an epoch: the indices of all images, int64 on the device."""
         epoch = whole_number("epoch", epoch, 0)
         index = torch.arange(len(self.labels), device=self.labels.device)
         return draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch.
+        """The batches of an epoch from one of them on, to resume.
 
-        Args:
-            epoch: Its number.
-            start: The batch to begin with, to resume; from 0.
-
-        Returns:
-            An iterator of floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels
-            `[B]`.
-
-        Raises:
-            TypeError: `epoch` or `start` is not a whole number.
-            ValueError: One of them is below 0.
+        They are floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
         """
         order, start = self.order(epoch), whole_number("start", start, 0)
         return self._from(order, epoch, start)
@@ -139,15 +122,7 @@ class Batches:
             yield from zip(torch.split(together, self.batch, -4), torch.split(labels, self.batch), strict=True)
 
     def take(self, index: Tensor, epoch: int = 0) -> Tensor:
-        """Chosen images as they appear in an epoch, whatever their batches.
-
-        Args:
-            index: Which images, int64 `[B]` on the device.
-            epoch: The number of the epoch.
-
-        Returns:
-            Floating images, as in `epoch`.
-        """
+        """Chosen images, int64 `[B]`, as they appear in an epoch, whatever their batches."""
         images = self.images.index_select(0, index)
         if self._function is not None:
             images = self._function(images)

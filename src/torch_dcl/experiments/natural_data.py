@@ -336,12 +336,8 @@ def number_size(config: NaturalConfig, device: str) -> int:
 def training_memory(model: nn.Module, sample: Tensor, networks: int, at_once: int, number: int) -> float:
     """GiB, about: weights with gradient, momentum and a copy, and what a step keeps for its backward pass.
 
-    Args:
-        model: One of the networks.
-        sample: A single input; its batch dimension says how many a step has, and is expanded from one.
-        networks: How many are trained together.
-        at_once: How many of them run at a time.
-        number: Bytes of a number.
+    The batch dimension of the sample says how many inputs a step has, and is expanded from one. Of all networks
+    ``at_once`` run at a time. ``number`` is the bytes of a number.
     """
     outputs: list[int] = []
     handles = [

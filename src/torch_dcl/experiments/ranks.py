@@ -123,12 +123,9 @@ class Rank(NamedTuple):
 
 
 class Claims:
-    """The claims of one process on the fleets of a run.
+    """The claims of one process, whose name no other has, on the fleets of a run.
 
-    Args:
-        folder: The run folder.
-        worker: A name that no other process has.
-        patience: Seconds after which a claim whose counter stands still is stale.
+    A claim whose counter stands still for ``patience`` seconds is stale.
     """
 
     def __init__(self, folder: Path, worker: str, patience: float) -> None:

@@ -47,11 +47,7 @@ class Checkpoints:
         return [file for file in sorted(self.place.glob("*.safetensors")) if file.name[:12] not in keys]
 
     def load(self, key: str, fleet: "Fleet") -> tuple[float, list[list[float]]]:
-        """Load the last valid checkpoint of a fleet.
-
-        Returns:
-            The seconds of training until there, and the test losses of its epochs, where they were evaluated.
-        """
+        """Load the last valid checkpoint of a fleet: its seconds of training, and losses of epochs, if evaluated."""
         files = self.of(key)
         for file, earlier in itertools.zip_longest(files, files[1:]):
             try:

@@ -64,13 +64,9 @@ class RunFolder:
     def open(
         cls, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool = False, part: str = ""
     ) -> Iterator["RunFolder"]:
-        """Create a run folder or resume in it, and hold its lock meanwhile.
+        """Create a run folder or, with ``resume``, resume in it, and hold its lock meanwhile.
 
-        Args:
-            path: The folder.
-            recipe: The settings of the run.
-            resume: Whether to resume the run that is there.
-            part: A suffix of the lock, where several processes share the folder, each with a part of its own.
+        ``part`` is a suffix of the lock, where several processes share the folder, each with a part of its own.
 
         Raises:
             RunError: The folder is in use, or holds a run and ``resume`` is not set, or has another recipe.

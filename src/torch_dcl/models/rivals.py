@@ -55,16 +55,8 @@ class _Product(DCLLinear, abc.ABC):
 class StarLinear(_Product):
     """The product of the branches without the root, StarNet's star operation: ``z = Π_t relu(W_t·θ_t·x + b_t)``.
 
-    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`; ε plays no part. Without the root z
-    grows with the T-th power of the input.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: The stochastic strategy.
+    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`, but for the stochastic
+    strategy; ε plays no part. Without the root z grows with the T-th power of the input.
     """
 
     def _spread(self) -> float:
@@ -83,16 +75,8 @@ class SortLinear(_Product):
     """The sum of two branches and the root of their product: ``z = v_1 + v_2 + √(v_1·v_2 + ε)``.
 
     The form of Wang et al., "SORT: Second-Order Response Transform for Visual Recognition", 2017, for two rectified
-    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Weights, shapes and state-dict keys are those of
-    :class:`~torch_dcl.DCLLinear` with two branches.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: Not two branches, or the stochastic strategy.
+    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Arguments, weights, shapes and state-dict keys are those of
+    :class:`~torch_dcl.DCLLinear` with two branches and the deterministic strategy.
     """
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
@@ -118,15 +102,8 @@ def _rectified_moment(power: float) -> float:
 class GatedLinear(_Product):
     """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``, without a ReLU after it.
 
-    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: Not two branches, or the stochastic strategy.
+    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches, one of
+    them the gate, and the deterministic strategy.
     """
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
@@ -145,16 +122,10 @@ class GatedLinear(_Product):
 
 
 class BilinearLinear(nn.Module):
-    """The paper's bilinear form after two linear maps: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
+    """The bilinear form of two linear maps of m1 and m2 filters: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
 
     There is no root, no activation and no bias, and no ReLU after it. An output costs m1 · m2 weights, where DCL's
     costs m1 + m2.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        m1: Filters of the first map.
-        m2: Filters of the second map.
     """
 
     def __init__(self, in_features: int, out_features: int, m1: int, m2: int) -> None:

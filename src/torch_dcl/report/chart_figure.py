@@ -42,11 +42,9 @@ class _Point(NamedTuple):
 def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw test error against weights, and beside it against the time of a training step, a mark for each unit.
 
-    Args:
-        data: ``{"set": "cifar10", "points": [{"unit": "dcl", "weights": 5086912, "step_ms": 1.2, "errors": [...]},
-            ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
-            missing. A unit may have several points, for several budgets; they are joined.
-        dark: For a dark page.
+    ``data`` is ``{"set": "cifar10", "points": [{"unit": "dcl", "weights": 5086912, "step_ms": 1.2, "errors": [...]},
+    ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
+    missing. A unit may have several points, for several budgets; they are joined.
     """
     read = Reader("chart_figure", data)
     points = [_read(point) for point in read.get("points", bool, "at least one point")]

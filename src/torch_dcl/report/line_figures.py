@@ -18,10 +18,8 @@ __all__ = ["curves_figure", "filters_figure"]
 def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw accuracy against filters per branch, and the baseline as a dashed line: the paper's figure in 4.1.3.
 
-    Args:
-        data: ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
-            "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
-        dark: For a dark page.
+    ``data`` is ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
+    "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
     """
     from matplotlib.ticker import NullLocator
 
@@ -97,10 +95,8 @@ def _with_room(places: Sequence[float], room: float = 0.8) -> list[bool]:
 def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw training and test loss by epoch, one colour a network: the paper's loss curves of section 4.1.3.
 
-    Args:
-        data: ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
-            ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
-        dark: For a dark page.
+    ``data`` is ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
+    ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator

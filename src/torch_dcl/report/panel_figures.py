@@ -21,11 +21,6 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
     Above, the mean fused response of every class, the highest in red. Below, a row for each branch and a column for
     each digit of the number: the branch's mean response by digit. Its highest is red. Where the digit of the fused
     maximum is another one, that is green.
-
-    Args:
-        response: What :func:`torch_dcl.experiments.complementary.complementary` gives.
-        title: What stands above, for example "DCL-A2 on MNIST-II-05".
-        dark: For a dark page.
     """
     theme = canvas.theme_of(dark)
     branches, positions = response.by_digit.shape[:2]
@@ -173,11 +168,8 @@ def differences_figure(cells: Sequence[Mapping[str, Any]], *, dark: bool = False
     One panel a column of the paper's table, one row a set. A dot is our paired difference of the error rates with its
     95 % interval, filled where the interval leaves out zero; a hollow diamond is the paper's.
 
-    Args:
-        cells: ``{"set", "column", "difference", "low", "high", "paper_difference"}`` each, in percentage points;
-            ``low``, ``high`` and ``paper_difference`` may be None. Rows and panels come in the order in which sets and
-            columns first appear.
-        dark: For a dark page.
+    Cells have ``set``, ``column``, ``difference``, ``low``, ``high`` and ``paper_difference``, in percentage points;
+    the last three may be None. Rows and panels come in the order in which sets and columns first appear.
     """
     where = "differences_figure"
     table = _cells(cells, where)

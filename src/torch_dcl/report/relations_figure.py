@@ -44,10 +44,8 @@ def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure"
     A cell in which networks failed has a hollow mark at its median, without an interval: a few networks at chance level
     would decide its mean, and squash all other curves.
 
-    Args:
-        data: ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...], "failed": [...]}, ...]}``;
-            errors are in percent, one a seed; ``failed`` has the seeds that failed, and may be missing.
-        dark: For a dark page.
+    ``data`` is ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...], "failed": [...]}, ...]}``;
+    errors are in percent, one a seed; ``failed`` has the seeds that failed, and may be missing.
     """
     where = "relations_figure"
     curves: dict[str, dict[str, dict[int, _Cell]]] = {}

@@ -269,12 +269,7 @@ def notes(table: Table) -> list[str]:
 
 
 def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
-    """The table for `rich.print`.
-
-    Args:
-        table: The table.
-        columns: The columns to show; None for all, which wants a terminal of about 130 characters.
-    """
+    """The table for `rich.print`, with some of its columns; all of them want a terminal of about 130 characters."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -298,12 +293,9 @@ def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.T
 
 
 def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
-    """The table as text. Columns that do not fit beside the others follow below them.
+    """The table as text in lines of this width. Columns that do not fit beside the others follow below them.
 
-    Args:
-        table: The table.
-        width: Characters of a line.
-        styled: Whether to write the terminal's codes for bold and dim.
+    ``styled`` writes the terminal's codes for bold and dim.
     """
     from rich.console import Console
 
