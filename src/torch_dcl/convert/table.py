@@ -18,9 +18,7 @@ WIDTH = 112
 def render(plan: "Plan", width: int | None = None) -> str:
     """The table of a plan: what is converted, what could be, and why the rest is left alone.
 
-    Args:
-        plan: What to show.
-        width: Columns to fit it into; None takes the terminal's, and as many as it takes where there is no terminal.
+    Without a width it has the terminal's, and as many columns as it takes where there is no terminal.
     """
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns if width is None else width
     chosen = plan.selected
