@@ -45,7 +45,8 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
     code = 0
     if summary.complete:
         spent = say_minutes(time.perf_counter() - start)
-        screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), "." + _next(task)), soft_wrap=True)
+        page = f". A page of it: dcl report {shlex.quote(str(task.out))}"
+        screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), page), soft_wrap=True)
     else:
         code, why = _ending(stop.signal, summary.failures, is_limited=math.isfinite(task.seconds))
         _say_stopped(task, why)
@@ -65,12 +66,12 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
         stop.on_signal = bar.now
-        told = Listener(bar)
-        tracker = open_tracker(log, task.out, told) if log and first_rank() else None
+        on_bar = Listener(bar)
+        tracker = open_tracker(log, task.out, on_bar) if log and first_rank() else None
         with stop:
             summary = run(
                 task.recipe, task.out, resume=task.resume, join=task.join, seconds=task.seconds, should_stop=stop,
-                listener=tracker or told, files=task.files(),
+                listener=tracker or on_bar, files=task.files(),
             )  # fmt: skip
     if tracker is not None:
         tracker.update()
@@ -112,10 +113,6 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
         sentences.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
     return 1, "\n".join(sentences)
-
-
-def _next(task: Task) -> str:
-    return f" A page of it: dcl report {shlex.quote(str(task.out))}"
 
 
 def _say_stopped(task: Task, why: str) -> None:

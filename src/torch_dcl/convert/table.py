@@ -177,11 +177,11 @@ def _totals(plan: "Plan", width: int) -> str:
 def _network_latency(plan: "Plan") -> list[str]:
     if plan.timings is None:
         return []
-    told, slower = _against(plan.timings["plain"], plan.timings["dcl"])
-    lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if slower else "")]
+    times, slower = _against(plan.timings["plain"], plan.timings["dcl"])
+    lines = [f"Whole network on {plan.device}: {times}." + (" The converted network is slower." if slower else "")]
     if "dcl, captured" in plan.timings:
-        told, by_itself = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
-        lines.append(f"The same as CUDA graphs, without launches: {told}.")
+        times, by_itself = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
+        lines.append(f"The same as CUDA graphs, without launches: {times}.")
         waits = [what for what in slower if what not in by_itself]
         if waits:
             lines.append(f"It is launches that {' and '.join(waits)} waited for: compile the network, or capture it.")

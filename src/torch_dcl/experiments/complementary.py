@@ -128,20 +128,20 @@ def class_responses(
         raise ValueError(f"batch must be at least 1, not {batch}")
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     labels = labels.cpu().long()
-    heard: list[Tensor] = []
+    seen: list[Tensor] = []
     channel = -1 - (layer.branch.weight.dim() - 2)
     sums: Tensor | None = None
-    handle = layer.register_forward_pre_hook(lambda _module, inputs: heard.append(inputs[0]))
+    handle = layer.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
     try:
         with evaluating(model):
             for start in range(0, len(images), batch):
                 model(images[start : start + batch].to(device))
-                if len(heard) != 1:
+                if len(seen) != 1:
                     raise ValueError(
-                        f"layer {layer_name!r} was called {len(heard)} times in one pass, so its responses belong to "
+                        f"layer {layer_name!r} was called {len(seen)} times in one pass, so its responses belong to "
                         "no single place; choose a layer that is called once"
                     )
-                responses = layer.responses(heard.pop())
+                responses = layer.responses(seen.pop())
                 stack = torch.stack([responses.z, *responses.v]).movedim(channel, -1)
                 part = labels[start : start + batch]
                 rows = stack.reshape(len(stack), len(part), -1, stack.shape[-1]).cpu().double().mean(2)

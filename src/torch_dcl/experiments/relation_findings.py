@@ -35,7 +35,7 @@ class Compared(NamedTuple):
     images: int
     column: str
     gap: Difference
-    """The column's error less DCL-A2's, with its uncorrected 95 % interval."""
+    """The column's error minus DCL-A2's, with its uncorrected 95 % interval."""
     corrected: float
     """The p of the paired t-test after Holm's correction over the task's comparisons."""
 

@@ -10,7 +10,17 @@ from torch.nn import functional as F
 from torch_dcl.layers import DCLLinear, Responses
 from torch_dcl.module import _mean_square
 
-__all__ = ["SummedLinear"]
+__all__ = ["SummedLinear", "start_responses_"]
+
+
+@torch.no_grad()
+def start_responses_(layer: DCLLinear, spread: float) -> None:
+    """Give the responses of all branches this standard deviation at the start, and biases of 0."""
+    for W, M in zip(torch.split(layer.fusion.weight, list(layer.widths)), layer.widths, strict=True):
+        bound = math.sqrt(3 / (M * _mean_square(layer.branch_activation))) * spread
+        nn.init.uniform_(W, -bound, bound)
+    if layer.fusion.bias is not None:
+        nn.init.zeros_(layer.fusion.bias)
 
 
 class SummedLinear(DCLLinear):
@@ -25,15 +35,10 @@ class SummedLinear(DCLLinear):
             raise ValueError("SummedLinear sums all branches; use the deterministic strategy")
         super().__init__(in_features, out_features, **arguments)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise as the DCL layer, but with the variance that the mean of T responses needs."""
         super().reset_parameters()
-        for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
-            bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * math.sqrt(self.branches / 3)
-            nn.init.uniform_(W, -bound, bound)
-        if self.fusion.bias is not None:
-            nn.init.zeros_(self.fusion.bias)
+        start_responses_(self, math.sqrt(self.branches / 3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to the mean response."""

@@ -235,9 +235,9 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
     given["seeds"] = asked.get("seeds", 5) if seeds is None else seeds
     if asked:
         protocol = Table1Config()
-        told = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
-        told["drops"] = tuple(told["drops"])
-        given |= {key: value for key, value in told.items() if value != getattr(protocol, key)}
+        settings = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
+        settings["drops"] = tuple(settings["drops"])
+        given |= {key: value for key, value in settings.items() if value != getattr(protocol, key)}
         if str(asked["digits"]).startswith("the embedded"):
             given["data"] = "excerpt"
         if asked["images"]:
