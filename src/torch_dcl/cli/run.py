@@ -1,6 +1,7 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
+import io
 import math
 import os
 import shlex
@@ -96,10 +97,9 @@ def _as_text(shown: "Sequence[Any]") -> str:
     """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
     from rich.console import Console
 
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        recorded = Console(width=100, record=True, file=nowhere, highlight=False)
-        _print(recorded, shown)
-    return str(recorded.export_text())
+    text = io.StringIO()
+    _print(Console(width=100, file=text, highlight=False), shown)
+    return text.getvalue()
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
 from torch_dcl.experiments.settings import SettingError
-from torch_dcl.models import _common, lenet, variant_plan
+from torch_dcl.models import _common, count_weights, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
@@ -80,8 +80,7 @@ def build(column: str, classes: int, seed: int, *, filters: int | None = None) -
 @functools.cache
 def weights(column: str, classes: int, *, filters: int | None = None) -> int:
     """How many weights a network of the column has, without biases; of the oracle, one of its networks."""
-    model = build(column, 10 if column == "oracle" else classes, 0, filters=filters)
-    return sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
+    return count_weights(build(column, 10 if column == "oracle" else classes, 0, filters=filters))
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from torch_dcl.data._segments import read_digits
 from torch_dcl.data.digits import SIZES, generate, segment, source
@@ -377,11 +376,6 @@ class DigitRecipe(Recipe[C]):
         for job in jobs:
             images, labels = sets[self.set_of(job)]
             for place, name in enumerate(self._names(job)):
-                labelled[name] = images, _digit(labels, self.networks(job), place) if "#" in name else labels
+                power = 10 ** (self.networks(job) - 1 - place)  # of the digit, counted from the most significant
+                labelled[name] = images, labels // power % 10 if "#" in name else labels
         return labelled
-
-
-def _digit(labels: Tensor, digits: int, place: int) -> Tensor:
-    """One digit of each label, counted from the most significant."""
-    power: int = 10 ** (digits - 1 - place)
-    return labels // power % 10

@@ -133,12 +133,9 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
     """The sets that are not there, with what to put where."""
     config.check_root()
     missing: dict[str, str] = {}
-    for name in names:
-        if config.place != MADE_UP and not is_here(name, config.place):
-            try:
-                load(name, root=config.place)
-            except FileNotFoundError as error:
-                missing[name] = _remedy(error)
+    for name in names if config.place != MADE_UP else ():
+        if not is_here(name, config.place):
+            missing |= _load(name, config)[1]
     return missing
 
 
@@ -154,10 +151,9 @@ def read_sets(
             train, test = config.images or (None, None)
             sets[name] = generate_images(name, train or 400, test or 100)
         else:
-            try:
-                whole = load(name, root=config.place)
-            except FileNotFoundError as error:
-                absent[name] = _remedy(error)
+            whole, reason = _load(name, config)
+            absent |= reason
+            if whole is None:
                 continue
             sets[name] = whole if config.images is None else _first(whole, *config.images)
         report(str(sets[name]))
@@ -171,9 +167,12 @@ def read_sets(
     return sets, dict.fromkeys(absent, NOT_AVAILABLE)
 
 
-def _remedy(error: FileNotFoundError) -> str:
-    """The message of `load` for a missing set, without the hint that applies in Python only."""
-    return str(error).replace(" (pass extra=False to do without the extra images)", "")
+def _load(name: str, config: NaturalConfig) -> tuple[Dataset | None, dict[str, str]]:
+    """A set; or by its name what to put where, without the hint that applies in Python only."""
+    try:
+        return load(name, root=config.place), {}
+    except FileNotFoundError as error:
+        return None, {name: str(error).replace(" (pass extra=False to do without the extra images)", "")}
 
 
 def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
