@@ -5,7 +5,6 @@ images of each class, and, when the classes are numbers, over the images with ea
 """
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
-from torch_dcl.experiments.protocol import finite
+from torch_dcl.fleet.checkpoint import finite, with_nan
 from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
 __all__ = [
@@ -284,16 +283,10 @@ def from_plain(stored: Mapping[str, Any]) -> Complementary:
     if missing := [name for name in names if name not in stored]:
         raise ValueError(f"the responses of a filter lack {', '.join(missing)}; run it again")
     read = {name: stored[name] for name in names}
-    read |= {name: torch.tensor(_with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
+    read |= {name: torch.tensor(with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
     read["names"], read["parts"] = tuple(read["names"]), tuple(read["parts"])
     read["own"] = tuple(map(tuple, read["own"]))
     return Complementary(**read)
-
-
-def _with_nan(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_with_nan(value) for value in values]
-    return math.nan if values is None else values
 
 
 def _argmax(values: Tensor, axis: int) -> Tensor:
