@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -13,15 +12,12 @@ import torch
 from rich.console import Console
 
 from torch_dcl.cli import plan
-from torch_dcl.cli.config import make_task
 from torch_dcl.cli.console import console, for_machines
 from torch_dcl.cli.run import Listener
 from torch_dcl.data import read_prepared
-from torch_dcl.experiments.columns import Trial
+from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.protocol import Progress
-from torch_dcl.experiments.recipes import demo
-from torch_dcl.experiments.recipes.demo import CAVEAT, COLUMNS, RATES, DemoConfig, verdict
-from torch_dcl.experiments.recipes.table1_search import read_trial
+from torch_dcl.experiments.recipes.demo import CAVEAT, COLUMNS, RATES, TRIED, choose_rates, verdict
 from torch_dcl.progress import Bar, say_minutes
 
 NET = """
@@ -277,20 +273,21 @@ def test_the_demo_for_machines(dcl_for_machines, folder):
     assert "DCL-A2" in told
 
 
-def test_the_rates_of_the_demo_come_from_a_search_with_the_settings_of_the_demo():
-    words = shlex.split(demo.__doc__.split("::")[1])
-    options = [(key.removeprefix("--"), value) for key, value in zip(words[3::2], words[4::2], strict=True)]
-    named = {key: value for key, value in options if key != "set"}
-    task = make_task(words[2], named, [value for key, value in options if key == "set"], dry=True)
-    searched, shown = task.recipe.config, DemoConfig()
-    assert task.recipe.purpose == "choose"  # training digits alone
-    same = ("epochs", "train_images", "test_images", "batch", "warmup", "drops", "factor", "data")
-    assert {name: getattr(searched, name) for name in same} == {name: getattr(shown, name) for name in same}
-    assert searched.models == tuple(COLUMNS)
-    assert searched.sets == (demo.SET,)
-    tried = [read_trial(text) for text in searched.trials]
-    assert {Trial(rate, 1.0) for rate in RATES.values()} <= set(tried)
-    assert {job.seed for job in task.recipe.jobs({})}.isdisjoint(range(shown.seeds))
+def test_the_demo_chooses_its_rates_without_the_test_digits(monkeypatch):
+    digits = read_mnist(None)
+    blind = digits._replace(test=(digits.test[0][:0], digits.test[1][:0]))
+    lines = []
+    found = choose_rates(blind, rates=(1e-4, 0.05), images=300, epochs=1, seeds=(100,), report=lines.append)
+    assert list(found) == ["baseline", "A2", "low-rank"]
+    assert len(lines) == 6
+    by_line = {tuple(line.split(":")[0].split(" at ")): float(line.split()[-2]) for line in lines}
+    for column, rate in found.items():
+        assert by_line[column, f"{rate:g}"] == min(by_line[column, "0.0001"], by_line[column, "0.05"])
+
+
+def test_the_rates_of_the_demo_are_some_that_were_tried():
+    assert list(RATES) == list(COLUMNS)
+    assert set(RATES.values()) <= set(TRIED)
 
 
 def entries(plain, ours, low_rank):

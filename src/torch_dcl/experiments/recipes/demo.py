@@ -3,28 +3,25 @@
 The digits are the excerpt of MNIST that comes with the package. So the errors are those of few images and few epochs.
 They show how the tool is used, not what the paper claims.
 
-The learning rates were chosen for these epochs on the excerpt's training digits alone, with seeds that the demo does
-not use. This does it again::
-
-    dcl run table1-search --data excerpt --sets II-01 --models baseline,A2,low-rank --epochs 6 --set fresh=no
-        --set 'trials=0.1 clip 1,0.2 clip 1,0.3 clip 1' --set train_images=5000 --set test_images=1000 --set batch=50
-        --set warmup=60
+The learning rates are chosen for these epochs on the excerpt's training digits alone: `choose_rates` trains every
+network at every rate of `TRIED` and takes the lowest error, with seeds that the demo does not use. ``python -m
+torch_dcl.experiments.recipes.demo`` does it again.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_dcl.experiments.columns import weights
 from torch_dcl.experiments.complementary import as_plain, complementary
-from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, classes_of
+from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, Digits, classes_of, read_mnist
 from torch_dcl.experiments.protocol import Job, Outcome, RunFolder, Shown, Trained
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import mean, mean_std_n, paired, signed
 from torch_dcl.experiments.table import Grid, Line
 
-__all__ = ["CAVEAT", "COLUMNS", "PLANNED", "RATES", "SET", "Demo", "DemoConfig", "verdict"]
+__all__ = ["CAVEAT", "COLUMNS", "PLANNED", "RATES", "SET", "TRIED", "Demo", "DemoConfig", "choose_rates", "verdict"]
 
 SET = "MNIST-II-01"
 COLUMNS = {"baseline": "plain", "A2": "DCL-A2", "low-rank": "low-rank"}
@@ -35,8 +32,9 @@ WORDS = {
 }
 CAVEAT = "A small excerpt and few epochs: this shows the tool, and neither confirms nor refutes the paper."
 EPOCHS, IMAGES, CLIP = 6, 5000, (("clip", 1.0),)
+TRIED = (0.1, 0.2, 0.3)
 RATES = {"baseline": 0.3, "A2": 0.2, "low-rank": 0.2}
-"""What the search chose."""
+"""What `choose_rates` chose."""
 PLANNED = "alexnet"
 """The network of torchvision whose plan is shown."""
 
@@ -170,3 +168,31 @@ def plan_of_a_network() -> str:
     from torch_dcl.convert import plan
 
     return str(plan(torchvision.models.get_model(PLANNED), (3, 224, 224)))
+
+
+class _Choosing(Demo):
+    purpose = "choose"
+
+
+def choose_rates(
+    digits: Digits, *, rates: Sequence[float] = TRIED, images: int = IMAGES, epochs: int = EPOCHS,
+    seeds: Sequence[int] = (100, 101), report: Callable[[str], None] = print,
+) -> dict[str, float]:  # fmt: skip
+    """The learning rate of every network with the lowest error on held-out training digits."""
+    recipe = _Choosing(DemoConfig(train_images=images, epochs=epochs))
+    recipe.digits = digits
+    chosen = {}
+    for column in COLUMNS:
+        errors = {}
+        for lr in rates:
+            jobs = [Job(column, SET, seed, lr, options=CLIP) for seed in seeds]
+            fleet = recipe.fleet(jobs)
+            fleet.train()
+            errors[lr] = mean(fleet.evaluate(recipe.judge(jobs)).errors.tolist())
+            report(f"{column} at {lr:g}: {errors[lr]:.2f} %")
+        chosen[column] = min(errors, key=lambda lr: errors[lr])
+    return chosen
+
+
+if __name__ == "__main__":
+    print(choose_rates(read_mnist(None)))
