@@ -193,6 +193,15 @@ def bounds_of(values: Sequence[float]) -> tuple[float, float]:
     return interval(values) if len(values) > 1 else (values[0], values[0])
 
 
+def draw_spread(axes: "Axes", x: float, values: Sequence[float], colour: str, aside: float = 0.0) -> None:
+    """The 95 % interval of a mean, where there are several values, and a small dot for each."""
+    low, high = bounds_of(values)
+    if len(values) > 1:
+        middle, half = (low + high) / 2, (high - low) / 2
+        axes.errorbar(x, middle, half, color=colour, lw=1.1, capsize=2, capthick=1.1, zorder=3)
+    axes.plot([x + aside] * len(values), values, "o", ms=2, mfc=colour, mec="none", alpha=0.55, zorder=2)
+
+
 def decades(axis: "Axis", ticks: Sequence[float]) -> None:
     """Label a logarithmic axis at these multiples of every power of ten, in plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter

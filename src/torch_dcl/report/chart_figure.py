@@ -34,10 +34,6 @@ class _Point(NamedTuple):
     def mean(self) -> float:
         return fmean(self.errors)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return canvas.bounds_of(self.errors)
-
 
 def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw test error against weights, and beside it against the time of a training step, a mark for each unit.
@@ -53,7 +49,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     with canvas.style():
         figure = canvas.empty("chart", width, _HEIGHT)
         high = (_HEIGHT - _TOP - _BOTTOM) / _HEIGHT
-        seen = [bound for point in _on_scale(points) for bound in (*point.bounds, *point.errors)]
+        seen = [bound for point in _on_scale(points) for bound in (*canvas.bounds_of(point.errors), *point.errors)]
         room = 0.06 * (min(100.0, max(seen)) - max(0.0, min(seen)) or 1)
         limits = (max(0.0, min(seen) - room), min(100.0 + room, max(seen) + room))
         budgets = _budgets(points)
@@ -156,13 +152,8 @@ def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], them
         for x, point in zip(places, points, strict=True):
             if point.unit != unit:
                 continue
-            low, high = point.bounds
-            if low < high and _height(axes, point) == point.mean:
-                axes.errorbar(
-                    x, point.mean, [[point.mean - low], [high - point.mean]], color=colour, lw=1.0, capsize=1.8,
-                    capthick=1.0, zorder=3,
-                )  # fmt: skip
-                axes.plot([x] * len(point.errors), point.errors, "o", ms=1.9, mfc=colour, mec="none", alpha=0.55)
+            if len(point.errors) > 1 and _height(axes, point) == point.mean:
+                canvas.draw_spread(axes, x, point.errors, colour)
             axes.plot(x, _height(axes, point), mark, ms=size, mfc=colour, mec=theme.page, mew=0.6, zorder=4,
                       clip_on=False, gid=canvas.id_of(panel, unit))  # fmt: skip
 

@@ -46,11 +46,7 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         means = [fmean(values) for values in seeds]
         axes.plot(list(place.values()), means, color=theme.blue, lw=1.3, zorder=3)
         for x, mean, values in zip(place.values(), means, seeds, strict=True):
-            if len(values) > 1:
-                half = canvas.bounds_of(values)[1] - mean
-                axes.errorbar(x, mean, half, color=theme.blue, lw=1.1, capsize=2.2, capthick=1.1)
-            spread = [x + 0.15] * len(values)
-            axes.plot(spread, values, "o", ms=2.1, mfc=theme.blue, mec="none", alpha=0.55, zorder=2)
+            canvas.draw_spread(axes, x, values, theme.blue, aside=0.15)
             axes.plot(x, mean, "o", ms=4.4, mfc=theme.blue, mec=theme.page, mew=0.7, zorder=4)
         shown = _with_room(list(place.values()))
         labels = [
