@@ -18,6 +18,7 @@ from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
 from torch_dcl.experiments.settings import SettingError
+from torch_dcl.experiments.table import CONTROLS, MORE
 from torch_dcl.models import _common, count_weights, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
@@ -27,20 +28,11 @@ __all__ = [
     "read_choice", "stored_choice", "stored_minutes", "weights",
 ]  # fmt: skip
 
-CONTROLS = ("narrow", "low-rank", "summed")
-"""At A2's weights: the layer narrowed, of low rank (T = 1), and with its branches averaged instead of multiplied."""
-
 EXTRAS = ("A4S", "A5S", "A4D", "A5D", "AB2")
 """Tried beside the table: more branches in the first layer, and both layers replaced."""
 
 MODELS = ("baseline", "oracle", *VARIANTS, *CONTROLS)
 """The columns in the order of the table."""
-
-MORE = (
-    "low-rank-B2", "summed-B2", "wide-B2", "low-rank-B3", "summed-B3", "wide-B3", "baseline-matched", "narrow-matched",
-)  # fmt: skip
-"""At the weights of B2 or B3: the classifier of low rank, with its branches averaged, or plain behind another number of
-filters. Matched: the first fully-connected layer starts at the scale of the factorised layers."""
 
 _FC1, _FC1_IN, _SHARE = 500, 800, 1 / 5
 

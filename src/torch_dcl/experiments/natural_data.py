@@ -15,6 +15,7 @@ from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
     LENET_OPTIONS,
+    SIZES,
     TrainingRecipe,
     build,
     caffe_factors,
@@ -37,8 +38,6 @@ MADE_UP = "made-up"
 """In place of a folder: generated images."""
 AUTO = "auto"
 """In place of a folder: the usual places."""
-SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
-"""Images to train on and to test with."""
 Images = tuple[int | None, int | None]
 """How many images to train on and to test with, the first ones of a set; None for all."""
 
