@@ -18,7 +18,7 @@ from torch_dcl.data.digits import SIZES, generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.data.mnist import FILES, find_mnist
 from torch_dcl.data.sources import places
-from torch_dcl.experiments.columns import DECAY, MODELS, MORE, Trial, build
+from torch_dcl.experiments.columns import DECAY, MODELS, MORE, Trial, build, weights
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.protocol import (
     Estimate,
@@ -39,7 +39,7 @@ from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
     "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
-    "find_digits", "make_sets", "read_mnist", "read_sets", "trial_job",
+    "find_digits", "make_sets", "read_mnist", "read_sets", "trial_job", "weights_of",
 ]  # fmt: skip
 
 BATCH = 100
@@ -141,6 +141,11 @@ def digits_of(name: str) -> int:
 def classes_of(job: Job) -> int:
     """The number of classes of a job's networks; each network of the oracle reads one digit."""
     return int(10 if job.network == "oracle" else 10 ** digits_of(job.data))
+
+
+def weights_of(job: Job) -> int:
+    """The weights of all networks of a job, without biases."""
+    return weights(job.network, classes_of(job)) * (digits_of(job.data) if job.network == "oracle" else 1)
 
 
 def trial_job(

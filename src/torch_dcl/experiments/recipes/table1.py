@@ -21,7 +21,6 @@ from torch_dcl.experiments.columns import (
     find_choice,
     stored_choice,
     stored_minutes,
-    weights,
 )
 from torch_dcl.experiments.digits import (
     MODEL_RULES,
@@ -30,9 +29,9 @@ from torch_dcl.experiments.digits import (
     TWO,
     DigitConfig,
     DigitRecipe,
-    classes_of,
     digits_of,
     trial_job,
+    weights_of,
 )
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, THREE_DIGITS, TWO_DIGITS
 from torch_dcl.experiments.protocol import Job, Outcome
@@ -133,15 +132,10 @@ class Table1(DigitRecipe[Table1Config]):
 
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
         sentences = [text for text in result.deviations if text not in DEVIATIONS] + verdict(result)
+        table: list[RenderableType] = [Text.from_ansi(as_text(result, width=width, styled=True))]
         if len(result.sets) <= FEW:
-            table: list[RenderableType] = [
-                Text(result.title, style="bold"),
-                long_table(result, width),
-                Text(SIGNS, style="dim"),
-                Text(),
-            ]
-        else:
-            table = [Text.from_ansi(as_text(result, width=width, styled=True))]
+            title, signs = Text(result.title, style="bold"), Text(SIGNS, style="dim")
+            table = [title, long_table(result, width), signs, Text()]
         return [*table, *sentences, f"Minutes: {spent}."]
 
 
@@ -155,7 +149,7 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
     shared = {key: asked.get(key) for key in ("sha256", "images", "schedule", "batch", "precision", "fresh")}
     cells = [
         Cell.of(
-            group, table1_weights(group[0].job), Table.paper_of(column, name), fitted=column == "baseline",
+            group, weights_of(group[0].job), Table.paper_of(column, name), fitted=column == "baseline",
             origin=origin(folder, {**shared, "strength": asked["strengths"][name], "trial": asked["choice"][column]}),
         )
         for (name, column), group in by_cell.items()
@@ -177,12 +171,6 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
         deviations=DEVIATIONS, **run_facts(folder),
     )  # fmt: skip
     return as_trial(table, _departures(asked))
-
-
-def table1_weights(job: Job) -> int:
-    """Weights of all networks of a job."""
-    networks = digits_of(job.data) if job.network == "oracle" else 1
-    return weights(job.network, classes_of(job)) * networks
 
 
 def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
@@ -220,9 +208,8 @@ def _departures(asked: Mapping[str, Any]) -> list[str]:
         count = f"{epochs} epoch{'s' if epochs > 1 else ''}"
         sentences.append(f"Trained for {count}, while the learning rates were chosen for {SCHEDULE.epochs}.")
     if str(asked["digits"]).startswith("the embedded"):
-        sentences.append(
-            "Written with an excerpt of MNIST, while how difficult the sets are was fitted with all of it."
-        )
+        excerpt = "Written with an excerpt of MNIST"
+        sentences.append(f"{excerpt}, while how difficult the sets are was fitted with all of it.")
     return sentences
 
 
