@@ -154,8 +154,8 @@ def measure(case: str, precision: str, arguments: argparse.Namespace) -> list[di
     x = x.to("cuda", dtype).contiguous(memory_format=layout)
     ready: dict[str, nn.Module] = {}
     compiled: dict[str, nn.Module] = {}
-    for name, module in made.items():
-        module = module.to("cuda", dtype, memory_format=layout).train()  # noqa: PLW2901
+    for name, given in made.items():
+        module = given.to("cuda", dtype, memory_format=layout).train()
         if name == "dcl":
             dcl.advance_branches_(module, 0)
             with dispatch.watch() as ran, autocast(mixed):

@@ -3,7 +3,8 @@
     python tools/reading_path.py --rooms cli,experiments torch_dcl.cli.run torch_dcl.experiments.recipes.table1
 
 Imports inside functions count, those for type checkers alone do not. With ``--rooms`` imports that lead out of these
-rooms are not followed. Without an entry point it prints files and lines of every room.
+rooms are not followed. Without an entry point it prints files and lines of every room; ``--without`` leaves out files
+and folders by name, such as those of recipes that came later.
 """
 
 import argparse
@@ -59,11 +60,17 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def names_of(path: Path) -> set[str]:
+    """The names of a file and of the folders that it stands in, inside of the package."""
+    return set(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
 def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", help="entry points, such as torch_dcl.cli.run")
     parser.add_argument("--rooms", help="stay in these rooms, such as cli,experiments")
+    parser.add_argument("--without", default="", help="leave out files and folders of these names: deep,imagenet")
     asked = parser.parse_args()
     for module in asked.modules:
         if file_of(module) is None:
@@ -71,7 +78,8 @@ def main() -> None:
     given = set(asked.rooms.split(",")) if asked.rooms else None
     paths = reading_path(*asked.modules, rooms=given) if asked.modules else set(PACKAGE.rglob("*.py"))
     rooms = given or {room_of(path) for path in paths}
-    kept = sorted(path for path in paths if room_of(path) in rooms)
+    left_out = set(filter(None, asked.without.split(",")))
+    kept = sorted(path for path in paths if room_of(path) in rooms and not left_out & names_of(path))
     if asked.modules:
         for path in kept:
             print(path.relative_to(PACKAGE))
@@ -79,7 +87,8 @@ def main() -> None:
         files = [path for path in kept if room_of(path) == room]
         lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
         print(f"{room:14} {len(files):3} files {lines:6,} lines")
-    print(f"{'together':14} {len(kept):3} files")
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in kept)
+    print(f"{'together':14} {len(kept):3} files {lines:6,} lines")
 
 
 if __name__ == "__main__":

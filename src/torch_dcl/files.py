@@ -201,7 +201,7 @@ def locate_sealed(
             first, last = entry["data_offsets"]
             places[name] = (str(entry["dtype"]), tuple(map(int, entry["shape"])), 8 + length + int(first))
             if not 0 <= int(first) <= int(last) <= size - 8 - length:
-                raise ValueError(f"{name} lies outside of the file")  # noqa: TRY301
+                raise ValueError(f"{name} lies outside of the file")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SealedError(f"{path} is truncated, damaged, or no file of the kind {key} ({error})") from error
     return places, about

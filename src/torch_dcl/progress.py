@@ -5,12 +5,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
     from rich.live import Live
     from rich.progress import Progress as RichProgress
 
@@ -87,7 +86,6 @@ class Bar:
         on: The console.
         total: Steps.
         unit: What a step is, in the plural.
-        above: Called at every change for what to show above the bar; in a terminal only.
         every: Seconds between plain lines.
         by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
         expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
@@ -99,7 +97,6 @@ class Bar:
         total: int,
         unit: str,
         *,
-        above: "Callable[[], RenderableType] | None" = None,
         every: float = EVERY,
         by_step: bool = False,
         expected: float | None = None,
@@ -109,7 +106,6 @@ class Bar:
         self.step: tuple[int, int, str] | None = None
         self.by_step, self.expected = by_step, expected
         self._begun: tuple[float, int] | None = None
-        self._above = above
         self._start = self._said = time.monotonic()
         self._live: Live | None = None
         self._outer: RichProgress | None = None
@@ -145,13 +141,7 @@ class Bar:
         self._show()
 
     def inside(self, done: int, total: int, unit: str) -> None:
-        """How far the step is that is being done.
-
-        Args:
-            done: Parts of it that are done.
-            total: Its parts.
-            unit: What a part is, in the plural.
-        """
+        """Say how many parts of the step are done that is being done, and what a part is, in the plural."""
         self.step = (done, total, unit)
         # What was done before this call says nothing of the time, and a first part takes longer than others.
         if self._begun is None and done:
@@ -175,11 +165,7 @@ class Bar:
         self._show()
 
     def expect(self, share: float) -> None:
-        """Correct the seconds that are expected, once enough is done to tell.
-
-        Args:
-            share: The part of the work that is done.
-        """
+        """Correct the seconds that are expected by the share of the work that is done, once that is enough to tell."""
         if share >= 0.2:
             self.expected = (time.monotonic() - self._start) / share
         self._show()
@@ -243,6 +229,7 @@ class Bar:
                 self._say()
 
     def _go_live(self, console: "Console") -> None:
+        from rich.console import Group
         from rich.live import Live
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -262,14 +249,6 @@ class Bar:
         )
         self._outer.add_task("", total=self.total, completed=int(self.done), count=int(self.done), eta="")
         self._inner.add_task("", total=None, completed=0, text=self.text)
-        self._live = Live(
-            get_renderable=self._screen, console=console, transient=True, refresh_per_second=8
-        )  # fmt: skip
+        both = Group(self._outer, self._inner)
+        self._live = Live(both, console=console, transient=True, refresh_per_second=8)
         self._live.start()
-
-    def _screen(self) -> "RenderableType":
-        from rich.console import Group
-
-        if self._outer is None or self._inner is None:
-            return ""
-        return Group(*([] if self._above is None else [self._above()]), self._outer, self._inner)

@@ -1,5 +1,6 @@
 """What is damaged, absurd, or from a stranger: one line with the remedy, and nothing half written."""
 
+import io
 import json
 import os
 import shutil
@@ -140,9 +141,9 @@ def test_a_narrow_terminal_gets_a_table_that_it_can_show(width):
         for unit in ("dcl", "low-rank")
     ]  # fmt: skip
     for shown in (long_table(table, width), chart_grid({"points": points}).as_rich(width)):
-        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
-        console.print(shown)
-        text = console.export_text()
+        out = io.StringIO()
+        Console(width=width, file=out).print(shown)
+        text = out.getvalue()
         assert "14.50 ± 0.25 (3)" in text
         assert "…" not in text
         assert max(map(len, text.splitlines())) <= width

@@ -107,7 +107,6 @@ def test_the_best_strength_is_the_one_whose_mean_is_nearest():
     fitted = Fitted("MNIST-II-01", 2.0, {0.5: [1.0, 2.2], 1.0: [2.5, 1.7], 1.5: [9.0]})
     assert fitted.best == 1.0
     assert fitted.off(1.0) == pytest.approx(0.05)
-    assert str(fitted) == "MNIST-II-01  best 1, +5.0 % of 2.00  tried 0.5: 1.60 (2)  1: 2.10 (2)  1.5: 9.00 (1)"
 
 
 # What a layout allows

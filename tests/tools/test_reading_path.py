@@ -50,6 +50,17 @@ def test_the_path_stays_in_the_rooms_that_are_named(tool, tmp_path, monkeypatch)
     assert {path.stem for path in tool.reading_path("torch_dcl.one.a")} == {"a", "b", "c", "d"}
 
 
+def test_files_and_folders_are_left_out_of_the_count_by_name(tool, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "torch_dcl"
+    for name in ("one/deep.py", "one/later/a.py", "one/b.py", "two/deep.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("x = 1\n" * 3)
+    monkeypatch.setattr(tool, "PACKAGE", package)
+    monkeypatch.setattr("sys.argv", ["reading_path.py", "--rooms", "one", "--without", "deep,later"])
+    tool.main()
+    assert " ".join(capsys.readouterr().out.split()) == "one 1 files 3 lines together 1 files 3 lines"
+
+
 def test_table_1_is_followed_with_as_many_files_as_the_documentation_says(tool):
     rooms = {"cli", "experiments"}
     opened = tool.reading_path("torch_dcl.cli.run", "torch_dcl.experiments.recipes.table1", rooms=rooms)

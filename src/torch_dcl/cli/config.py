@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import hashlib
 import hmac
+import json
 import math
 import os
 import secrets
@@ -136,8 +137,7 @@ def as_toml(asked: Asked) -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    """A value as TOML, which writes texts and truth values as JSON does, and infinite numbers as Python."""
     if isinstance(value, list):
         entries = [_toml(entry) for entry in value]
         line = f"[{', '.join(entries)}]"
@@ -145,12 +145,7 @@ def _toml(value: Any) -> str:
             return line
         rows = [", ".join(entries[i : i + 5]) for i in range(0, len(entries), 5)]
         return "[\n" + "".join(f"  {row},\n" for row in rows) + "]"
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        for sign, code in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
-            escaped = escaped.replace(sign, code)
-        return f'"{escaped}"'
-    return repr(value)
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,10 +86,10 @@ def digits(
     from torch_dcl.data import Dataset, write_prepared
     from torch_dcl.data.digits import SIZES, generate, segment, source
     from torch_dcl.data.layouts import LAYOUTS
-    from torch_dcl.experiments.digits import find_digits
+    from torch_dcl.experiments.digits import find_digits, read_sets
 
     for_machines(as_json)
-    names = _sets(sets)
+    names = read_sets(sets)
     if images is not None and images < 1:
         raise UsageError(f"--images must be at least 1, not {images}")
     place, folder = read_device(device), find_digits(mnist)
@@ -135,10 +135,10 @@ def sheet(
     """Draw the sets: where the digits stand, how they vary, and samples."""
     from torch_dcl.data.layouts import LAYOUTS
     from torch_dcl.data.sheet import contact_sheet
-    from torch_dcl.experiments.digits import find_digits
+    from torch_dcl.experiments.digits import find_digits, read_sets
 
     for_machines(as_json)
-    names = _sets(sets)
+    names = read_sets(sets)
     if output.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise UsageError(f"a contact sheet ends in .png, .svg or .pdf, {output} does not")
     check_output(output)
@@ -216,13 +216,6 @@ def check_data(
         print_json(rows)
     if not all(row["sound"] for row in rows):
         raise typer.Exit(1)
-
-
-def _sets(given: str) -> list[str]:
-    """Names of multi-digit sets: ``II-01`` or ``MNIST-II-01``, or ``all``."""
-    from torch_dcl.experiments.digits import read_sets
-
-    return read_sets(given)
 
 
 def what_is_here() -> list[dict[str, Any]]:

@@ -74,13 +74,10 @@ def prepared(network: "nn.Module", device: str, dtype: str, memory: str) -> "nn.
 
 def read_size(text: str) -> Size:
     """The size of an input from ``3,224,224`` or ``3x224x224``."""
-    try:
-        size = tuple(int(part) for part in text.replace("x", ",").split(","))
-    except ValueError:
-        size = ()
-    if not size or min(size) < 1:
+    parts = text.replace("x", ",").split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise UsageError(f"--input-size {text!r} is not of the form 3,224,224")
-    return size
+    return tuple(map(int, parts))
 
 
 def read_width(text: str | None) -> int | Size | None:

@@ -1,6 +1,7 @@
 """``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
 
 import dataclasses
+import io
 import math
 import os
 import shlex
@@ -45,7 +46,8 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
     code = 0
     if summary.complete:
         spent = say_minutes(time.perf_counter() - start)
-        screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), "." + _next(task)), soft_wrap=True)
+        page = f". A page of it: dcl report {shlex.quote(str(task.out))}"
+        screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), page), soft_wrap=True)
     else:
         code, why = _ending(stop.signal, summary.failures, is_limited=math.isfinite(task.seconds))
         _say_stopped(task, why)
@@ -65,12 +67,12 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
         stop.on_signal = bar.now
-        told = Listener(bar)
-        tracker = open_tracker(log, task.out, told) if log and first_rank() else None
+        on_bar = Listener(bar)
+        tracker = open_tracker(log, task.out, on_bar) if log and first_rank() else None
         with stop:
             summary = run(
                 task.recipe, task.out, resume=task.resume, join=task.join, seconds=task.seconds, should_stop=stop,
-                listener=tracker or told, files=task.files(),
+                listener=tracker or on_bar, files=task.files(),
             )  # fmt: skip
     if tracker is not None:
         tracker.update()
@@ -95,10 +97,9 @@ def _as_text(shown: "Sequence[Any]") -> str:
     """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
     from rich.console import Console
 
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        recorded = Console(width=100, record=True, file=nowhere, highlight=False)
-        _print(recorded, shown)
-    return str(recorded.export_text())
+    text = io.StringIO()
+    _print(Console(width=100, file=text, highlight=False), shown)
+    return text.getvalue()
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
@@ -112,10 +113,6 @@ def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *,
         names = ", ".join(dict.fromkeys(f"{job.network} on {job.data}" for job in jobs))
         sentences.append(f"{names} ({len(jobs)} job{'s' if len(jobs) > 1 else ''}) failed: {error}.")
     return 1, "\n".join(sentences)
-
-
-def _next(task: Task) -> str:
-    return f" A page of it: dcl report {shlex.quote(str(task.out))}"
 
 
 def _say_stopped(task: Task, why: str) -> None:

@@ -49,11 +49,11 @@ def check_wish(wish: Wish, budget: float | None) -> None:
         raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
     check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
     if budget is not None:
-        told = "budget is the fraction of the weights to keep, a number above 0 and below 1, for example 0.8"
+        meaning = "budget is the fraction of the weights to keep, a number above 0 and below 1, for example 0.8"
         if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-            raise TypeError(f"{told}; got {budget!r}")
+            raise TypeError(f"{meaning}; got {budget!r}")
         if not 0 < budget < 1:
-            raise ValueError(f"{told}; got {budget!r}")
+            raise ValueError(f"{meaning}; got {budget!r}")
         if wish.width is not None:
             raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
 
@@ -117,8 +117,8 @@ def _is_exported(model: object) -> bool:
 
 def _described(model: object) -> str:
     if isinstance(model, type):
-        made = issubclass(model, nn.Module)
-        return f"the class {model.__name__}" + (f"; make one: plan({model.__name__}(...), ...)" if made else "")
+        is_network = issubclass(model, nn.Module)
+        return f"the class {model.__name__}" + (f"; make one: plan({model.__name__}(...), ...)" if is_network else "")
     name = getattr(model, "__name__", None)
     if callable(model) and name is not None:
         return f"the function {name}; call it: plan({name}(), ...)"

@@ -25,12 +25,10 @@ Components = tuple[Tensor, Tensor]
 
 
 def assume(weight: Tensor, deviation: Tensor, *, by_channel: bool) -> Components:
-    """The principal components of ``weight·x`` for unknown x.
+    """The principal components of ``weight·x`` for unknown x, from weights ``[K2, K1·kernel]``.
 
-    Args:
-        weight: ``[K2, K1·kernel]``.
-        deviation: ``[K2]``, the standard deviations of the outputs.
-        by_channel: Whether each of them is known. If not, only their total counts.
+    ``deviation`` has the standard deviations of the outputs, ``[K2]``. Unless each is known (``by_channel``), only
+    their total counts.
     """
     offset = math.sqrt(OFFSET) * weight.sum(1, keepdim=True, dtype=torch.float64)
     frame = None

@@ -15,25 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_dcl.convert import units
 from torch_dcl.convert.modelfile import KEY, NORMS, VERSION, CheckpointError, digest_of, read_checked
 from torch_dcl.convert.shards import Shards, is_sharded, own_class
 from torch_dcl.convert.snapshot import all_or_nothing
-from torch_dcl.convert.units import (
-    AbsorbedNorm,
-    AbsorbedReLU,
-    SharedReLU,
-    build,
-    carry_flags,
-    is_frozen_norm,
-    is_idle,
-    leave_fast_paths,
-    names_of,
-    norm_obstacle,
-    norm_settings,
-    obstacle,
-    stand_in,
-    swap,
-)
 from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.files import replacing
 from torch_dcl.functional import check_eps
@@ -132,7 +117,7 @@ def _load(
     if sharded := [name for name, tensor in state.items() if is_sharded(tensor)]:
         raise ValueError(f"{sharded[0]!r} is sharded; call load_model first, and fully_shard on what it returns")
     tensors |= {alias: tensors[name] for alias, name in content["shared"].items()}
-    own_name, places = OwnNames(model), names_of(model)
+    own_name, places = OwnNames(model), units.names_of(model)
     changes = _rebuild(own_name, content, path)
     _reconcile_epsilon(tensors, content, path)
     for entry in content["layers"] if content["version"] == 1 else ():
@@ -143,8 +128,8 @@ def _load(
         raise ValueError("DistributedDataParallel holds the layers that the file replaces; load the network before it")
     with all_or_nothing(model):
         for old, new in changes.items():
-            swap(model, places[old], new)
-        leave_fast_paths(model)
+            units.swap(model, places[old], new)
+        units.leave_fast_paths(model)
         state = model.state_dict(keep_vars=True)
         for name, own in state.items():
             given = tensors[own_name(name)]
@@ -158,11 +143,11 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
     layers, absorbed, relus, shared = [], [], [], []
     for module, names in OwnNames(model).of.items():
-        if isinstance(module, AbsorbedNorm):
+        if isinstance(module, units.AbsorbedNorm):
             absorbed.append(names)
-        elif isinstance(module, AbsorbedReLU):
+        elif isinstance(module, units.AbsorbedReLU):
             relus.append(names)
-        elif isinstance(module, SharedReLU):
+        elif isinstance(module, units.SharedReLU):
             shared.append(names)
         elif isinstance(module, _DCL):
             layers.append({"names": names, **_describe_layer(module)})
@@ -187,7 +172,7 @@ def _describe_part(module: nn.Module) -> dict[str, Any]:
     """A norm or an activation: its class, and whatever numbers and words it was made with."""
     kind = own_class(module)
     if kind in NORMS.values():
-        return {"type": kind.__name__, **norm_settings(module)}
+        return {"type": kind.__name__, **units.norm_settings(module)}
     settings = {
         name: _as_json(value)
         for name, value in vars(module).items()
@@ -251,26 +236,26 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
         except ValueError as error:
             raise _misfit(path, f"{entry['names'][0]!r} cannot take the file's: {error}") from error
     absorbed = [_place(names, places, path) for places in content["absorbed"]]
-    norms = [norm for norm in absorbed if not isinstance(norm, AbsorbedNorm)]
+    norms = [norm for norm in absorbed if not isinstance(norm, units.AbsorbedNorm)]
     for norm in norms:
         trouble = (
-            norm_obstacle(norm)
-            if isinstance(norm, _BatchNorm) or is_frozen_norm(norm)
+            units.norm_obstacle(norm)
+            if isinstance(norm, _BatchNorm) or units.is_frozen_norm(norm)
             else f"it is a {type(norm).__name__}"
         )
         if trouble:
             raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
     _carry_all(changes, norms)
-    changes |= {norm: AbsorbedNorm().train(norm.training) for norm in norms}
+    changes |= {norm: units.AbsorbedNorm().train(norm.training) for norm in norms}
     relus = [(places, False) for places in content["relus"]]
     for places, shared in [*relus, *((places, True) for places in content.get("shared_relus") or ())]:
         relu = _place(names, places, path)
-        if not isinstance(relu, nn.ReLU | AbsorbedReLU):
+        if not isinstance(relu, nn.ReLU | units.AbsorbedReLU):
             raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
-        if isinstance(relu, nn.ReLU) and is_idle(relu):
-            changes[relu] = stand_in(relu, shared=shared)
+        if isinstance(relu, nn.ReLU) and units.is_idle(relu):
+            changes[relu] = units.stand_in(relu, shared=shared)
     for module, places in names.of.items():
-        if isinstance(module, AbsorbedNorm) and module not in absorbed:
+        if isinstance(module, units.AbsorbedNorm) and module not in absorbed:
             raise _misfit(path, f"the batch norm {places[0]!r} is in a DCL layer there, not in the file")
     return changes
 
@@ -278,18 +263,18 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
 def _carry_all(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
     """Give new layers the flags of what they replace; a file names layers and batch norms apart, both in order."""
     normed = [layer for layer in layers.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
-    common = [norm for norm in norms if not is_frozen_norm(norm)]
+    common = [norm for norm in norms if not units.is_frozen_norm(norm)]
     sizes = [layer.fusion.out_channels for layer in normed] == [norm.num_features for norm in common]
     pairs = dict(zip(normed, common, strict=True)) if sizes else {}
     for module, layer in layers.items():
         if isinstance(layer, _DCL):
-            carry_flags(layer, module, pairs.get(layer))
+            units.carry_flags(layer, module, pairs.get(layer))
 
 
 def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:
     """The DCL layer of the file, made to take the place of ``module``."""
     name, norm = entry["names"][0], entry["norm"]
-    trouble = obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
+    trouble = units.obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
     if trouble:
         raise _misfit(path, f"{name!r} cannot become a DCL layer there: {trouble}")
     if entry["activation"] is not None or (norm is not None and norm.get("type") not in NORMS):
@@ -298,7 +283,7 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
     try:
         like = None if norm is None else NORMS[norm["type"]](1, **{k: v for k, v in norm.items() if k != "type"})
         widths = tuple(entry["widths"])
-        layer = build(
+        layer = units.build(
             module, widths=widths, strategy=entry["strategy"], eps=entry["eps"], norm=like, bias=entry["bias"]
         )
     except (TypeError, ValueError) as error:

@@ -157,13 +157,9 @@ def measure_pace(layer: _DCL) -> float:
 
 
 def estimate_seconds(layer: _DCL, pace: float, *, calibrated: bool, normed: bool) -> float:
-    """About how long `fit_` will take. The factors are those of layers of 512 and of 4096 channels on two cores.
+    """About how long `fit_` will take, at the pace of `measure_pace`, with or without samples and a batch norm.
 
-    Args:
-        layer: The DCL layer.
-        pace: What `measure_pace` gives.
-        calibrated: Whether there are samples.
-        normed: Whether there is a batch norm.
+    The factors are those of layers of 512 and of 4096 channels on two cores.
     """
     fusion = layer.fusion
     K2, width, inputs = fusion.out_channels, sum(fusion.widths), layer.branch.weight[0].numel()
@@ -330,13 +326,7 @@ def _check(
 def check_values(
     plain: nn.Module, norm: nn.Module | None = None, samples: Tensor | None = None, *, name: str = "the layer"
 ) -> None:
-    """Refuse a unit whose values no fit can start from.
-
-    Args:
-        plain: The trained linear or convolutional layer.
-        norm: The batch norm behind it.
-        samples: Outputs of ``plain``.
-        name: How to call the layer in an error.
+    """Refuse a unit whose values no fit can start from: a layer, the batch norm behind it, and the layer's outputs.
 
     Raises:
         ValueError: a value that is not finite, a negative variance, or one value so far beyond the others that nothing

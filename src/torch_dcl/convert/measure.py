@@ -43,10 +43,7 @@ def race(
 ) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round. They take turns, so that a slow spell of the machine affects all.
 
-    Args:
-        contenders: The functions to time, by name.
-        rounds: Number of turns of each.
-        seconds: Length of a turn, at least one call; None for ``SECONDS``.
+    A turn has this many seconds, at least one call; None for ``SECONDS``.
     """
     from torch.utils.benchmark import Timer  # it looks for a compiler when it is imported
 

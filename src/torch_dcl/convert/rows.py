@@ -349,8 +349,8 @@ class Plan:
             if row.status == "pays":
                 return f"{pattern!r} matches {row.name!r}, but it is not selected"
             remedy = "name it exactly" + ("" if row.is_unit else ", with force=True")
-            told = f"{pattern!r} matches {row.name!r}, but it is left alone ({row.reason})"
-            return f"{told}; {remedy}" if naming and row.status == "left" else told
+            message = f"{pattern!r} matches {row.name!r}, but it is left alone ({row.reason})"
+            return f"{message}; {remedy}" if naming and row.status == "left" else message
         names = [n for row in self.rows if among(row) for n in (row.name, *row.aliases)]
         names += [row.name for row in self.rows if row.name not in names]
         below = [n for n in names if n.startswith(pattern + ".")]

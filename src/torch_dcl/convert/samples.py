@@ -92,11 +92,7 @@ def collect_samples(
 
 
 class Incoming:
-    """The mean square of every branch's output y, on the inputs that the layers replaced see.
-
-    Args:
-        layers: The DCL layers, by name.
-    """
+    """The mean square of every DCL layer's branch outputs y, on the inputs that the layers replaced see."""
 
     def __init__(self, layers: Mapping[str, _DCL]) -> None:
         self._layers = layers

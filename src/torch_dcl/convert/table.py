@@ -18,9 +18,7 @@ WIDTH = 112
 def render(plan: "Plan", width: int | None = None) -> str:
     """The table of a plan: what is converted, what could be, and why the rest is left alone.
 
-    Args:
-        plan: What to show.
-        width: Columns to fit it into; None takes the terminal's, and as many as it takes where there is no terminal.
+    Without a width it has the terminal's, and as many columns as it takes where there is no terminal.
     """
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns if width is None else width
     chosen = plan.selected
@@ -179,11 +177,11 @@ def _totals(plan: "Plan", width: int) -> str:
 def _network_latency(plan: "Plan") -> list[str]:
     if plan.timings is None:
         return []
-    told, slower = _against(plan.timings["plain"], plan.timings["dcl"])
-    lines = [f"Whole network on {plan.device}: {told}." + (" The converted network is slower." if slower else "")]
+    times, slower = _against(plan.timings["plain"], plan.timings["dcl"])
+    lines = [f"Whole network on {plan.device}: {times}." + (" The converted network is slower." if slower else "")]
     if "dcl, captured" in plan.timings:
-        told, by_itself = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
-        lines.append(f"The same as CUDA graphs, without launches: {told}.")
+        times, by_itself = _against(plan.timings["plain, captured"], plan.timings["dcl, captured"])
+        lines.append(f"The same as CUDA graphs, without launches: {times}.")
         waits = [what for what in slower if what not in by_itself]
         if waits:
             lines.append(f"It is launches that {' and '.join(waits)} waited for: compile the network, or capture it.")

@@ -30,7 +30,9 @@ class Trial:
 
     def __init__(self, model: nn.Module, inputs: Inputs | None) -> None:
         self._runs: list[tuple[bool, Inputs]] = []
-        if inputs is None or any(t.is_meta for t in (*model.parameters(), *model.buffers(), *_tensors(inputs))):
+        if inputs is None or any(
+            t.is_meta for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)
+        ):
             return
         for training in (True, False):
             if training and _communicates(model):
@@ -38,7 +40,7 @@ class Trial:
             if _failure(model, inputs, training=training) is None:
                 self._runs.append((training, inputs))
             elif training:  # a batch norm wants more than one value a channel
-                twice = tree_map_only(Tensor, _twice, inputs)
+                twice = tree_map_only(Tensor, lambda t: torch.cat((t, t)) if t.dim() else t, inputs)
                 if _failure(model, twice, training=True) is None:
                     self._runs.append((True, twice))
 
@@ -93,14 +95,6 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
             before.restore()
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-def _tensors(inputs: Inputs) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
-def _twice(tensor: Tensor) -> Tensor:
-    return torch.cat((tensor, tensor)) if tensor.dim() else tensor
 
 
 def _communicates(model: nn.Module) -> bool:

@@ -73,7 +73,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_idle(module: nn.Module | None) -> bool:
-    """Whether this is a ReLU that may go, once nothing but positive values comes to it."""
+    """Whether this is a ReLU without hooks, which is a no-op after conversion."""
     return type(module) in RELUS and not is_watched(module)  # type: ignore[arg-type]
 
 

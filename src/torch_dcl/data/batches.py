@@ -79,14 +79,9 @@ class Batches:
             raise ValueError(
                 f"{len(labels)} images do not fill one batch of {batch}; use a smaller batch or drop_last=False"
             )
-        self._function: Callable[[Tensor], Tensor] | None = None
-        scale, shift = torch.full((1,), 1 / 255), torch.zeros(1)
-        if callable(normalise):
-            self._function = normalise
-        elif normalise is not None:
-            scale, shift = _affine(normalise, images.shape[1])
-        self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
-        self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
+        self._function = normalise if callable(normalise) else None
+        pair = None if callable(normalise) else normalise
+        self._scale, self._shift = scale_and_shift(pair, images.shape[1], device)
         # A function is called with single batches. Otherwise several are computed at once on a GPU, where launches
         # take longer than the work on one.
         room = _ROOM if device.type == "cuda" and self._function is None else 0
@@ -102,32 +97,15 @@ class Batches:
         return self.epoch(0)
 
     def order(self, epoch: int) -> Tensor:
-        """The order of an epoch.
-
-        Args:
-            epoch: Its number.
-
-        Returns:
-            The indices of all images, int64 on the device.
-        """
+        """The order of an epoch: the indices of all images, int64 on the device."""
         epoch = whole_number("epoch", epoch, 0)
         index = torch.arange(len(self.labels), device=self.labels.device)
         return draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch.
+        """The batches of an epoch from one of them on, to resume.
 
-        Args:
-            epoch: Its number.
-            start: The batch to begin with, to resume; from 0.
-
-        Returns:
-            An iterator of floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels
-            `[B]`.
-
-        Raises:
-            TypeError: `epoch` or `start` is not a whole number.
-            ValueError: One of them is below 0.
+        They are floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
         """
         order, start = self.order(epoch), whole_number("start", start, 0)
         return self._from(order, epoch, start)
@@ -139,25 +117,13 @@ class Batches:
             yield from zip(torch.split(together, self.batch, -4), torch.split(labels, self.batch), strict=True)
 
     def take(self, index: Tensor, epoch: int = 0) -> Tensor:
-        """Chosen images as they appear in an epoch, whatever their batches.
-
-        Args:
-            index: Which images, int64 `[B]` on the device.
-            epoch: The number of the epoch.
-
-        Returns:
-            Floating images, as in `epoch`.
-        """
+        """Chosen images, int64 `[B]`, as they appear in an epoch, whatever their batches."""
         images = self.images.index_select(0, index)
         if self._function is not None:
             images = self._function(images)
-        height, width = images.shape[2:]
-        whole = (height, width) == self.size
         if not self.train:
-            if not whole:
-                top, left = (height - self.size[0]) // 2, (width - self.size[1]) // 2
-                images = images[:, :, top : top + self.size[0], left : left + self.size[1]]
-        elif self.flip or self.pad or not whole:
+            images = crop_centre(images, self.size)
+        elif self.flip or self.pad or images.shape[2:] != self.size:
             images = cut(images, index, self.seed, epoch, self.size, flip=self.flip, pad=self.pad)
         if self._function is None:
             # Scale and shift in float32, then cast.
@@ -180,6 +146,12 @@ def cut(
         flipped = draw(seed, "flip", epoch, index) < 0
         columns = torch.where(flipped[:, None], columns.flip(1), columns)
     return pixels_at(images, rows, columns)
+
+
+def crop_centre(images: Tensor, size: Sequence[int]) -> Tensor:
+    """The centre of images `[B, C, H, W]`, of this height and width."""
+    top, left = ((have - want) // 2 for have, want in zip(images.shape[2:], size, strict=True))
+    return images[:, :, top : top + size[0], left : left + size[1]]
 
 
 def pixels_at(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -208,8 +180,12 @@ def _positions(drawn: Tensor, length: int, size: int, pad: int) -> Tensor:
     return reflect(first[:, None] + torch.arange(size, device=drawn.device), length)
 
 
-def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -> tuple[Tensor, Tensor]:
-    """Scale and shift that combine /255, − mean and / std."""
+def scale_and_shift(
+    normalise: tuple[Sequence[float], Sequence[float]] | None, channels: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Scale and shift, float32 `[1, C, 1, 1]`, that combine /255, − mean and / std; without these, /255 alone."""
+    if normalise is None:
+        normalise = [0.0] * channels, [1.0] * channels
     try:
         mean, std = (torch.tensor([float(value) for value in values], dtype=torch.float64) for values in normalise)
     except (TypeError, ValueError):
@@ -218,7 +194,8 @@ def _affine(normalise: tuple[Sequence[float], Sequence[float]], channels: int) -
         raise ValueError(f"normalise has {len(mean)} means and {len(std)} deviations for {channels} channels")
     if not bool((std > 0).all()):
         raise ValueError(f"normalise: every standard deviation must be positive, got {std.tolist()}")
-    return 1 / (255 * std), -mean / std
+    scale, shift = (part.to(device, torch.float32).view(1, -1, 1, 1) for part in (1 / (255 * std), -mean / std))
+    return scale, shift
 
 
 def _check(images: Tensor, labels: Tensor, batch: int, pad: int, crop: int | None) -> None:

@@ -140,17 +140,9 @@ _REQUIRED = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
-    """Write a dataset to one file, atomically.
+    """Write a dataset to one file, atomically, and return the SHA-256 that it carries.
 
-    Args:
-        dataset: The dataset.
-        path: The file, for example `"cifar10.safetensors"`. Its folder must exist.
-
-    Returns:
-        The SHA-256 that the file carries.
-
-    Raises:
-        OSError: The folder is missing or read-only, or the disk is full. Nothing is left behind.
+    Its folder must exist. An OSError, where the folder is read-only or the disk is full, leaves nothing behind.
     """
     mean, std = dataset.statistics
     about = {
@@ -169,12 +161,6 @@ def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
 
 def read_prepared(path: str | os.PathLike[str]) -> Dataset:
     """Read a file of `write_prepared`, after checking every byte.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The dataset.
 
     Raises:
         FileNotFoundError: There is no such file.

@@ -30,9 +30,10 @@ _KINDS = {
 def read_image(path: Path | str, mode: str | None = None, *, data: bytes | None = None) -> "Image.Image":
     """Read one image file: BMP, GIF, JPEG, PNG, PPM, TIFF or WebP, whatever its suffix says.
 
-    Of an animation or a file of several pages the first image is read. An EXIF orientation is not applied.
+    Of an animation or a file of several pages the first image is read. An EXIF orientation is not applied. With
+    ``data``, the bytes of a file that is inside of another, the path is its name in messages.
 
-    With a mode, every image is converted to it:
+    With a mode, `"RGB"` or `"L"`, every image is converted to it:
 
     | from | to 8 bits a channel |
     |---|---|
@@ -43,14 +44,6 @@ def read_image(path: Path | str, mode: str | None = None, *, data: bytes | None 
     | CMYK, YCbCr | Pillow's conversion, without a colour profile |
     | transparency | ignored: the stored colours are used, as torchvision's `ImageFolder` does |
     | 32-bit numbers, CIELAB | refused: they have no known range, or no conversion |
-
-    Args:
-        path: The file.
-        mode: `"RGB"` or `"L"`. By default the image keeps the mode that it is stored in.
-        data: The bytes of the file, where it is inside of another; the path is then its name in messages.
-
-    Returns:
-        The image, fully decoded.
 
     Raises:
         DataError: The path is not a regular file, or the file is too large, of another format, truncated, damaged, or

@@ -55,10 +55,7 @@ def _packed_or_not(folder: Path, file: str) -> Path | None:
 
 
 def mnist_excerpt(split: str) -> tuple[Tensor, Tensor]:
-    """Load the embedded digits.
-
-    Args:
-        split: `"train"` for 6,000 digits or `"test"` for 1,000, equally many of each class.
+    """Load the embedded digits: 6,000 to train on or 1,000 to test with, equally many of each class.
 
     Returns:
         Images, uint8 `[N, 28, 28]` with 0 for paper and 255 for full ink, and labels, int64 `[N]` from 0 to 9. Both are

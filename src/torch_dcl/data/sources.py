@@ -99,7 +99,7 @@ def load(
         if (found := readers[name](place)) is not None:
             return _examined(found)
     if download:
-        target = _download_place(root)
+        target = looked[0] if root is not None or os.environ.get("TORCH_DCL_DATA") else _cache()
         _fetch(name, target, extra)
         fetched = readers[name](target)
         if fetched is not None:
@@ -132,11 +132,6 @@ def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torch_dcl"
-
-
-def _download_place(root: str | os.PathLike[str] | None) -> Path:
-    first = places(root)[0]
-    return first if root is not None or os.environ.get("TORCH_DCL_DATA") else _cache()
 
 
 def _check_name(name: str, prefix: str, has_path: bool, path: str) -> None:

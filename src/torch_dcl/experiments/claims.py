@@ -82,12 +82,8 @@ Pair = tuple[Finding | None, Finding]
 def findings(table: "Table", further: Sequence[Finding] = ()) -> list[Pair]:
     """Every claim with what the paper's own table says of it, and what this one says.
 
-    Args:
-        table: The table.
-        further: Findings about this table's networks from other data, such as `claims.large_banks_help_little`.
-
-    Returns:
-        Pairs; the first is None where the paper prints no numbers to judge by.
+    The first is None where the paper prints no numbers to judge by. ``further`` are findings about this table's
+    networks from other data, such as `claims.large_banks_help_little`.
     """
     pairs: list[Pair] = list(zip(judge(TABLE1), judge(table.errors()), strict=True))
     alone = [fewer_weights(table.weights()), loss_gap_shrinks(table.losses("MNIST-III-10")), *further]

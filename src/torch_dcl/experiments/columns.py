@@ -18,7 +18,8 @@ from torch import nn
 
 from torch_dcl.convert import Plan, convert_, plan
 from torch_dcl.experiments.settings import SettingError
-from torch_dcl.models import _common, lenet, variant_plan
+from torch_dcl.experiments.table import CONTROLS, MORE
+from torch_dcl.models import _common, count_weights, lenet, variant_plan
 from torch_dcl.models.controls import SummedLinear
 from torch_dcl.models.variants import VARIANTS
 
@@ -27,20 +28,11 @@ __all__ = [
     "read_choice", "stored_choice", "stored_minutes", "weights",
 ]  # fmt: skip
 
-CONTROLS = ("narrow", "low-rank", "summed")
-"""At A2's weights: the layer narrowed, of low rank (T = 1), and with its branches averaged instead of multiplied."""
-
 EXTRAS = ("A4S", "A5S", "A4D", "A5D", "AB2")
 """Tried beside the table: more branches in the first layer, and both layers replaced."""
 
 MODELS = ("baseline", "oracle", *VARIANTS, *CONTROLS)
 """The columns in the order of the table."""
-
-MORE = (
-    "low-rank-B2", "summed-B2", "wide-B2", "low-rank-B3", "summed-B3", "wide-B3", "baseline-matched", "narrow-matched",
-)  # fmt: skip
-"""At the weights of B2 or B3: the classifier of low rank, with its branches averaged, or plain behind another number of
-filters. Matched: the first fully-connected layer starts at the scale of the factorised layers."""
 
 _FC1, _FC1_IN, _SHARE = 500, 800, 1 / 5
 
@@ -80,8 +72,7 @@ def build(column: str, classes: int, seed: int, *, filters: int | None = None) -
 @functools.cache
 def weights(column: str, classes: int, *, filters: int | None = None) -> int:
     """How many weights a network of the column has, without biases; of the oracle, one of its networks."""
-    model = build(column, 10 if column == "oracle" else classes, 0, filters=filters)
-    return sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
+    return count_weights(build(column, 10 if column == "oracle" else classes, 0, filters=filters))
 
 
 @functools.cache
@@ -158,14 +149,9 @@ def choice_as_plain(choice: Choice, columns: Iterable[str]) -> dict[str, Any]:
 
 
 def find_choice(path: str, wanted: Iterable[tuple[str, int]]) -> Choice:
-    """The choice of a search, from its ``search.json`` or its run folder; of this release where none is named.
+    """The choice of a search, from its ``search.json`` or its run folder; of this release where no path is given.
 
-    Args:
-        path: The file or the folder, or an empty text.
-        wanted: Columns and numbers of digits that need a choice.
-
-    Raises:
-        SettingError: There is no choice, or it lacks a column.
+    A SettingError where there is none, or where it lacks one of the ``wanted`` columns and numbers of digits.
     """
     place = Path(path).expanduser()
     try:

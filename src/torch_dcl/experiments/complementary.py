@@ -5,7 +5,6 @@ images of each class, and, when the classes are numbers, over the images with ea
 """
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
-from torch_dcl.experiments.protocol import finite
+from torch_dcl.fleet.checkpoint import finite, with_nan
 from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
 
 __all__ = [
@@ -128,20 +127,20 @@ def class_responses(
         raise ValueError(f"batch must be at least 1, not {batch}")
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     labels = labels.cpu().long()
-    heard: list[Tensor] = []
+    seen: list[Tensor] = []
     channel = -1 - (layer.branch.weight.dim() - 2)
     sums: Tensor | None = None
-    handle = layer.register_forward_pre_hook(lambda _module, inputs: heard.append(inputs[0]))
+    handle = layer.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
     try:
         with evaluating(model):
             for start in range(0, len(images), batch):
                 model(images[start : start + batch].to(device))
-                if len(heard) != 1:
+                if len(seen) != 1:
                     raise ValueError(
-                        f"layer {layer_name!r} was called {len(heard)} times in one pass, so its responses belong to "
+                        f"layer {layer_name!r} was called {len(seen)} times in one pass, so its responses belong to "
                         "no single place; choose a layer that is called once"
                     )
-                responses = layer.responses(heard.pop())
+                responses = layer.responses(seen.pop())
                 stack = torch.stack([responses.z, *responses.v]).movedim(channel, -1)
                 part = labels[start : start + batch]
                 rows = stack.reshape(len(stack), len(part), -1, stack.shape[-1]).cpu().double().mean(2)
@@ -284,16 +283,10 @@ def from_plain(stored: Mapping[str, Any]) -> Complementary:
     if missing := [name for name in names if name not in stored]:
         raise ValueError(f"the responses of a filter lack {', '.join(missing)}; run it again")
     read = {name: stored[name] for name in names}
-    read |= {name: torch.tensor(_with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
+    read |= {name: torch.tensor(with_nan(stored[name]), dtype=torch.float64) for name in _TENSORS}
     read["names"], read["parts"] = tuple(read["names"]), tuple(read["parts"])
     read["own"] = tuple(map(tuple, read["own"]))
     return Complementary(**read)
-
-
-def _with_nan(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_with_nan(value) for value in values]
-    return math.nan if values is None else values
 
 
 def _argmax(values: Tensor, axis: int) -> Tensor:

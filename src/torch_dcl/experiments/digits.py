@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from torch_dcl.data._segments import read_digits
 from torch_dcl.data.digits import SIZES, generate, segment, source
 from torch_dcl.data.layouts import LAYOUTS, Layout
 from torch_dcl.data.mnist import FILES, find_mnist
 from torch_dcl.data.sources import places
-from torch_dcl.experiments.columns import DECAY, MODELS, MORE, Trial, build
+from torch_dcl.experiments.columns import DECAY, MODELS, MORE, Trial, build, weights
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.protocol import (
     Estimate,
@@ -40,7 +39,7 @@ from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
     "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
-    "find_digits", "make_sets", "read_mnist", "read_sets", "trial_job",
+    "find_digits", "make_sets", "read_mnist", "read_sets", "trial_job", "weights_of",
 ]  # fmt: skip
 
 BATCH = 100
@@ -142,6 +141,11 @@ def digits_of(name: str) -> int:
 def classes_of(job: Job) -> int:
     """The number of classes of a job's networks; each network of the oracle reads one digit."""
     return int(10 if job.network == "oracle" else 10 ** digits_of(job.data))
+
+
+def weights_of(job: Job) -> int:
+    """The weights of all networks of a job, without biases."""
+    return weights(job.network, classes_of(job)) * (digits_of(job.data) if job.network == "oracle" else 1)
 
 
 def trial_job(
@@ -293,7 +297,7 @@ class DigitRecipe(Recipe[C]):
         """The networks of the largest fleet, and the images of all sets."""
         jobs = self.planned()
         largest = max(sum(map(self.networks, fleet)) for fleet in self._fleets(jobs))
-        sets = len({self._set(job).partition("@")[0] for job in jobs})
+        sets = len({self.set_of(job).partition("@")[0] for job in jobs})
         return largest * PER_NETWORK + sets * loads[0].images * 28 * 28 / 2**30
 
     def group(self, job: Job) -> Hashable:
@@ -318,13 +322,13 @@ class DigitRecipe(Recipe[C]):
                 filters = int(job.option("filters", 0)) or None
                 networks.append(build(job.network, classes_of(job), seed, filters=filters))
         return Fleet(
-            networks, members, self._labelled(jobs, "train"), batch=config.batch, precision=config.wanted_precision,
+            networks, members, self.labelled(jobs, "train"), batch=config.batch, precision=config.wanted_precision,
             device=self.device, stacked=self.stacked,
         )  # fmt: skip
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
         """The evaluation images; each network of an oracle sees one digit of the labels."""
-        return self._labelled(jobs, "judge")
+        return self.labelled(jobs, "judge")
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
         """The outcomes; an oracle is right where all of its digits are, and its losses are sums."""
@@ -334,7 +338,7 @@ class DigitRecipe(Recipe[C]):
         for job in jobs:
             rows = range(first, first + self.networks(job))
             first = rows.stop
-            labels = self.sets_of([job]).judge[self._set(job)][1].to(seen.predictions.device)
+            labels = self.sets_of([job]).judge[self.set_of(job)][1].to(seen.predictions.device)
             number = torch.zeros_like(labels)
             for row in rows:
                 number = 10 * number + seen.predictions[row] if len(rows) > 1 else seen.predictions[row]
@@ -354,33 +358,34 @@ class DigitRecipe(Recipe[C]):
         """The sets of some jobs, written where they are not yet; those of an earlier phase are dropped."""
         if jobs[0].phase != self._phase:
             self._sets, self._phase = Sets({}, {}), jobs[0].phase
-        missing = [name for name in dict.fromkeys(map(self._set, jobs)) if name not in self._sets.train]
+        missing = [name for name in dict.fromkeys(map(self.set_of, jobs)) if name not in self._sets.train]
         if missing:
-            written = make_sets(self.digits, missing, self.purpose, device=self.device, images=self.config.images)
+            purpose = "choose" if self._phase == "choose" else self.purpose
+            written = make_sets(self.digits, missing, purpose, device=self.device, images=self.written())
             self._sets.train.update(written.train)
             self._sets.judge.update(written.judge)
         return self._sets
 
-    def _set(self, job: Job) -> str:
+    def written(self) -> tuple[int, int] | None:
+        """How many images of a set are written, to train on and to test with; None for all."""
+        return self.config.images
+
+    def set_of(self, job: Job) -> str:
         """The name of a job's set; with images of its own, the seed's."""
         return f"{job.data}/{job.seed}" if self.config.has_own_images else job.data
 
     def _names(self, job: Job) -> list[str]:
         """The names of the data of a job's networks."""
-        name = self._set(job)
+        name = self.set_of(job)
         return [f"{name}#{place}" for place in range(self.networks(job))] if job.network == "oracle" else [name]
 
-    def _labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:
+    def labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:
+        """The images of some jobs by the names of their networks' data, each with the labels that a network sees."""
         sets: dict[str, Labelled] = getattr(self.sets_of(jobs), part)
         labelled: dict[str, Labelled] = {}
         for job in jobs:
-            images, labels = sets[self._set(job)]
+            images, labels = sets[self.set_of(job)]
             for place, name in enumerate(self._names(job)):
-                labelled[name] = images, _digit(labels, self.networks(job), place) if "#" in name else labels
+                power = 10 ** (self.networks(job) - 1 - place)  # of the digit, counted from the most significant
+                labelled[name] = images, labels // power % 10 if "#" in name else labels
         return labelled
-
-
-def _digit(labels: Tensor, digits: int, place: int) -> Tensor:
-    """One digit of each label, counted from the most significant."""
-    power: int = 10 ** (digits - 1 - place)
-    return labels // power % 10

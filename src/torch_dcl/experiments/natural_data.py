@@ -15,6 +15,7 @@ from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
     LENET_OPTIONS,
+    SIZES,
     TrainingRecipe,
     build,
     caffe_factors,
@@ -37,8 +38,6 @@ MADE_UP = "made-up"
 """In place of a folder: generated images."""
 AUTO = "auto"
 """In place of a folder: the usual places."""
-SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
-"""Images to train on and to test with."""
 Images = tuple[int | None, int | None]
 """How many images to train on and to test with, the first ones of a set; None for all."""
 
@@ -145,12 +144,9 @@ def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
     """The sets that are not there, with what to put where."""
     config.check_root()
     missing: dict[str, str] = {}
-    for name in names:
-        if config.place != MADE_UP and not is_here(name, config.place):
-            try:
-                load(name, root=config.place)
-            except FileNotFoundError as error:
-                missing[name] = _remedy(error)
+    for name in names if config.place != MADE_UP else ():
+        if not is_here(name, config.place):
+            missing |= _load(name, config)[1]
     return missing
 
 
@@ -166,10 +162,9 @@ def read_sets(
             train, test = config.images or (None, None)
             sets[name] = generate_images(name, train or 400, test or 100)
         else:
-            try:
-                whole = load(name, root=config.place)
-            except FileNotFoundError as error:
-                absent[name] = _remedy(error)
+            whole, reason = _load(name, config)
+            absent |= reason
+            if whole is None:
                 continue
             sets[name] = whole if config.images is None else _first(whole, *config.images)
         report(str(sets[name]))
@@ -183,9 +178,12 @@ def read_sets(
     return sets, dict.fromkeys(absent, NOT_AVAILABLE)
 
 
-def _remedy(error: FileNotFoundError) -> str:
-    """The message of `load` for a missing set, without the hint that applies in Python only."""
-    return str(error).replace(" (pass extra=False to do without the extra images)", "")
+def _load(name: str, config: NaturalConfig) -> tuple[Dataset | None, dict[str, str]]:
+    """A set; or by its name what to put where, without the hint that applies in Python only."""
+    try:
+        return load(name, root=config.place), {}
+    except FileNotFoundError as error:
+        return None, {name: str(error).replace(" (pass extra=False to do without the extra images)", "")}
 
 
 def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
@@ -348,12 +346,8 @@ def number_size(config: NaturalConfig, device: str) -> int:
 def training_memory(model: nn.Module, sample: Tensor, networks: int, at_once: int, number: int) -> float:
     """GiB, about: weights with gradient, momentum and a copy, and what a step keeps for its backward pass.
 
-    Args:
-        model: One of the networks.
-        sample: A single input; its batch dimension says how many a step has, and is expanded from one.
-        networks: How many are trained together.
-        at_once: How many of them run at a time.
-        number: Bytes of a number.
+    The batch dimension of the sample says how many inputs a step has, and is expanded from one. Of all networks
+    ``at_once`` run at a time. ``number`` is the bytes of a number.
     """
     outputs: list[int] = []
     handles = [

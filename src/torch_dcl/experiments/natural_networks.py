@@ -30,7 +30,7 @@ from torch_dcl.fleet import Inputs, Schedule
 from torch_dcl.models import bignet, count_weights, lenet_cifar, variant_plan, wide_resnet
 
 __all__ = [
-    "COLUMNS", "DATA", "LENET_OPTIONS", "NETWORKS", "TITLES", "NaturalTable", "TrainingRecipe", "build",
+    "COLUMNS", "DATA", "LENET_OPTIONS", "NETWORKS", "SIZES", "TITLES", "NaturalTable", "TrainingRecipe", "build",
     "caffe_factors", "check_recipes", "distance", "inputs_of", "nearest", "network_of", "paper_error", "recipe_of",
     "validation_errors", "weights",
 ]  # fmt: skip
@@ -52,7 +52,8 @@ LENET_OPTIONS = {
 }
 """What the LeNet variant may have taken over from Caffe's ``cifar10_full``, or from common practice (crops)."""
 
-_IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "svhn": 598_388}
+SIZES = {"cifar10": (50_000, 10_000), "cifar100": (50_000, 10_000), "svhn": (598_388, 26_032)}
+"""Images to train on and to test with."""
 _REPORTED = {"lenet": "LeNet", "bignet": "BigNet", "wrn": "WRN"}
 
 
@@ -109,7 +110,7 @@ def recipe_of(network: str, data: str) -> TrainingRecipe:
     if network == "lenet":  # 120, 20 and 10 epochs at 1e-3, 1e-4 and 1e-5
         return TrainingRecipe(100, 1e-3, Schedule(150, drops=(120 / 150, 140 / 150)), 4e-3, caffe=True)
     if network == "bignet":  # 6e6, 3e6 and 1e6 samples at 1e-2, 1e-3 and 1e-4
-        return TrainingRecipe(100, 1e-2, Schedule(math.ceil(10_000_000 / _IMAGES[data]), drops=(0.6, 0.9)), 5e-4)
+        return TrainingRecipe(100, 1e-2, Schedule(math.ceil(10_000_000 / SIZES[data][0]), drops=(0.6, 0.9)), 5e-4)
     if network != "wrn":
         raise ValueError(f"there is no network {network!r}; the networks are {', '.join(NETWORKS)}")
     if data == "svhn":

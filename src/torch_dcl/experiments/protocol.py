@@ -8,7 +8,6 @@ import abc
 import dataclasses
 import hashlib
 import importlib
-import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from torch_dcl.experiments.settings import Config, setting, settings_of
 from torch_dcl.fleet import Evaluation, Fleet
-from torch_dcl.fleet.checkpoint import finite
+from torch_dcl.fleet.checkpoint import finite, with_nan
 from torch_dcl.fleet.fleet import Precision
 from torch_dcl.fleet.run_folder import RunFolder
 
@@ -93,7 +92,7 @@ class Outcome:
     @classmethod
     def read(cls, plain: Mapping[str, Any]) -> "Outcome":
         """Read an outcome from plain data, where None stands for a number that is not finite."""
-        numbers = {key: math.nan if plain[key] is None else plain[key] for key in ("error", "test_loss", "train_loss")}
+        numbers = {key: with_nan(plain[key]) for key in ("error", "test_loss", "train_loss")}
         return cls(**{**plain, **numbers, "job": Job.read(plain["job"])})
 
 

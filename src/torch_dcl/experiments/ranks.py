@@ -35,7 +35,9 @@ __all__ = ["Claims", "Rank", "StopRequest", "Worker", "join_group", "leave_group
 T = TypeVar("T")
 TIMEOUT = "TORCH_DCL_TIMEOUT"
 """The environment variable that sets how many seconds a process waits for the others."""
-PATIENCE = 30 * 24 * 3600  # seconds: who ends early waits for the longest fleet; a rank that dies is noticed at once
+PATIENCE = (
+    30 * 24 * 3600
+)  # seconds: a rank that ends early waits for the longest fleet; one that dies is noticed at once
 BEAT = 5.0  # seconds between two increments of a claim's counter, at most
 STALE = 600.0  # seconds without an increment after which a claim is stale
 POLL = 1.0  # seconds between two looks of a worker that has nothing to do
@@ -123,12 +125,9 @@ class Rank(NamedTuple):
 
 
 class Claims:
-    """The claims of one process on the fleets of a run.
+    """The claims of one process, whose name no other has, on the fleets of a run.
 
-    Args:
-        folder: The run folder.
-        worker: A name that no other process has.
-        patience: Seconds after which a claim whose counter stands still is stale.
+    A claim whose counter stands still for ``patience`` seconds is stale.
     """
 
     def __init__(self, folder: Path, worker: str, patience: float) -> None:

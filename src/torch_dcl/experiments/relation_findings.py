@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch_dcl.data.relations import TASKS
 from torch_dcl.experiments.stats import Difference, holm, interval, mean, paired, signed
+from torch_dcl.experiments.table import CONTROLS
 
 __all__ = [
     "CONTROLS", "DCL", "LEVEL", "Compared", "Hypothesis", "answer", "cell_of", "compare_cells", "details",
@@ -19,7 +20,7 @@ __all__ = [
     "needed_in_words",
 ]  # fmt: skip
 
-DCL, CONTROLS = "A2", ("narrow", "low-rank", "summed")
+DCL = "A2"
 NEEDED = (DCL, *CONTROLS)
 RELATIONS = ("order", "sum")
 """The tasks of hypotheses 1 and 3."""
@@ -35,7 +36,7 @@ class Compared(NamedTuple):
     images: int
     column: str
     gap: Difference
-    """The column's error less DCL-A2's, with its uncorrected 95 % interval."""
+    """The column's error minus DCL-A2's, with its uncorrected 95 % interval."""
     corrected: float
     """The p of the paired t-test after Holm's correction over the task's comparisons."""
 

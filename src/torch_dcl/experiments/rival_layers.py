@@ -52,7 +52,8 @@ def build_unit(unit: str, classes: int, seed: int, *, share: float = 1 / 4) -> B
         if planned is not None:
             convert_(model, planned, init="random")
         elif unit == "narrow":
-            filters = _narrow(share)
+            # With so many the layer and the next one have the weights of DCL's and its next.
+            filters = round((_budget(share) + _OUT * _OUT) / (_IN + _OUT))
             model.fc1, model.fc2 = nn.Linear(_IN, filters), nn.Linear(filters, _OUT)
             for layer in (model.fc1, model.fc2):
                 _common.normal_(layer, std=math.sqrt(2 / layer.in_features))
@@ -77,11 +78,6 @@ def _width(share: float) -> int:
 def _budget(share: float) -> int:
     """Weights of DCL's layer."""
     return 2 * _width(share) * (_IN + _OUT)
-
-
-def _narrow(share: float) -> int:
-    """Filters of a plain layer with which it and the next layer have the weights of DCL's and its next."""
-    return round((_budget(share) + _OUT * _OUT) / (_IN + _OUT))
 
 
 def _bilinear(share: float) -> tuple[int, int]:

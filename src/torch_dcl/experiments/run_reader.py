@@ -18,6 +18,7 @@ from typing import Any
 from torch_dcl.experiments.protocol import Job, Outcome, find_recipe_type
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.table import Table, load
+from torch_dcl.fleet.checkpoint import with_nan
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
 __all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
@@ -219,9 +220,7 @@ def _old_outcome(record: Mapping[str, Any]) -> Outcome:
     else:
         job = Job(record["column"], record["data"], record["seed"], record.get("lr", math.nan))
     train, test = (record.get("curves") or ([], []))[:2]
-    numbers = {
-        key: math.nan if record.get(key) is None else record[key] for key in ("error", "test_loss", "train_loss")
-    }
+    numbers = {key: with_nan(record.get(key)) for key in ("error", "test_loss", "train_loss")}
     return Outcome(
         job=job, **numbers, stopped=record.get("stopped"), seconds=record.get("seconds") or 0.0,
         compiling=record.get("compiling", 0.0),

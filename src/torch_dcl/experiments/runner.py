@@ -12,7 +12,6 @@ Nothing is thrown to steer a run: it asks ``should_stop()`` before every step, a
 """
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import math
@@ -28,7 +27,7 @@ from torch_dcl.files import write_bytes
 from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.checkpoint import Checkpoints
 from torch_dcl.fleet.concurrent import train_concurrently
-from torch_dcl.fleet.run_folder import RunError, RunFolder
+from torch_dcl.fleet.run_folder import RunError, RunFolder, utc_now
 
 __all__ = ["Failure", "Summary", "concurrent_groups", "key_of", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
@@ -331,12 +330,8 @@ class _Sweep:
         mean, part = sum(losses) / len(losses) if losses else None, slowest.step / slowest.steps_per_epoch
         now = dataclasses.replace(at, epoch=slowest.epoch, epochs=slowest.epochs, loss=mean, part=part)
         if write:
-            self.folder.append(f"metrics{self.rank.part}", {"time": _utc(), **dataclasses.asdict(now)})
+            self.folder.append(f"metrics{self.rank.part}", {"time": utc_now(), **dataclasses.asdict(now)})
         self.listener.on_epoch(now)
-
-
-def _utc() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _slowest(fleets: Sequence[Fleet]) -> Fleet:

@@ -299,7 +299,7 @@ class Unlike(NamedTuple):
     """A unit against another, on the same seeds."""
 
     gap: Difference
-    """Its error less the other's, with the uncorrected 95 % interval."""
+    """Its error minus the other's, with the uncorrected 95 % interval."""
     corrected: float
     """The p of the paired t-test after Holm's correction."""
 

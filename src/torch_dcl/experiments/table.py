@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from torch_dcl.fleet.run_folder import RunFolder
 
 __all__ = [
-    "B_CONTROLS", "CONTROLS", "MARK", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial", "load",
-    "long_table", "mark", "origin", "parse", "run_facts", "save",
+    "B_CONTROLS", "CONTROLS", "MARK", "MORE", "Cell", "Grid", "Line", "Table", "TableError", "as_trial", "is_trial",
+    "load", "long_table", "mark", "origin", "parse", "run_facts", "save",
 ]  # fmt: skip
 
 CONTROLS = ("narrow", "low-rank", "summed")
+"""At A2's weights: the layer narrowed, of low rank (T = 1), and with its branches averaged instead of multiplied."""
 B_CONTROLS = {kind: (f"low-rank-{kind}", f"summed-{kind}", f"wide-{kind}") for kind in ("B2", "B3")}
-_BESIDE = (*CONTROLS, *B_CONTROLS["B2"], *B_CONTROLS["B3"], "baseline-matched", "narrow-matched")
+MORE = (*B_CONTROLS["B2"], *B_CONTROLS["B3"], "baseline-matched", "narrow-matched")
+"""At the weights of B2 or B3: the classifier of low rank, with its branches averaged, or plain behind another number of
+filters. Matched: the first fully-connected layer starts at the scale of the factorised layers."""
 MARK = " (a trial, not the protocol)"
 
 
@@ -130,7 +133,7 @@ class Table:
     against: ClassVar[str] = "the baseline"
     """What differences are to."""
     known_sets: ClassVar[tuple[str, ...]] = SETS
-    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *_BESIDE)
+    known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS, *MORE)
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -142,7 +145,7 @@ class Table:
     def columns(self) -> tuple[str, ...]:
         """The paper's columns, and the controls that have a cell."""
         there = {cell.column for cell in self.cells}
-        return (*COLUMNS, *(name for name in _BESIDE if name in there))
+        return (*COLUMNS, *(name for name in (*CONTROLS, *MORE) if name in there))
 
     @classmethod
     def baseline_of(cls, column: str) -> str:

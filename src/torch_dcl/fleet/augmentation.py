@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl import kernels
-from torch_dcl.data.batches import _affine, pixels_at, reflect
+from torch_dcl.data.batches import crop_centre, pixels_at, reflect, scale_and_shift
 from torch_dcl.data.draws import below, draw
 
 __all__ = ["Augmenter", "Inputs"]
@@ -89,16 +89,14 @@ class Augmenter:
         self.keeps_size = tuple(shape) == self.size
         self._function: Callable[[Tensor], Tensor] | None = None
         self._mean: Tensor | None = None
-        scale, shift = torch.full(shape[:1], 1 / 255), torch.zeros(shape[:1])
-        normalise = inputs.normalise
+        normalise, pair = inputs.normalise, None
         if isinstance(normalise, Tensor):
             self._mean = _mean_image(normalise, shape, device)
         elif callable(normalise):
             self._function = normalise
-        elif normalise is not None:
-            scale, shift = _affine(normalise, shape[0])
-        self._scale = scale.to(device, torch.float32).view(1, -1, 1, 1)
-        self._shift = shift.to(device, torch.float32).view(1, -1, 1, 1)
+        else:
+            pair = normalise
+        self._scale, self._shift = scale_and_shift(pair, shape[0], device)
         self.is_random = train and (self.flip or self.pad > 0 or not self.keeps_size)
         if self.is_random:
             self._index = torch.arange(count, device=device)
@@ -149,9 +147,7 @@ class Augmenter:
 
     def crop_centre(self, images: Tensor, dtype: torch.dtype) -> Tensor:
         """Evaluation inputs: the centre of each image."""
-        flat = self._normalise_whole(images)
-        top, left = ((have - want) // 2 for have, want in zip(flat.shape[2:], self.size[1:], strict=True))
-        flat = flat[:, :, top : top + self.size[1], left : left + self.size[2]]
+        flat = crop_centre(self._normalise_whole(images), self.size[1:])
         return self._scale_and_cast(flat, dtype).view(*images.shape[:2], *self.size)
 
     def _normalise_whole(self, images: Tensor) -> Tensor:

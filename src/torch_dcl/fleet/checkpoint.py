@@ -47,16 +47,12 @@ class Checkpoints:
         return [file for file in sorted(self.place.glob("*.safetensors")) if file.name[:12] not in keys]
 
     def load(self, key: str, fleet: "Fleet") -> tuple[float, list[list[float]]]:
-        """Load the last valid checkpoint of a fleet.
-
-        Returns:
-            The seconds of training until there, and the test losses of its epochs, where they were evaluated.
-        """
+        """Load the last valid checkpoint of a fleet: its seconds of training, and losses of epochs, if evaluated."""
         files = self.of(key)
         for file, earlier in itertools.zip_longest(files, files[1:]):
             try:
                 extra = fleet.load(file)
-                return float(extra.get("seconds", 0.0)), [_from_json(epoch) for epoch in extra.get("losses", [])]
+                return float(extra.get("seconds", 0.0)), with_nan(extra.get("losses", []))
             except SealedError as error:
                 then = f"the earlier {earlier.name} is used" if earlier else "the fleet starts from the beginning"
                 self._report(f"{error}; {then}")
@@ -114,8 +110,7 @@ def read(
     for name, value in state.items():
         value.copy_(tensors[name])
     about = {"step": 0, "loss": [0.0] * len(members), "was_alive": alive, **about}
-    about["train_loss"] = [_from_json(epoch) for epoch in about["train_loss"]]
-    return {**about, "loss": _from_json(about["loss"])}
+    return {**about, "train_loss": with_nan(about["train_loss"]), "loss": with_nan(about["loss"])}
 
 
 def _refusal(path: str | os.PathLike[str], name: str, value: object) -> SealedError:
@@ -187,11 +182,6 @@ def _are_losses(values: object, stopped: Sequence[bool]) -> bool:
     )
 
 
-def _from_json(values: Sequence[float | None]) -> list[float]:
-    """Losses with NaN for None."""
-    return [math.nan if value is None else value for value in values]
-
-
 def finite(value: Any) -> Any:
     """Plain data with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, Mapping):
@@ -199,3 +189,10 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_nan(values: Any) -> Any:
+    """Lists of numbers as they were before `finite`: with NaN for None."""
+    if isinstance(values, list):
+        return [with_nan(value) for value in values]
+    return math.nan if values is None else values

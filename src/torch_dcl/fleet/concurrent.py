@@ -16,11 +16,8 @@ __all__ = ["train_concurrently"]
 def train_concurrently(fleets: Sequence[Fleet], should_stop: Callable[[], bool] | None = None) -> None:
     """Train every unfinished fleet for one more epoch, concurrently if all are on one GPU.
 
-    Each fleet ends with the weights that it has when trained alone.
-
-    Args:
-        fleets: Fleets of any architectures, settings and numbers of steps, each at an epoch of its own.
-        should_stop: As in `Fleet.train`.
+    Each fleet ends with the weights that it has when trained alone. They may have any architectures, settings and
+    numbers of steps, each at an epoch of its own; ``should_stop`` is as in `Fleet.train`.
     """
     unfinished = [fleet for fleet in fleets if fleet.epoch < fleet.epochs]
     devices = {fleet.device for fleet in unfinished}

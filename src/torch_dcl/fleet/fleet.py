@@ -199,14 +199,9 @@ class Fleet:
         return Evaluation(predictions, 100 * wrong / test.count, losses / test.count)
 
     def save(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> str:
-        """Write a checkpoint to one file with a hash, between two epochs or inside of one.
+        """Write a checkpoint to one file, between two epochs or inside of one; return the SHA-256 that it carries.
 
-        Args:
-            path: The file, for example ``"fleet.safetensors"``. Its folder must exist.
-            extra: Plain data to store with it, which `load` returns.
-
-        Returns:
-            The SHA-256 that the file carries.
+        ``extra`` is plain data to store with it, which `load` returns. The folder must exist.
         """
         about = {
             "epoch": self.epoch,
@@ -221,13 +216,10 @@ class Fleet:
 
     @torch.no_grad()
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load a checkpoint. Training resumes from it and ends with the same weights as without the interruption.
+        """Load a checkpoint, and return the ``extra`` that `save` was given.
 
-        Args:
-            path: The file, written by a fleet of the same members. The data itself is not compared.
-
-        Returns:
-            The ``extra`` that `save` was given.
+        Training resumes from it and ends with the same weights as without the interruption. The file must be from a
+        fleet of the same members; the data itself is not compared.
 
         Raises:
             FileNotFoundError: There is no such file.

@@ -34,7 +34,9 @@ import torch
 
 from torch_dcl.files import write_text
 
-__all__ = ["RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text"]
+__all__ = [
+    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text", "utc_now",
+]  # fmt: skip
 
 FORMAT = 3
 _CHECK = "check"
@@ -64,13 +66,9 @@ class RunFolder:
     def open(
         cls, path: str | os.PathLike[str], recipe: Mapping[str, Any], *, resume: bool = False, part: str = ""
     ) -> Iterator["RunFolder"]:
-        """Create a run folder or resume in it, and hold its lock meanwhile.
+        """Create a run folder or, with ``resume``, resume in it, and hold its lock meanwhile.
 
-        Args:
-            path: The folder.
-            recipe: The settings of the run.
-            resume: Whether to resume the run that is there.
-            part: A suffix of the lock, where several processes share the folder, each with a part of its own.
+        ``part`` is a suffix of the lock, where several processes share the folder, each with a part of its own.
 
         Raises:
             RunError: The folder is in use, or holds a run and ``resume`` is not set, or has another recipe.
@@ -156,9 +154,13 @@ class RunFolder:
 
     def log(self, text: str, part: str = "") -> None:
         """Append a line to ``log.txt``, with the time in front."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with _open_safely(self.path / f"log{part}.txt", "a") as file:
-            file.write(f"{now} {text}\n")
+            file.write(f"{utc_now()} {text}\n")
+
+
+def utc_now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -219,14 +221,11 @@ def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
 
 def environment() -> dict[str, Any]:
     """The environment of a run: time, command, versions, hardware and commit."""
-    gpu = None
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
     return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": utc_now(),
         "command": _command(),
         "versions": _versions(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpus": os.cpu_count(),
         "machine": platform.platform(),
         "commit": _commit(),

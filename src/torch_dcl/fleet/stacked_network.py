@@ -61,9 +61,13 @@ class Stack(nn.Module):
         object.__setattr__(self, "_template", deepcopy(first).cpu())  # not a submodule
         known = self.body.state_dict().keys()
         self._unused = [
-            {name: t.detach().cpu().clone() for name, t in _all_state(network).items() if name not in known}
+            {
+                name: tensor.detach().cpu().clone()
+                for name, tensor in {**dict(network.named_buffers()), **network.state_dict()}.items()
+                if name not in known
+            }
             for network in networks
-        ]  # state that the forward pass does not use
+        ]  # state that the forward pass does not use, non-persistent buffers included
         self.train(first.training)
 
     _template: nn.Module
@@ -235,11 +239,6 @@ def _is_pool(node: torch.fx.Node, layers: dict[str, nn.Module]) -> bool:
 
 def _both(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value)  # type: ignore[return-value]
-
-
-def _all_state(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, non-persistent ones included."""
-    return {**dict(network.named_buffers()), **network.state_dict()}
 
 
 def stacked_state(body: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl.fleet import operations
 from torch_dcl.fleet.operations import keep_low_copy, leaf
+from torch_dcl.fleet.stacked_layers import StackedDropout
 from torch_dcl.fleet.stacked_network import _check_alike, common_state, stacked_state
 from torch_dcl.fusion import ConceptFusion
 from torch_dcl.module import _DCL
@@ -124,7 +125,7 @@ class Unstacked(nn.Module):
         for i, network in enumerate(self._networks):
             for module in network.modules():
                 if isinstance(module, _Dropout):
-                    module.drawn_from = (seed[i : i + 1], step)
+                    module.advance(seed[i : i + 1], step)
         for name, fusion in _stochastic(self.body):
             operations.advance_(fusion, seed, zlib.crc32(name.encode()), step, fusion.branches)
 
@@ -178,7 +179,7 @@ class Unstacked(nn.Module):
         trial = _with_drawn_dropout(self.network(0)).train()
         for module in trial.modules():
             if isinstance(module, _Dropout):
-                module.p = 0.0
+                module.plain.p = 0.0
             if isinstance(module, _DCL):
                 module.fusion.advanced = True
         like = next(trial.parameters())
@@ -234,22 +235,15 @@ class Unstacked(nn.Module):
         return network
 
 
-class _Dropout(nn.Module):
-    """Dropout whose mask is a function of the network's seed, the layer and the step, as in `StackedDropout`."""
+class _Dropout(StackedDropout):
+    """The dropout of a single network, drawn as in a stack."""
 
-    def __init__(self, p: float, name: str) -> None:
-        super().__init__()
-        self.p, self.layer = p, zlib.crc32(name.encode())
-        self.drawn_from: tuple[Tensor, Tensor] | None = None
+    def __init__(self, plain: nn.Dropout, name: str) -> None:
+        super().__init__([plain])
+        self.layer = zlib.crc32(name.encode())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop and scale in training; in evaluation do nothing."""
-        if not self.training or self.p == 0:
-            return x
-        if self.drawn_from is None:
-            raise RuntimeError("dropout of a fleet needs seeds and a step: call advance(seed, step) first")
-        seed, step = self.drawn_from
-        return operations.dropout(x[None], seed, self.layer, step, self.p)[0]
+        return super().forward(x[None])[0] if self.training else x
 
 
 def _with_drawn_dropout(network: nn.Module) -> nn.Module:
@@ -257,7 +251,7 @@ def _with_drawn_dropout(network: nn.Module) -> nn.Module:
     for name, module in list(network.named_modules()):
         for key, child in module._modules.items():
             if type(child) is nn.Dropout:
-                module._modules[key] = _Dropout(child.p, f"{name}.{key}" if name else key)
+                module._modules[key] = _Dropout(child, f"{name}.{key}" if name else key)
     return network
 
 

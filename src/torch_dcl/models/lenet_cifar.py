@@ -19,10 +19,6 @@ class WithinChannelNorm(nn.Module):
     """Caffe's local response norm within channels: ``x · (1 + α·mean(x²))^-β``, the mean over 3 × 3 pixels.
 
     Pixels beyond the border count as 0. It computes in float32 or wider and returns the type of its input.
-
-    Args:
-        alpha: α.
-        beta: β.
     """
 
     def __init__(self, alpha: float = 5e-5, beta: float = 0.75) -> None:

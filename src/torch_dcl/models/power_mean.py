@@ -31,16 +31,11 @@ _SERIES = (
 
 
 def power_mean(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
-    """``M_p(a, b)``; value and gradients keep float32's precision, also where p is 0 or near it.
+    """``M_p(a, b)`` of positive tensors; value and gradients have float32's precision, also where p is 0 or near it.
 
     With d = log(a / b) / 2 and u = p·d the mean is ``√a·√b · exp(d · L(u))``, ``L(u) = log cosh(u) / u``. Its gradients
     are ``∂M/∂a = M·σ(2u) / a``, ``∂M/∂b = M·σ(−2u) / b`` and ``∂M/∂p = M·d²·L'(u)``. L and L' are series where u is
     small. It is differentiable once.
-
-    Args:
-        a: Positive.
-        b: Positive, of the same shape.
-        p: Broadcast to them.
     """
     mean: Tensor = _PowerMean.apply(a, b, p)
     return mean
@@ -89,18 +84,15 @@ def fuse_power_mean(pre: Tensor, other: Tensor, p: Tensor) -> Tensor:
 class PowerMeanLinear(SummedLinear):
     """Two branches fused by a learned power mean: ``z = M_p(v_1 + 0.01, v_2 + 0.01)``, ``v_t = relu(W_t·θ_t·x + b_t)``.
 
-    The layer has one exponent p for all its outputs. Weights, shapes and state-dict keys are otherwise those of
-    :class:`~torch_dcl.DCLLinear` with two branches; ε plays no part. ``raw_exponent`` is the parameter behind p. A
-    weight decay would pull p to 0, so leave it out of the decay.
+    The layer has one exponent p for all its outputs. Arguments, weights, shapes and state-dict keys are otherwise those
+    of :class:`~torch_dcl.DCLLinear` with two branches and the deterministic strategy; ε plays no part. ``raw_exponent``
+    is the parameter behind p. A weight decay would pull p to 0, so leave it out of the decay.
 
     Args:
         in_features: K1.
         out_features: K2.
         start: Where p starts: 0, with the start of a DCL layer, or 1, with that of `SummedLinear`.
         **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: Another start, more or fewer than two branches, or the stochastic strategy, was asked for.
     """
 
     start: int

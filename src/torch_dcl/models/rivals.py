@@ -2,7 +2,7 @@
 
 import abc
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch_dcl.functional import fuse_branches
 from torch_dcl.layers import DCLLinear
 from torch_dcl.models.bilinear import BilinearFusion
-from torch_dcl.module import _mean_square
+from torch_dcl.models.controls import start_responses_
 
 __all__ = ["BilinearLinear", "GatedLinear", "SortLinear", "StarLinear"]
 
@@ -22,20 +22,20 @@ _TARGET = (1 - 1 / math.pi) / 6
 class _Product(DCLLinear, abc.ABC):
     """Base class: the branches and weights of a DCL layer with another fusion."""
 
+    pair: ClassVar[str] = "two branches"
+    """What it needs where it is for two branches alone."""
+
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
         if arguments.get("strategy", "deterministic") != "deterministic":
             raise ValueError(f"{type(self).__name__} uses all branches; choose the deterministic strategy")
         super().__init__(in_features, out_features, **arguments)
+        if self.pair and self.branches != 2:
+            raise ValueError(f"{type(self).__name__} needs {self.pair}, got {self.branches}; pass branches=2")
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise to the output variance of the ReLU layer that is replaced, biases 0."""
         super().reset_parameters()
-        for W, M in zip(torch.split(self.fusion.weight, list(self.widths)), self.widths, strict=True):
-            bound = math.sqrt(3 / (M * _mean_square(self.branch_activation))) * self._spread()
-            nn.init.uniform_(W, -bound, bound)
-        if self.fusion.bias is not None:
-            nn.init.zeros_(self.fusion.bias)
+        start_responses_(self, self._spread())
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z."""
@@ -55,17 +55,11 @@ class _Product(DCLLinear, abc.ABC):
 class StarLinear(_Product):
     """The product of the branches without the root, StarNet's star operation: ``z = Π_t relu(W_t·θ_t·x + b_t)``.
 
-    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`; ε plays no part. Without the root z
-    grows with the T-th power of the input.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: The stochastic strategy.
+    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`, but for the stochastic
+    strategy; ε plays no part. Without the root z grows with the T-th power of the input.
     """
+
+    pair = ""
 
     def _spread(self) -> float:
         """The σ of n_t for which Π relu(n_t) has the target variance σ^2T · (2^-T − (2π)^-T)."""
@@ -83,22 +77,9 @@ class SortLinear(_Product):
     """The sum of two branches and the root of their product: ``z = v_1 + v_2 + √(v_1·v_2 + ε)``.
 
     The form of Wang et al., "SORT: Second-Order Response Transform for Visual Recognition", 2017, for two rectified
-    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Weights, shapes and state-dict keys are those of
-    :class:`~torch_dcl.DCLLinear` with two branches.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: Not two branches, or the stochastic strategy.
+    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Arguments, weights, shapes and state-dict keys are those of
+    :class:`~torch_dcl.DCLLinear` with two branches and the deterministic strategy.
     """
-
-    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
-        super().__init__(in_features, out_features, **arguments)
-        if self.branches != 2:
-            raise ValueError(f"SortLinear needs two branches, got {self.branches}; pass branches=2")
 
     def _spread(self) -> float:
         """The standard deviation of n_t for which z has the target variance, without ε."""
@@ -118,23 +99,11 @@ def _rectified_moment(power: float) -> float:
 class GatedLinear(_Product):
     """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``, without a ReLU after it.
 
-    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        **arguments: As for `DCLLinear`.
-
-    Raises:
-        ValueError: Not two branches, or the stochastic strategy.
+    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches, one of
+    them the gate, and the deterministic strategy.
     """
 
-    def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:
-        super().__init__(in_features, out_features, **arguments)
-        if self.branches != 2:
-            raise ValueError(
-                f"GatedLinear needs two branches, one of them the gate, got {self.branches}; pass branches=2"
-            )
+    pair = "two branches, one of them the gate"
 
     def _spread(self) -> float:
         """The standard deviation of n_t for which n_1 · σ(n_2) has the target variance, with σ(n) ≈ 1/2 + n/4."""
@@ -145,16 +114,10 @@ class GatedLinear(_Product):
 
 
 class BilinearLinear(nn.Module):
-    """The paper's bilinear form after two linear maps: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
+    """The bilinear form of two linear maps of m1 and m2 filters: ``z_k = Σ_ij U_ijk · (θ_1·x)_i · (θ_2·x)_j``.
 
     There is no root, no activation and no bias, and no ReLU after it. An output costs m1 · m2 weights, where DCL's
     costs m1 + m2.
-
-    Args:
-        in_features: K1.
-        out_features: K2.
-        m1: Filters of the first map.
-        m2: Filters of the second map.
     """
 
     def __init__(self, in_features: int, out_features: int, m1: int, m2: int) -> None:

@@ -41,11 +41,11 @@ def variant_plan(model: nn.Module, name: str, *, fraction: float | None = None) 
         fraction = 1 / 5 if isinstance(model, LeNet) else 1 / 4
     # A product such as 500 · 1/5 may be rounded to slightly above a whole number.
     width = math.ceil(module.out_features * fraction - 1e-9)
-    made = plan(
+    planned = plan(
         model,
         model.input_size,  # type: ignore[arg-type]
         branches=int(name[1]),
         width=width,
         strategy="stochastic" if name.endswith("S") else "deterministic",
     )
-    return made.only(layer, force=True)  # the paper replaces classifiers too
+    return planned.only(layer, force=True)  # the paper replaces classifiers too

@@ -8,19 +8,21 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.experiments.settings import Reader, are_percents
+from torch_dcl.experiments.stats import interval
 from torch_dcl.files import replacing, write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 __all__ = ["LIGHT", "Theme", "save", "style", "svg"]
 
 INCH = 25.4  # mm
-COLUMN, PAGE = 85 / INCH, 175 / INCH  # widths in inches: one column, and two
+COLUMN, PAGE = 85.0, 175.0  # widths in mm: one column, and two
 BODY, SMALL = 7.5, 6.5  # font sizes in points
 _FONTS = ["DejaVu Sans", "Verdana", "Geneva", "sans-serif"]  # of one width, so that labels keep their room
 DASHES = (0, (4, 2.2))
@@ -72,15 +74,9 @@ def svg(figure: "Figure", *, name: str | None = None) -> str:
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure as SVG, PDF or PNG, all or nothing; the same numbers give the same bytes.
+    """Write a figure to a file that ends in ``.svg``, ``.pdf`` or ``.png`` (300 dots an inch), all or nothing.
 
-    Args:
-        figure: From one of the functions of this module.
-        path: Ends in ``.svg``, ``.pdf`` or ``.png`` (300 dots an inch). Its folder must exist.
-
-    Raises:
-        ValueError: another ending.
-        OSError: the folder does not exist, or cannot be written to.
+    The same numbers give the same bytes. Another ending is a ValueError.
     """
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
@@ -139,12 +135,18 @@ def id_of(*words: object) -> str:
     return re.sub(r"[^\w-]+", "-", "-".join(str(word) for word in words))
 
 
-def one_panel(name: str, width: float, height: float, theme: Theme) -> tuple["Figure", "Axes"]:
-    """An empty figure with one dressed pair of axes."""
+def empty(name: str, width: float, height: float, layout: Any = None) -> "Figure":
+    """A transparent figure without axes, of a size in mm; its id is a name."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), facecolor="none", layout=layout())
+    figure = Figure(figsize=(width / INCH, height / INCH), facecolor="none", layout=layout)
     figure.set_gid(name)
+    return figure
+
+
+def one_panel(name: str, height: float, theme: Theme) -> tuple["Figure", "Axes"]:
+    """A figure of one column with a dressed pair of axes."""
+    figure = empty(name, COLUMN, height, layout())
     axes = figure.add_subplot()
     dress(axes, theme)
     return figure, axes
@@ -184,6 +186,67 @@ def seeds_in_words(groups: Iterable[Sequence[Any]]) -> str:
 def errors_of(data: object, where: str) -> list[float]:
     """The errors of a network in percent, one a seed."""
     return list(map(float, Reader(where, data).get("errors", are_percents, "at least one number, each from 0 to 100")))
+
+
+def bounds_of(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % t-interval of a mean; the value alone where there is one."""
+    return interval(values) if len(values) > 1 else (values[0], values[0])
+
+
+def draw_spread(axes: "Axes", x: float, values: Sequence[float], colour: str, aside: float = 0.0) -> None:
+    """The 95 % interval of a mean, where there are several values, and a small dot for each."""
+    low, high = bounds_of(values)
+    if len(values) > 1:
+        middle, half = (low + high) / 2, (high - low) / 2
+        axes.errorbar(x, middle, half, color=colour, lw=1.1, capsize=2, capthick=1.1, zorder=3)
+    axes.plot([x + aside] * len(values), values, "o", ms=2, mfc=colour, mec="none", alpha=0.55, zorder=2)
+
+
+def decades(axis: "Axis", ticks: Sequence[float]) -> None:
+    """Label a logarithmic axis at these multiples of every power of ten, in plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(10, subs=ticks, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(LogLocator(10, subs="all", numticks=60))
+    axis.set_minor_formatter(NullFormatter())
+
+
+class End(NamedTuple):
+    """Where a line or a mark is that is named beside its panel, in units of the data."""
+
+    x: float
+    y: float
+    name: str
+    colour: str
+    is_bold: bool = False
+
+
+def label_ends(figure: "Figure", axes: "Axes", ends: Sequence[End], size: float) -> None:
+    """Name lines or marks beside the panel, moved apart where names would overlap, each with a thin leader."""
+    figure.draw_without_rendering()
+    box, points = axes.get_window_extent(), axes.transData.transform([(end.x, end.y) for end in ends])
+    places = {
+        end: ((x - box.x0) / box.width, (y - box.y0) / box.height) for end, (x, y) in zip(ends, points, strict=True)
+    }
+    order = sorted(ends, key=lambda end: places[end][1])
+    step = 1.28 * size / 72 * figure.dpi / box.height
+    heights = push_apart([places[end][1] for end in order], step, step / 2, 1 - step / 2)
+    for end, height in zip(order, heights, strict=True):
+        x, y = places[end]
+        axes.plot(
+            [x, 1.0, 1.045], [y, y, height], transform=axes.transAxes, color=end.colour, lw=0.5, alpha=0.7,
+            ls=(0, (1, 1.6)), clip_on=False, zorder=1,
+        )  # fmt: skip
+        axes.text(
+            1.06, height, end.name, transform=axes.transAxes, color=end.colour, size=size, va="center_baseline",
+            ha="left", weight="bold" if end.is_bold else "normal",
+        )  # fmt: skip
+
+
+def title_of(column: str) -> str:
+    """What a network is called in a figure: the paper writes DCL-A2."""
+    return f"DCL-{column}" if re.fullmatch(r"[AB]\d[SD]?", column) else column
 
 
 def push_apart(places: Sequence[float], step: float, low: float, high: float) -> list[float]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcl.experiments.natural_networks import TITLES
 from torch_dcl.experiments.settings import Reader, is_number, is_text
-from torch_dcl.experiments.stats import interval
 from torch_dcl.report import canvas
 
 if TYPE_CHECKING:
@@ -35,32 +34,22 @@ class _Point(NamedTuple):
     def mean(self) -> float:
         return fmean(self.errors)
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The 95 % t-interval of the mean; the mean alone for a single seed."""
-        return interval(self.errors) if len(self.errors) > 1 else (self.mean, self.mean)
-
 
 def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw test error against weights, and beside it against the time of a training step, a mark for each unit.
 
-    Args:
-        data: ``{"set": "cifar10", "points": [{"unit": "dcl", "weights": 5086912, "step_ms": 1.2, "errors": [...]},
-            ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
-            missing. A unit may have several points, for several budgets; they are joined.
-        dark: For a dark page.
+    ``data`` is ``{"set": "cifar10", "points": [{"unit": "dcl", "weights": 5086912, "step_ms": 1.2, "errors": [...]},
+    ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
+    missing. A unit may have several points, for several budgets; they are joined.
     """
     read = Reader("chart_figure", data)
     points = [_read(point) for point in read.get("points", bool, "at least one point")]
-    theme, width = canvas.theme_of(dark), canvas.PAGE * canvas.INCH
+    theme, width = canvas.theme_of(dark), canvas.PAGE
     panel = (width - _LEFT - _BETWEEN) / 2 - _NAMED
     with canvas.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(canvas.PAGE, _HEIGHT / canvas.INCH), facecolor="none")
-        figure.set_gid("chart")
+        figure = canvas.empty("chart", width, _HEIGHT)
         high = (_HEIGHT - _TOP - _BOTTOM) / _HEIGHT
-        seen = [bound for point in _on_scale(points) for bound in (*point.bounds, *point.errors)]
+        seen = [bound for point in _on_scale(points) for bound in (*canvas.bounds_of(point.errors), *point.errors)]
         room = 0.06 * (min(100.0, max(seen)) - max(0.0, min(seen)) or 1)
         limits = (max(0.0, min(seen) - room), min(100.0 + room, max(seen) + room))
         budgets = _budgets(points)
@@ -81,7 +70,7 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
                 axes.set_ylabel("test error (%)", labelpad=2)
                 _ticks(axes, points, budgets, places_of, theme)
             _marks(axes, points, places_of, theme, name)
-            _names(figure, axes, points, places_of, theme)
+            canvas.label_ends(figure, axes, _ends(axes, points, places_of, theme), canvas.SMALL)
     notes = " ".join(map(str, data.get("told", ())))
     if len(_on_scale(points)) < len(points):
         notes = f"What errs more than twice as often as the median is at the upper edge, with its error. {notes}"
@@ -163,13 +152,8 @@ def _marks(axes: "Axes", points: Sequence[_Point], places: Sequence[float], them
         for x, point in zip(places, points, strict=True):
             if point.unit != unit:
                 continue
-            low, high = point.bounds
-            if low < high and _height(axes, point) == point.mean:
-                axes.errorbar(
-                    x, point.mean, [[point.mean - low], [high - point.mean]], color=colour, lw=1.0, capsize=1.8,
-                    capthick=1.0, zorder=3,
-                )  # fmt: skip
-                axes.plot([x] * len(point.errors), point.errors, "o", ms=1.9, mfc=colour, mec="none", alpha=0.55)
+            if len(point.errors) > 1 and _height(axes, point) == point.mean:
+                canvas.draw_spread(axes, x, point.errors, colour)
             axes.plot(x, _height(axes, point), mark, ms=size, mfc=colour, mec=theme.page, mew=0.6, zorder=4,
                       clip_on=False, gid=canvas.id_of(panel, unit))  # fmt: skip
 
@@ -179,31 +163,12 @@ def _height(axes: "Axes", point: _Point) -> float:
     return min(point.mean, axes.get_ylim()[1])
 
 
-def _names(
-    figure: "Figure", axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: canvas.Theme
-) -> None:
-    """Name the units beside the panel, moved apart where names would overlap, each with a thin line from its mark."""
-    ends: dict[str, tuple[float, float]] = {}
-    named: dict[str, str] = {}
-    for x, point in zip(places, points, strict=True):
-        if point.unit not in ends or x > ends[point.unit][0]:
-            ends[point.unit] = (x, _height(axes, point))
-            name = _NAMES.get(point.unit, point.unit)
-            beyond = point.mean > ends[point.unit][1]
-            named[point.unit] = f"{name.split(' (')[0]} {point.mean:.0f} ↑" if beyond else name
-    box, high = axes.get_window_extent(), axes.transData
-    order = sorted(ends, key=lambda unit: ends[unit][1])
-    heights = [(high.transform(ends[unit])[1] - box.y0) / box.height for unit in order]
-    step = 1.28 * canvas.SMALL / 72 * figure.dpi / box.height
-    placed = canvas.push_apart(heights, step, 0.0, 1.0)
-    for unit, start, end in zip(order, heights, placed, strict=True):
-        colour, _ = canvas.look_of(unit, theme)
-        x = (high.transform(ends[unit])[0] - box.x0) / box.width
-        axes.plot(
-            [x, 1.0, 1.045], [start, start, end], transform=axes.transAxes, color=colour, lw=0.5, alpha=0.7,
-            ls=(0, (1, 1.6)), clip_on=False, zorder=1,
-        )  # fmt: skip
-        axes.text(
-            1.06, end, named[unit], transform=axes.transAxes, color=colour, size=canvas.SMALL,
-            va="center_baseline", ha="left", weight="bold" if unit.startswith("dcl") else "normal",
-        )  # fmt: skip
+def _ends(axes: "Axes", points: Sequence[_Point], places: Sequence[float], theme: canvas.Theme) -> list[canvas.End]:
+    """The last mark of each unit, with the unit's name; beyond the upper edge, with its error too."""
+    ends: dict[str, canvas.End] = {}
+    for x, point in sorted(zip(places, points, strict=True)):
+        unit, height = point.unit, _height(axes, point)
+        name = _NAMES.get(unit, unit)
+        name = f"{name.split(' (')[0]} {point.mean:.0f} ↑" if point.mean > height else name
+        ends[unit] = canvas.End(x, height, name, canvas.look_of(unit, theme)[0], unit.startswith("dcl"))
+    return list(ends.values())

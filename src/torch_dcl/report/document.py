@@ -37,7 +37,7 @@ def _environment() -> "Environment":
     )  # fmt: skip
     environment.filters |= {"prose": prose, "md": _markdown}
     environment.globals |= {
-        "bold": bold, "lined": _lined, "mark": mark, "repeated": _repeated, "short": _short, "tones": TONES,
+        "bold": bold, "groups": GROUPS, "mark": mark, "repeated": _repeated, "tones": TONES,
     }  # fmt: skip
     return environment
 
@@ -83,14 +83,6 @@ def on_page(grid: Grid) -> dict[str, Any]:
     heads = [head.removeprefix("<") for head in grid.heads]
     left = [i for i, head in enumerate(grid.heads) if head.startswith("<")]
     return {"heads": [head[:1].upper() + head[1:] for head in heads], "rows": rows, "left": left}
-
-
-def _lined(name: str) -> Markup:
-    return Markup(' class="lined"' if name in GROUPS else "")
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("MNIST-")
 
 
 def _repeated(table: Table, machine: bool) -> dict[str, str]:

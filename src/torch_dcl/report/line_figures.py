@@ -1,13 +1,11 @@
 """Accuracy against filters, and losses against epochs."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.settings import Reader, is_count, is_list_of, is_number, is_text
-from torch_dcl.experiments.stats import interval
 from torch_dcl.report import canvas
 
 if TYPE_CHECKING:
@@ -20,10 +18,8 @@ __all__ = ["curves_figure", "filters_figure"]
 def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw accuracy against filters per branch, and the baseline as a dashed line: the paper's figure in 4.1.3.
 
-    Args:
-        data: ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
-            "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
-        dark: For a dark page.
+    ``data`` is ``{"set": "MNIST-III-10", "baseline": {"errors": [...]}, "points": [{"filters": 100, "errors": [...],
+    "weights": 905000}, ...]}``. Errors are in percent, one a seed; ``weights`` may be missing.
     """
     from matplotlib.ticker import NullLocator
 
@@ -40,20 +36,17 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     base = _accuracies(read.get("baseline", lambda _: True, "its errors"), f"{where}, baseline")
     theme = canvas.theme_of(dark)
     with canvas.style():
-        figure, axes = canvas.one_panel("filters", canvas.COLUMN, 58 / canvas.INCH, theme)
+        figure, axes = canvas.one_panel("filters", 58, theme)
         place = dict(zip(widths, _places(widths), strict=True))
         axes.set_xlim(-0.35, max(place.values()) + 0.35)
-        middle, half = fmean(base), _half_width(base)
-        if half:
-            axes.axhspan(middle - half, middle + half, color=theme.muted, alpha=0.13, lw=0)
+        middle, band = fmean(base), canvas.bounds_of(base)
+        if len(base) > 1:
+            axes.axhspan(*band, color=theme.muted, alpha=0.13, lw=0)
         axes.axhline(middle, color=theme.text, lw=1.1, ls=canvas.DASHES, gid="baseline")
         means = [fmean(values) for values in seeds]
         axes.plot(list(place.values()), means, color=theme.blue, lw=1.3, zorder=3)
         for x, mean, values in zip(place.values(), means, seeds, strict=True):
-            if len(values) > 1:
-                axes.errorbar(x, mean, _half_width(values), color=theme.blue, lw=1.1, capsize=2.2, capthick=1.1)
-            spread = [x + 0.15] * len(values)
-            axes.plot(spread, values, "o", ms=2.1, mfc=theme.blue, mec="none", alpha=0.55, zorder=2)
+            canvas.draw_spread(axes, x, values, theme.blue, aside=0.15)
             axes.plot(x, mean, "o", ms=4.4, mfc=theme.blue, mec=theme.page, mew=0.7, zorder=4)
         shown = _with_room(list(place.values()))
         labels = [
@@ -65,9 +58,10 @@ def filters_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         second = "\nweights of the network (millions)" if any(point.get("weights") for point in points) else ""
         axes.set_xlabel(f"filters per branch{second}", linespacing=1.35)
         axes.set_ylabel("test accuracy (%)")
-        _room(axes, [*base, *(a for values in seeds for a in values)], (middle - half, middle + half))
-        ends = [(middle, "baseline", theme.text), (means[-1], "DCL-A2", theme.blue)]
-        _end_labels(figure, axes, ends, axes.get_xlim()[1])
+        _room(axes, [*base, *(a for values in seeds for a in values), *band])
+        right = axes.get_xlim()[1]
+        lines = canvas.End(right, middle, "baseline", theme.text), canvas.End(right, means[-1], "DCL-A2", theme.blue)
+        canvas.label_ends(figure, axes, lines, canvas.BODY)
         many = canvas.seeds_in_words([base, *seeds])
         figure.set_label(
             f"Test accuracy (%) of DCL-A2 on {images} with different numbers of filters per branch. "
@@ -97,10 +91,8 @@ def _with_room(places: Sequence[float], room: float = 0.8) -> list[bool]:
 def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw training and test loss by epoch, one colour a network: the paper's loss curves of section 4.1.3.
 
-    Args:
-        data: ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
-            ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
-        dark: For a dark page.
+    ``data`` is ``{"set": "MNIST-III-10", "series": {"baseline": {"train_loss": [[...], ...], "test_loss": [[...],
+    ...]}, "A2": ..., ...}}``: one list a seed, one number an epoch.
     """
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
@@ -115,11 +107,11 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     values = [v for kinds in curves.values() for seeds in kinds.values() for seed in seeds for v in seed]
     epochs = max(len(seed) for kinds in curves.values() for seeds in kinds.values() for seed in seeds)
     with canvas.style():
-        figure, axes = canvas.one_panel("curves", canvas.COLUMN, 64 / canvas.INCH, theme)
+        figure, axes = canvas.one_panel("curves", 64, theme)
         logarithmic = min(values) > 0 and max(values) / min(values) > 5
         if logarithmic:
             axes.set_yscale("log")
-        ends: list[tuple[float, str, str]] = []
+        ends: list[canvas.End] = []
         for name, colour in zip(curves, _series_colours(curves, theme), strict=True):
             for kind, width, dashes in (("train_loss", 0.8, canvas.DASHES), ("test_loss", 1.5, "-")):
                 seeds = curves[name][kind]
@@ -140,13 +132,13 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
                     lw=width,
                     ls=dashes,
                 )
-            ends.append((mean[-1], _title(name), colour))
+            ends.append(canvas.End(epochs, mean[-1], canvas.title_of(name), colour))
         axes.set_xlim(1, max(epochs, 2))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         if logarithmic:
-            _decades(axes)
+            canvas.decades(axes.yaxis, (1, 2, 5))
         axes.set(xlabel="epoch", ylabel="loss" + (" (log scale)" if logarithmic else ""))
-        _end_labels(figure, axes, ends, epochs)
+        canvas.label_ends(figure, axes, ends, canvas.BODY)
         keys = [
             Line2D([], [], color=theme.muted, lw=1.5, label="test"),
             Line2D([], [], color=theme.muted, lw=0.8, ls=canvas.DASHES, label="training"),
@@ -157,16 +149,11 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         )  # fmt: skip
         many = canvas.seeds_in_words([kinds["test_loss"] for kinds in curves.values()])
         figure.set_label(
-            f"Training and test loss by epoch on {images}: {canvas.join_words([_title(n) for n in curves])}. "
+            f"Training and test loss by epoch on {images}: {canvas.join_words([canvas.title_of(n) for n in curves])}. "
             f"Lines are means over {many}, bands reach from the lowest to the highest seed. Solid: test; dashed: "
             "training."
         )
     return figure
-
-
-def _title(name: str) -> str:
-    """What a network is called in a figure: the paper writes DCL-A2."""
-    return f"DCL-{name}" if re.fullmatch(r"[AB]\d[SD]?", name) else name
 
 
 def _series_colours(names: Iterable[str], theme: canvas.Theme) -> list[str]:
@@ -178,49 +165,11 @@ def _series_colours(names: Iterable[str], theme: canvas.Theme) -> list[str]:
     return [fixed[name] if name in fixed else rest[others.index(name) % len(rest)] for name in names]
 
 
-def _decades(axes: "Axes") -> None:
-    """Label a logarithmic axis at 1, 2 and 5 of every decade, in plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5), numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(LogLocator(10, subs="all", numticks=60))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _end_labels(figure: "Figure", axes: "Axes", ends: Sequence[tuple[float, str, str]], last: float) -> None:
-    """Name lines at their ends, moved apart where they would overlap; a thin leader shows which line is meant."""
-    figure.draw_without_rendering()
-    box = axes.get_window_extent()
-    point = figure.dpi / 72
-    heights = [axes.transData.transform((last, value))[1] for value, _, _ in ends]
-    order = sorted(range(len(ends)), key=heights.__getitem__)
-    step = 1.25 * canvas.BODY * point
-    placed = canvas.push_apart([heights[i] for i in order], step, box.y0 + step / 2, box.y1 - step / 2)
-    for i, y in zip(order, placed, strict=True):
-        _, name, colour = ends[i]
-        start, end = (1.012, (heights[i] - box.y0) / box.height), (1.055, (y - box.y0) / box.height)
-        axes.plot(
-            *zip(start, end, strict=True), transform=axes.transAxes, color=colour, lw=0.6, clip_on=False,
-            solid_capstyle="round",
-        )  # fmt: skip
-        axes.text(1.07, end[1], name, transform=axes.transAxes, color=colour, va="center_baseline", ha="left")
-
-
-def _room(axes: "Axes", values: Iterable[float], band: tuple[float, float]) -> None:
+def _room(axes: "Axes", values: Iterable[float]) -> None:
     """Limits of y with everything inside and some room."""
-    low, high = axes.get_ylim()
-    inside = [*values, *band, low, high]
+    inside = [*values, *axes.get_ylim()]
     margin = 0.05 * (max(inside) - min(inside) or 1)
     axes.set_ylim(min(inside) - margin, max(inside) + margin)
-
-
-def _half_width(values: Sequence[float]) -> float:
-    """Half of the 95 % t-interval of a mean; 0 for a single value."""
-    if len(values) < 2:
-        return 0.0
-    low, high = interval(values)
-    return (high - low) / 2
 
 
 def _millions(weights: int | None) -> str:

@@ -98,10 +98,8 @@ def report(
 def as_html(table: Table, further: Sequence[Finding] = (), asked: Mapping[str, Any] | None = None) -> str:
     """The page of a table by itself.
 
-    Args:
-        table: Table 1 or Table 2.
-        further: Findings from other data to show among the claims, such as `claims.large_banks_help_little`.
-        asked: What the run folder keeps, for the commands; None for the protocol.
+    ``further`` are findings from other data to show among the claims, such as `claims.large_banks_help_little`.
+    ``asked`` is what the run folder keeps, for the commands; None for the protocol.
     """
     is_natural = isinstance(table, NaturalTable)
     context = table2_context(table) if isinstance(table, NaturalTable) else table1_context(table, further, asked)
@@ -111,21 +109,12 @@ def as_html(table: Table, further: Sequence[Finding] = (), asked: Mapping[str, A
 
 
 def as_markdown(table: Table, further: Sequence[Finding] = ()) -> str:
-    """A table as Markdown: verdict, numbers, claims, and what is needed to repeat it.
-
-    Args:
-        table: Table 1 or Table 2.
-        further: Findings from other data to show among the claims.
-    """
+    """A table as Markdown: verdict, numbers, claims with ``further`` findings, and what is needed to repeat it."""
     return str(render("table.md", **markdown_context(table, further)))
 
 
 def draw_run(path: str | os.PathLike[str]) -> list[str]:
-    """Write the pages and figures of a finished run into its folder.
-
-    Returns:
-        The names of the files.
-    """
+    """Write the pages and figures of a finished run into its folder; return the names of the files."""
     run, names = read_run(path), []
     if run.table is not None:
         names.append(f"{run.state.recipe}.html")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from torch_dcl.experiments.complementary import Complementary, pick_rule
 from torch_dcl.experiments.settings import Reader, is_number, is_text
 from torch_dcl.report import canvas
-from torch_dcl.report.line_figures import _title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,11 +21,6 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
     Above, the mean fused response of every class, the highest in red. Below, a row for each branch and a column for
     each digit of the number: the branch's mean response by digit. Its highest is red. Where the digit of the fused
     maximum is another one, that is green.
-
-    Args:
-        response: What :func:`torch_dcl.experiments.complementary.complementary` gives.
-        title: What stands above, for example "DCL-A2 on MNIST-II-05".
-        dark: For a dark page.
     """
     theme = canvas.theme_of(dark)
     branches, positions = response.by_digit.shape[:2]
@@ -35,13 +29,10 @@ def complementary_figure(response: Complementary, *, title: str = "", dark: bool
         gap, foot = gap + 4, foot + 5
     height = head + top + branches * (row + gap) + foot
     left, right, between = 11.0, 1.5, 6.5
-    width = (canvas.COLUMN if positions < 3 else canvas.PAGE) * canvas.INCH
+    width = canvas.COLUMN if positions < 3 else canvas.PAGE
     panel = (width - left - right - between * (positions - 1)) / positions
     with canvas.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(width / canvas.INCH, height / canvas.INCH), facecolor="none")
-        figure.set_gid("complementary")
+        figure = canvas.empty("complementary", width, height)
 
         def panel_at(x: float, y: float, wide: float, high: float) -> "Axes":
             """Axes with the upper left corner at (x, y) in mm."""
@@ -177,25 +168,19 @@ def differences_figure(cells: Sequence[Mapping[str, Any]], *, dark: bool = False
     One panel a column of the paper's table, one row a set. A dot is our paired difference of the error rates with its
     95 % interval, filled where the interval leaves out zero; a hollow diamond is the paper's.
 
-    Args:
-        cells: ``{"set", "column", "difference", "low", "high", "paper_difference"}`` each, in percentage points;
-            ``low``, ``high`` and ``paper_difference`` may be None. Rows and panels come in the order in which sets and
-            columns first appear.
-        dark: For a dark page.
+    Cells have ``set``, ``column``, ``difference``, ``low``, ``high`` and ``paper_difference``, in percentage points;
+    the last three may be None. Rows and panels come in the order in which sets and columns first appear.
     """
     where = "differences_figure"
     table = _cells(cells, where)
     sets, columns = (list(dict.fromkeys(key[i] for key in table)) for i in (0, 1))
     theme = canvas.theme_of(dark)
     with canvas.style():
-        from matplotlib.figure import Figure
-
         groups = _groups(columns)
         most = max(len(group) for group in groups)
         width = canvas.PAGE if most > 2 else canvas.COLUMN
-        height = (14 + len(groups) * (9 + 4.0 * len(sets))) / canvas.INCH
-        figure = Figure(figsize=(width, height), facecolor="none", layout=canvas.layout(wspace=0.03, hspace=0.05))
-        figure.set_gid("differences")
+        height = 14 + len(groups) * (9 + 4.0 * len(sets))
+        figure = canvas.empty("differences", width, height, canvas.layout(wspace=0.03, hspace=0.05))
         panels = figure.subplots(len(groups), most, sharey=True, sharex="row", squeeze=False)
         for row, group in zip(panels, groups, strict=True):
             for axes in row[len(group) :]:
@@ -218,7 +203,7 @@ def _groups(columns: Sequence[str]) -> list[list[str]]:
     """Columns that go into one row of panels: those of one replaced layer, A or B, and the others."""
     groups: dict[str, list[str]] = {}
     for column in columns:
-        groups.setdefault(column[0] if _title(column) != column else "", []).append(column)
+        groups.setdefault(column[0] if canvas.title_of(column) != column else "", []).append(column)
     return list(groups.values())
 
 
@@ -233,7 +218,7 @@ def _forest(
     from matplotlib.ticker import MaxNLocator
 
     canvas.dress(axes, theme, grid=False)
-    axes.set_title(_title(column), size=canvas.BODY, weight="bold", color=theme.text, pad=4)
+    axes.set_title(canvas.title_of(column), size=canvas.BODY, weight="bold", color=theme.text, pad=4)
     axes.axvline(0, color=theme.edge, lw=0.9, zorder=1, gid=canvas.id_of("zero", column))
     axes.xaxis.grid(visible=True, color=theme.grid, lw=0.6, zorder=0)
     axes.spines["left"].set_visible(False)

@@ -44,10 +44,8 @@ def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure"
     A cell in which networks failed has a hollow mark at its median, without an interval: a few networks at chance level
     would decide its mean, and squash all other curves.
 
-    Args:
-        data: ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...], "failed": [...]}, ...]}``;
-            errors are in percent, one a seed; ``failed`` has the seeds that failed, and may be missing.
-        dark: For a dark page.
+    ``data`` is ``{"cells": [{"task": "sum", "images": 6000, "column": "A2", "errors": [...], "failed": [...]}, ...]}``;
+    errors are in percent, one a seed; ``failed`` has the seeds that failed, and may be missing.
     """
     where = "relations_figure"
     curves: dict[str, dict[str, dict[int, _Cell]]] = {}
@@ -63,14 +61,8 @@ def relations_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure"
     columns = list(dict.fromkeys(column for by_column in curves.values() for column in by_column))
     theme = canvas.theme_of(dark)
     with canvas.style():
-        from matplotlib.figure import Figure
-
         rows = 2 if compared else 1
-        figure = Figure(
-            figsize=(canvas.PAGE, (10 + 58 * rows) / canvas.INCH), facecolor="none",
-            layout=canvas.layout(wspace=0.05, hspace=0.05),
-        )  # fmt: skip
-        figure.set_gid("relations")
+        figure = canvas.empty("relations", canvas.PAGE, 10 + 58 * rows, canvas.layout(wspace=0.05, hspace=0.05))
         panels = figure.subplots(rows, len(curves), squeeze=False)
         for k, (task, by_column) in enumerate(curves.items()):
             _draw_errors(panels[0][k], task, by_column, theme)
@@ -109,8 +101,6 @@ def _caption(curves: Mapping[str, _Curves], *, has_compared: bool, has_failed: b
 
 
 def _draw_errors(axes: "Axes", task: str, by_column: _Curves, theme: canvas.Theme) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     canvas.dress(axes, theme)
     axes.set_title(TASKS[task].title, loc="left", size=canvas.BODY, color=theme.text, pad=5, weight="bold")
     axes.set_xscale("log")
@@ -125,13 +115,11 @@ def _draw_errors(axes: "Axes", task: str, by_column: _Curves, theme: canvas.Them
             _draw_band(axes, {images: by_size[images] for images in (few, many)}, colour, floor=min(middles) / 10)
         axes.plot(
             places, middles, color=colour, lw=width, ls=dashes, zorder=3, gid=canvas.id_of(task, column),
-            label=_label(column),
+            label=canvas.title_of(column),
         )  # fmt: skip
         for images in places:
             _mark(axes, images, by_size[images].middle, colour, mark, theme, hollow=by_size[images].failed)
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    canvas.decades(axes.yaxis, (1, 1.5, 2, 3, 4, 5, 7))
 
 
 def _draw_band(axes: "Axes", ends: Mapping[int, _Cell], colour: str, floor: float) -> None:
@@ -196,10 +184,6 @@ def _dress_sizes(panels: Sequence["Axes"], by_column: _Curves) -> None:
     panels[-1].set_xlabel("images to train on", labelpad=2)
 
 
-def _label(column: str) -> str:
-    return f"DCL-{column}" if column == DCL else column
-
-
 def _line_of(column: str) -> tuple[float, Any]:
     """Width and dashes of a column's line."""
     return 1.7 if column == DCL else 1.0, canvas.DASHES if column in DASHED else "-"
@@ -208,7 +192,7 @@ def _line_of(column: str) -> tuple[float, Any]:
 def _add_legend(figure: "Figure", columns: Sequence[str], theme: canvas.Theme, *, has_failed: bool) -> None:
     from matplotlib.lines import Line2D
 
-    handles, labels = [], [_label(column) for column in columns]
+    handles, labels = [], [canvas.title_of(column) for column in columns]
     for column in columns:
         (colour, mark), (width, dashes) = canvas.look_of(column, theme), _line_of(column)
         handles.append(

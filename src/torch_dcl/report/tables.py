@@ -252,8 +252,8 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
         if "exponents" in cell:
             exponents.append([*place, column, exponents_in_words(cell["exponents"])])
         if column == DCL:
-            signs = {"fewer than": "<", "more than": ">"}
-            words = [_replaced(needed_in_words(data, task, other, images), signs) for other in others]
+            words = [needed_in_words(data, task, other, images) for other in others]
+            words = [text.replace("fewer than", "<").replace("more than", ">") for text in words]
             failed = any(other["failed"] for other in data["cells"] if other["task"] == task)
             needed.append([*place, f"{mean(cell['errors']):.2f}{' †' if failed else ''}", *words])
     meant = {name: what for name, what in (RELATION_COLUMNS | EXTRAS).items() if name in columns}
@@ -266,12 +266,6 @@ def relations_context(data: Mapping[str, Any]) -> dict[str, Any]:
         "trials": trials, "rates": [f"at {rate}" for rate in rates], "digits": data["digits"],
         "extent": f"{trainings:,} trainings of {data['steps']:,} steps, {data['minutes']:.1f} minutes",
     }  # fmt: skip
-
-
-def _replaced(text: str, words: Mapping[str, str]) -> str:
-    for old, new in words.items():
-        text = text.replace(old, new)
-    return text
 
 
 def _trial(cell: Mapping[str, Any], rate: str) -> Markup:

@@ -3,7 +3,6 @@
 A tracker of one's own derives from `Tracker` and says what to do with a record of ``metrics`` and of ``outcomes``.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,7 +104,5 @@ TRACKERS = {"tensorboard": TensorBoard}
 def open_tracker(name: str, path: str | os.PathLike[str], behind: Listener) -> Tracker:
     """A tracker by its name."""
     if name not in TRACKERS:
-        near = difflib.get_close_matches(name, TRACKERS, 1, 0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(TRACKERS)}"
-        raise SettingError(f"there is no tracker {name!r}; {hint}")
+        raise SettingError(f"there is no tracker {name!r}", name, list(TRACKERS))
     return TRACKERS[name](path, behind)

@@ -73,11 +73,6 @@ class Fitted:
         """How far the columns are from the paper's at the best strength, as a fraction: root mean square."""
         return math.sqrt(mean(self.off(self.best, column) ** 2 for column in self.columns))
 
-    def __str__(self) -> str:
-        points = "  ".join(f"{s:g}: {mean(e):.2f} ({len(e)})" for s, e in sorted(self.tried.items()))
-        best = f"best {self.best:g}, {100 * self.off(self.best):+.1f} % of {self.target:.2f}"
-        return f"{self.name}  {best}  tried {points}"
-
     @property
     def best(self) -> float:
         """The strength whose mean error is nearest to the target."""

@@ -11,14 +11,13 @@ of its own, the same for all columns, and every training takes the same number o
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.data.relations import TASKS, label_pairs
 from torch_dcl.experiments import columns
-from torch_dcl.experiments.digits import PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe, Sets, make_sets
+from torch_dcl.experiments.digits import IMAGES, PER_NETWORK, SCHEDULE, DigitConfig, DigitRecipe
 from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Recipe, Trained, Workload
 from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details, judge_hypotheses
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
@@ -132,8 +131,7 @@ class Relations(DigitRecipe[RelationsConfig]):
 
     def planned(self) -> list[Job]:
         """All jobs, with the first rate instead of the chosen one."""
-        trials = [job for cell in self.places() for job in self._trials(*cell)]
-        return trials + self._reports(lambda *_: self.config.rates[0])
+        return self.jobs({}) + self._reports(lambda *_: self.config.rates[0])
 
     def places(self) -> Iterator[tuple[int, str, str]]:
         """Images, task and column of every cell."""
@@ -187,44 +185,28 @@ class Relations(DigitRecipe[RelationsConfig]):
         config, first = self.config, jobs[0]
         schedule = Schedule(config.epochs_of(_images(first)), config.warmup, config.drops, config.factor)
         members = [
-            Member(f"{job.network} {job.lr:g} {job.seed}", str(job.seed), job.seed, job.lr, schedule, clip=config.clip)
+            Member(f"{job.network} {job.lr:g}", self.set_of(job), job.seed, job.lr, schedule, clip=config.clip)
             for job in jobs
         ]
         return Fleet(
             [build_column(job.network, TASKS[job.data].classes, job.seed) for job in jobs], members,
-            self._labelled_by_seed(jobs, self.sets_of(jobs).train, _images(first)), batch=config.batch,
-            precision=config.wanted_precision, device=self.device,
+            self.labelled(jobs, "train"), batch=config.batch, precision=config.wanted_precision, device=self.device,
             factors=lambda name: (1.0, 0.0 if name.endswith("raw_exponent") else 1.0),
         )  # fmt: skip
 
-    def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
-        """In a trial images of validation digits, otherwise of test digits, written for each seed."""
-        return self._labelled_by_seed(jobs, self.sets_of(jobs).judge, None)
+    def written(self) -> tuple[int, int]:
+        """As many as the largest size; a smaller one is their beginning."""
+        return self.config.sizes[-1], self.config.test_images or IMAGES[1]
 
-    def sets_of(self, jobs: Sequence[Job]) -> Sets:
-        """The images of all seeds of some jobs, written where they are not yet; those of another phase are dropped."""
-        phase = jobs[0].phase
-        if phase != self._phase:
-            self._sets, self._phase = Sets({}, {}), phase
-        names = dict.fromkeys(_name(job.seed) for job in jobs)
-        # Random numbers are drawn from a layout's name, so another name is another set of the same kind.
-        layouts = [dataclasses.replace(LAYOUTS[SET], name=name) for name in names if name not in self._sets.train]
-        if layouts:
-            images = self.config.sizes[-1], self.config.test_images or 10_000
-            purpose = "choose" if phase == "choose" else "report"
-            written = make_sets(self.digits, layouts, purpose, device=self.device, images=images)  # type: ignore[arg-type]
-            for kept, new in zip(self._sets, written, strict=True):
-                kept.update(new)
-        return self._sets
+    def set_of(self, job: Job) -> str:
+        """Every seed has images of its own, the same for all tasks and columns."""
+        return f"{SET}/{job.seed}"
 
-    def _labelled_by_seed(
-        self, jobs: Sequence[Job], sets: Mapping[str, Labelled], most: int | None
-    ) -> dict[str, Labelled]:
-        parts = {job.seed: sets[_name(job.seed)] for job in jobs}
-        return {
-            str(seed): (images[:most], label_pairs(jobs[0].data, numbers[:most]))
-            for seed, (images, numbers) in parts.items()
-        }
+    def labelled(self, jobs: Sequence[Job], part: Literal["train", "judge"]) -> dict[str, Labelled]:
+        """The first images of every seed, labelled with the answers of the task."""
+        most = _images(jobs[0]) if part == "train" else None
+        sets = super().labelled(jobs, part).items()
+        return {name: (images[:most], label_pairs(jobs[0].data, numbers[:most])) for name, (images, numbers) in sets}
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
         """Errors, and where the exponent of a power mean ended."""
@@ -359,11 +341,6 @@ def _job(images: int, task: str, column: str, seed: int, lr: float, phase: str) 
 
 def _images(job: Job) -> int:
     return int(job.option("images"))
-
-
-def _name(seed: int) -> str:
-    """The name of the set of a seed."""
-    return f"{SET}/{seed}"
 
 
 def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:

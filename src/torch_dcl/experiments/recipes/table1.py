@@ -22,7 +22,6 @@ from torch_dcl.experiments.columns import (
     find_choice,
     stored_choice,
     stored_minutes,
-    weights,
 )
 from torch_dcl.experiments.digits import (
     MODEL_RULES,
@@ -31,9 +30,9 @@ from torch_dcl.experiments.digits import (
     TWO,
     DigitConfig,
     DigitRecipe,
-    classes_of,
     digits_of,
     trial_job,
+    weights_of,
 )
 from torch_dcl.experiments.paper_numbers import DCL_COLUMNS, SETS, TABLE1, THREE_DIGITS, TWO_DIGITS
 from torch_dcl.experiments.protocol import Job, Outcome
@@ -141,15 +140,10 @@ class Table1(DigitRecipe[Table1Config]):
 
         spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
         sentences = [text for text in result.deviations if text not in DEVIATIONS] + verdict(result)
+        table: list[RenderableType] = [Text.from_ansi(as_text(result, width=width, styled=True))]
         if len(result.sets) <= FEW:
-            table: list[RenderableType] = [
-                Text(result.title, style="bold"),
-                long_table(result, width),
-                Text(SIGNS, style="dim"),
-                Text(),
-            ]
-        else:
-            table = [Text.from_ansi(as_text(result, width=width, styled=True))]
+            title, signs = Text(result.title, style="bold"), Text(SIGNS, style="dim")
+            table = [title, long_table(result, width), signs, Text()]
         return [*table, *sentences, f"Minutes: {spent}."]
 
 
@@ -163,7 +157,7 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
     shared = {key: asked.get(key) for key in ("sha256", "images", "schedule", "batch", "precision", "fresh")}
     cells = [
         Cell.of(
-            group, table1_weights(group[0].job), Table.paper_of(column, name), fitted=column == "baseline",
+            group, weights_of(group[0].job), Table.paper_of(column, name), fitted=column == "baseline",
             origin=origin(folder, {**shared, "strength": asked["strengths"][name], "trial": asked["choice"][column]}),
         )
         for (name, column), group in by_cell.items()
@@ -194,12 +188,6 @@ def _more(columns: Sequence[str]) -> str:
     matched = [column for column in columns if column.endswith("-matched")]
     words = f"; {', '.join(of_b)}: with the weights of B2 or of B3" if of_b else ""
     return words + (f"; {', '.join(matched)}: with the start of the factorised layers" if matched else "")
-
-
-def table1_weights(job: Job) -> int:
-    """Weights of all networks of a job."""
-    networks = digits_of(job.data) if job.network == "oracle" else 1
-    return weights(job.network, classes_of(job)) * networks
 
 
 def _curves(outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
@@ -242,9 +230,8 @@ def _departures(asked: Mapping[str, Any]) -> list[str]:
         count = f"{epochs} epoch{'s' if epochs > 1 else ''}"
         sentences.append(f"Trained for {count}, while the learning rates were chosen for {SCHEDULE.epochs}.")
     if str(asked["digits"]).startswith("the embedded"):
-        sentences.append(
-            "Written with an excerpt of MNIST, while how difficult the sets are was fitted with all of it."
-        )
+        excerpt = "Written with an excerpt of MNIST"
+        sentences.append(f"{excerpt}, while how difficult the sets are was fitted with all of it.")
     return sentences
 
 
@@ -257,9 +244,9 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
     given["seeds"] = asked.get("seeds", 5) if seeds is None else seeds
     if asked:
         protocol = Table1Config()
-        told = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
-        told["drops"] = tuple(told["drops"])
-        given |= {key: value for key, value in told.items() if value != getattr(protocol, key)}
+        settings = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
+        settings["drops"] = tuple(settings["drops"])
+        given |= {key: value for key, value in settings.items() if value != getattr(protocol, key)}
         if str(asked["digits"]).startswith("the embedded"):
             given["data"] = "excerpt"
         if asked["images"]:
@@ -292,12 +279,7 @@ def notes(table: Table) -> list[str]:
 
 
 def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.Table":
-    """The table for `rich.print`.
-
-    Args:
-        table: The table.
-        columns: The columns to show; None for all, which wants a terminal of about 130 characters.
-    """
+    """The table for `rich.print`, with some of its columns; all of them want a terminal of about 130 characters."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -321,12 +303,9 @@ def as_rich(table: Table, columns: Sequence[str] | None = None) -> "rich.table.T
 
 
 def as_text(table: Table, *, width: int = 140, styled: bool = False) -> str:
-    """The table as text. Columns that do not fit beside the others follow below them.
+    """The table as text in lines of this width. Columns that do not fit beside the others follow below them.
 
-    Args:
-        table: The table.
-        width: Characters of a line.
-        styled: Whether to write the terminal's codes for bold and dim.
+    ``styled`` writes the terminal's codes for bold and dim.
     """
     from rich.console import Console
 
