@@ -27,12 +27,10 @@ def described(norm: Any) -> Norm | None:
             return None  # kernels exchange nothing from inside a graph
         if not torch.compiler.is_compiling() and (group := _group_of(norm)) is not None:
             ranks = distributed.get_world_size(group)
-    mean, variance, count = norm.running_mean, norm.running_var, None
+    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     fixed = not training and mean is not None
-    if training and norm.track_running_stats:
-        count = norm.num_batches_tracked
-    elif not fixed:
-        mean = variance = None
+    if not fixed and not (training and norm.track_running_stats):
+        mean = variance = count = None
     if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):
         return None
     return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed, ranks, group)

@@ -208,6 +208,15 @@ def test_the_host_time_of_a_unit():
             agree(text, float(rows[unit][column]))
 
 
+def test_the_time_of_guards():
+    rows = {(r["network"], r["phase"]): r for r in results("guards.csv") if r["between"] == "0"}
+    shown = table_under("| guards, converted / plain |", SPEED)
+    assert [NETWORKS[name] for name, *_ in shown] == list(dict.fromkeys(network for network, _ in rows))
+    for name, *cells in shown:
+        for phase, cell in zip(("train", "infer"), cells, strict=True):
+            agree(cell, *(float(rows[NETWORKS[name], phase][what]) for what in ("ratio", "spread")))
+
+
 def test_whole_networks():
     last = "channels_last"
     rows = {(row["network"], row["memory"], row["contender"]): row for row in results("plan.csv") if not row["unit"]}
@@ -232,7 +241,7 @@ SOURCES = {
     "the same batches again and again": "ready", "synthetic": "synthetic",
     "prepared shards, kept on the GPU": "resident",
     "prepared shards, mapped into memory": "prepared", "JPEGs decoded on the GPU (nvJPEG)": "gpu",
-    "JPEGs decoded by Pillow, 16 workers": "pillow",
+    "JPEGs decoded by Pillow, 16 workers": "pillow", "JPEGs in tar files, likewise": "tar",
 }  # fmt: skip
 
 

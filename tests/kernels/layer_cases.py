@@ -678,6 +678,27 @@ CASES |= {
 }
 
 
+def cast_case(device, dtype):
+    """Values in another type have the bits that torch gives them, in any layout."""
+    from torch_dcl.kernels import elementwise
+
+    torch.manual_seed(0)
+    x = (torch.randn(6, 5, 3, 431) * 1e3).to(device)
+    x[0, 0, 0, :4] = torch.tensor([0.0, -0.0, torch.inf, torch.nan])
+    given = {"as it is": x, "channels last": x.contiguous(memory_format=torch.channels_last), "gaps": x[:, ::2]}
+    kinds = [torch.float16, dtype] if device == "cuda" else [torch.float16]  # the interpreter truncates to bfloat16
+    errors = {"nothing": relative(elementwise.cast(x[:0], torch.float16), x[:0])}
+    for name, values in given.items():
+        for kind in kinds:
+            found, expected = elementwise.cast(values, kind), values.to(kind)
+            same = torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) and found.dtype == kind
+            errors[f"{name}, {kind}"] = float(not same or found.stride() != expected.stride())
+    return errors
+
+
+CASES["cast"] = cast_case
+
+
 def image_case(settings, device, dtype):
     """A layer with a stride on images of three channels, which have no gradient, in a half type."""
     torch.manual_seed(0)

@@ -346,6 +346,21 @@ def compiled_case(name, half, device):
     return worst
 
 
+def compiled_wide_case(device):
+    """A compiled layer of more than 128 filters a branch behind norms: how far it is from plain torch, and its code."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = DCLConv2d(6, 140, 3, padding=1, width=136, norm_layer=nn.BatchNorm2d, bias=False)
+    layer, x = layer.to(device, memory_format=LAST), _images(4, 6, 5, 7).to(device)
+    counter = CompileCounterWithBackend("aot_eager" if device == "cpu" else "inductor")
+    with torch.autocast(device, torch.float16):
+        z = torch.compile(layer, backend=counter, fullgraph=True)(x)
+        with dispatch.disabled():
+            expected = layer(x)
+    return ((z - expected).float().norm() / expected.float().norm()).item(), counter.graphs[0].code
+
+
 def compiled_batches_case(device):
     """A compiled network with norms over batches of other sizes: graphs, and how far it is from plain torch.
 

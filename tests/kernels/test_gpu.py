@@ -349,6 +349,12 @@ def test_a_compiled_layer_notices_what_changes_between_its_calls(norm):
     assert {name: error for name, error in errors.items() if not error <= 2e-4} == {}
 
 
+def test_a_compiled_layer_normalises_wide_branches_in_the_kernels():
+    error, code = program_cases.compiled_wide_case("cuda")
+    assert error <= 2e-3
+    assert "closed_unit_tracked" in code
+
+
 def test_a_compiled_network_compiles_once_more_for_other_batches():
     graphs, worst = program_cases.compiled_batches_case("cuda")
     assert graphs <= 2

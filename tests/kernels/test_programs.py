@@ -39,6 +39,12 @@ def test_a_compiled_layer_replays_its_operations(interpreter, name, half):
     assert interpreter(cases.compiled_case, name, half, "cpu") <= (2e-3 if half else 1e-6)
 
 
+def test_a_compiled_layer_normalises_wide_branches_in_the_kernels(interpreter):
+    error, code = interpreter(cases.compiled_wide_case, "cpu")
+    assert error <= 2e-3
+    assert "closed_unit_tracked" in code
+
+
 def test_a_compiled_network_compiles_once_more_for_other_batches(interpreter):
     graphs, worst = interpreter(cases.compiled_batches_case, "cpu")
     assert graphs <= 2

@@ -120,16 +120,17 @@ def unit(
         last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
     else:
         last = not spatial or launch.is_last(x, 1)
+    closed = compiling and last and prefix_of_operations() != ""
     ranks = None if norm is None else norm.ranks
     if ranks == 1 and x.shape[0] == 0:
         return None
     dtype = _computed_in(
         (type(x), type(theta), type(weight)), x.dtype, x.device, x.dim(), last, theta.dtype, theta.requires_grad,
-        spatial, tuple(widths), ranks, pairs, compiling,
+        spatial, tuple(widths), ranks, pairs, compiling and not closed,
     )  # fmt: skip
     if dtype is None:
         return None
-    if compiling and last and prefix_of_operations():
+    if closed:
         return unit_ops.run(x.to(dtype), theta, weight, bias, stage, tuple(widths), eps, pairs, norm)
     T, channels = len(widths), x.dim() - 1 - spatial
     keep = norm is None and (not spatial or widths[0] > widest(dtype))
@@ -144,7 +145,7 @@ def unit(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _computed_in(
     kinds: tuple[type, ...], dtype: torch.dtype, device: torch.device, dim: int, last: bool, theta: torch.dtype,
-    learns: bool, spatial: int, widths: tuple[int, ...], ranks: int | None, pairs: bool, compiling: bool,
+    learns: bool, spatial: int, widths: tuple[int, ...], ranks: int | None, pairs: bool, traced: bool,
 ) -> torch.dtype | None:  # fmt: skip
     """The type that kernels compute a unit in; None where they cannot.
 
@@ -162,7 +163,7 @@ def _computed_in(
         widths: M(t).
         ranks: How many processes a norm has a share of; None without a norm.
         pairs: Whether to take the mean over pairs.
-        compiling: Whether a compiler asks.
+        traced: Whether a compiler will see the parts of the unit.
     """
     T = len(widths)
     if not (T == 3 or (T == 2 and not pairs)) or any(widths[0] != M for M in widths):
@@ -175,7 +176,7 @@ def _computed_in(
         return None  # torch has an error for it
     if spatial and dim != spatial + 2:
         return None  # a single image, for example
-    if ranks is not None and (dim != spatial + 2 or widths[0] > _widest_normed(to, device, compiling)):
+    if ranks is not None and (dim != spatial + 2 or widths[0] > _widest_normed(to, device, traced)):
         return None
     if spatial and not on_tensor_cores(to) and not last:
         return None
@@ -193,10 +194,10 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     return unit_.construct(x, low, stage)
 
 
-def _widest_normed(dtype: torch.dtype, device: torch.device, compiling: bool) -> int:
+def _widest_normed(dtype: torch.dtype, device: torch.device, traced: bool) -> int:
     """The most channels of a branch that the kernels can normalise."""
     deepest = widest(dtype)
-    return min(deepest, launch.DEEPEST) if compiling or not has_room(device) else deepest
+    return min(deepest, launch.DEEPEST) if traced or not has_room(device) else deepest
 
 
 def project_and_fuse(

@@ -74,9 +74,7 @@ class Table1Config(DigitConfig):
 
     sets: tuple[str, ...] = setting(SETS, "which of the fifteen", smoke=TWO, **SETS_RULES)
     models: tuple[str, ...] = setting(
-        MODELS,
-        "which columns; all for controls of B2 and B3 and matched starts as well, which need choice",
-        **MODEL_RULES,
+        MODELS, "which columns; all for controls of B2 and B3 and matched starts too, which need choice", **MODEL_RULES
     )
     seeds: int = setting(5, "networks of each column on each set", smoke=2, least=1, most=1000)
     fresh: bool = setting(False, "images of its own for every seed, to train on and to test with")
