@@ -27,8 +27,10 @@ def described(norm: Any) -> Norm | None:
             return None  # kernels exchange nothing from inside a graph
         if not torch.compiler.is_compiling() and (group := _group_of(norm)) is not None:
             ranks = distributed.get_world_size(group)
-    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    mean, variance, count = norm.running_mean, norm.running_var, None
     fixed = not training and mean is not None
+    if not (fixed and torch.compiler.is_compiling()):  # which would guard a tensor that is not used
+        count = norm.num_batches_tracked
     if not fixed and not (training and norm.track_running_stats):
         mean = variance = count = None
     if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):

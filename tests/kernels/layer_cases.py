@@ -650,23 +650,23 @@ STRIDED = {
 
 
 def strided_case(kind, memory, device, dtype):
-    """A convolution in blocks of pixels, of whole numbers: each result is exact, whatever the order of its sums."""
+    """A convolution in cells of pixels, of whole numbers: each result is exact, whatever the order of its sums."""
     from torch_dcl.kernels import elementwise
 
     torch.manual_seed(0)
     C, side, S, padding, size = STRIDED[kind]
     x = torch.randint(-2, 3, (3, C, *size)).to(device, dtype, memory_format=memory)
     theta = torch.randint(-2, 3, (10, C, side, side)).to(device, dtype, memory_format=memory)
-    blocks = elementwise.Blocks.of(x, theta, (S, S), (padding, padding), (1, 1))
+    cells = elementwise.Cells.of(x, theta, (S, S), (padding, padding), (1, 1))
     wide = theta.double().cpu().requires_grad_()
     y = nn.functional.conv2d(x.double().cpu(), wide, None, S, padding)
-    images, filters = blocks.images(x), blocks.filters(theta)
+    images, filters = cells.images(x), cells.filters(theta)
     assert images.is_contiguous(memory_format=torch.channels_last)
     errors = {"y": relative(nn.functional.conv2d(images.double().cpu(), filters.double().cpu()), y)}
     grad = torch.randint(-2, 3, y.shape).double()
     shape = filters.shape
-    dblocks = torch.nn.grad.conv2d_weight(images.double().cpu(), shape, grad)
-    found = blocks.pixels(dblocks.to(device, torch.float32), theta, torch.float32)
+    dcells = torch.nn.grad.conv2d_weight(images.double().cpu(), shape, grad)
+    found = cells.pixels(dcells.to(device, torch.float32), theta, torch.float32)
     assert found.stride() == theta.stride()
     return errors | {"gradient of the filters": relative(found, torch.autograd.grad(y, wide, grad)[0])}
 
@@ -676,6 +676,22 @@ CASES |= {
     for kind in STRIDED
     for name, memory in (("channels last", torch.channels_last), ("channels apart", torch.contiguous_format))
 }
+
+
+def refused_case(device, dtype):
+    """Images that a convolution in cells of pixels cannot have are torch's error."""
+    layer = DCLConv2d(3, 20, 7, stride=2, width=8).to(device, torch.float16, memory_format=torch.channels_last)
+    errors = {}
+    for shape in ((2, 1, 9, 9), (2, 4, 9, 9), (2, 3, 6, 9)):
+        try:
+            layer(torch.randn(shape).to(device, torch.float16, memory_format=torch.channels_last))
+            errors[str(shape)] = 1.0
+        except RuntimeError as error:
+            errors[str(shape)] = float("channels" not in str(error) and "Kernel size" not in str(error))
+    return errors
+
+
+CASES["images that do not fit"] = refused_case
 
 
 def cast_case(device, dtype):

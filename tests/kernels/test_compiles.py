@@ -102,16 +102,16 @@ def test_the_fusion(compiled, T, pairs, dtype):
     assert compiled == ["_fuse_forward", "_fuse_backward"]
 
 
-def test_images_and_filters_in_blocks_of_pixels_and_in_another_type(compiled):
+def test_images_and_filters_in_cells_of_pixels_and_in_another_type(compiled):
     from torch_dcl.kernels import elementwise
 
     x = torch.randn(2, 3, 24, 24).bfloat16()
     theta = torch.randn(8, 3, 7, 7).bfloat16().contiguous(memory_format=torch.channels_last)
-    blocks = elementwise.Blocks.of(x, theta, (2, 2), (3, 3), (1, 1))
-    blocks.images(x)
-    blocks.pixels(blocks.filters(theta), theta, torch.float32)
+    cells = elementwise.Cells.of(x, theta, (2, 2), (3, 3), (1, 1))
+    cells.images(x)
+    cells.pixels(cells.filters(theta), theta, torch.float32)
     elementwise.cast(torch.randn(3, 5), torch.bfloat16)
-    assert compiled == ["_image_blocks", "_filter_blocks", "_filter_blocks", "_cast"]
+    assert compiled == ["_image_cells", "_filter_cells", "_filter_cells", "_cast"]
 
 
 @pytest.mark.parametrize(("T", "pairs"), [(2, False), slow(3, True)])

@@ -5,7 +5,8 @@ memory or all of a position's, at the speed of a copy: torch's own copies take t
 A copy in another type costs the host a third of what torch's own does.
 
 A convolution of images of three channels with a stride has no fast kernel: tensor cores want eight channels and more.
-`Blocks` lays out S × S pixels as one position with all of their channels, where it is a convolution without a stride.
+`Cells` lays out S × S pixels as one position with all of their channels, where it is a convolution without a stride, as
+`models/_quick.py` does it for a plain layer in operations that a compiler can fuse.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, r
 from torch_dcl.kernels.launch import is_last, room_for
 from torch_dcl.kernels.launcher import Launch, cdiv, kept, next_power_of_2
 
-__all__ = ["Blocks", "cast", "fuse_backward", "fuse_forward", "turn"]
+__all__ = ["Cells", "cast", "fuse_backward", "fuse_forward", "turn"]
 
 _BLOCK = 1024
 _SIDE, _WARPS = 64, 8
@@ -167,12 +168,12 @@ def _launch_cast(size: int, dtype: torch.dtype, to: torch.dtype, device: torch.d
 
 
 @triton.jit
-def _image_blocks(
+def _image_cells(
     x, out, height, width, of_image, of_channel, of_row, of_pixel,
     C: tl.constexpr, S: tl.constexpr, BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row of blocks; zero outside of the image."""
+    """A part of a row of cells; zero outside of the image."""
     line = tl.program_id(0)
     image, down = (line // DOWN).to(tl.int64), line % DOWN
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -186,13 +187,13 @@ def _image_blocks(
 
 
 @triton.jit
-def _filter_blocks(
-    blocks, theta, size, of_filter, of_channel, of_row, of_pixel, block_filter, block_channel, block_row, block_pixel,
+def _filter_cells(
+    cells, theta, size, of_filter, of_channel, of_row, of_pixel, cell_filter, cell_channel, cell_row, cell_pixel,
     C: tl.constexpr, S: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PADDING: tl.constexpr,
     BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Filters as filters of blocks, zero where they have none; or, with BACK, filters from those of blocks."""
+    """Filters as filters of cells, zero where they have none; or, with BACK, filters from those of cells."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = i % CHANNELS
     across, down, f = i // CHANNELS % ACROSS, i // (CHANNELS * ACROSS) % DOWN, i // (CHANNELS * ACROSS * DOWN)
@@ -200,36 +201,38 @@ def _filter_blocks(
     pixel = (across - BEFORE) * S + channel // C % S + PADDING
     there = (channel < S * S * C) & (row >= 0) & (row < HEIGHT) & (pixel >= 0) & (pixel < WIDTH) & (i < size)
     at = theta + f * of_filter + channel % C * of_channel + row * of_row + pixel * of_pixel
-    block = blocks + f * block_filter + channel * block_channel + down * block_row + across * block_pixel
+    cell = cells + f * cell_filter + channel * cell_channel + down * cell_row + across * cell_pixel
     if BACK:
-        tl.store(at, tl.load(block, mask=there, other=0.0).to(theta.dtype.element_ty), mask=there)
+        tl.store(at, tl.load(cell, mask=there, other=0.0).to(theta.dtype.element_ty), mask=there)
     else:
-        tl.store(block, tl.load(at, mask=there, other=0.0).to(blocks.dtype.element_ty), mask=i < size)
+        tl.store(cell, tl.load(at, mask=there, other=0.0).to(cells.dtype.element_ty), mask=i < size)
 
 
-class Blocks(NamedTuple):
-    """How a convolution with a stride S, of images of few channels, is one without, of blocks of S × S pixels.
+class Cells(NamedTuple):
+    """How a convolution with a stride S, of images of few channels, is one without, of cells of S × S pixels.
 
-    With i - padding = S · a + r, where r is a pixel of a block, filter row i is pixel r of block row a.
+    With i - padding = S · a + r, where r is a pixel of a cell, filter row i is pixel r of cell row a.
     """
 
     side: int
     """S."""
     padding: int
     before: int
-    """Rows of blocks before the image."""
+    """Rows of cells before the image."""
     kernel: tuple[int, int]
-    """Of a filter of blocks, in blocks."""
+    """Of a filter of cells, in cells."""
     channels: int
-    """Of a block, with zeros up to a multiple of eight."""
+    """Of a cell, with zeros up to a multiple of eight."""
     outputs: tuple[int, int]
 
     @classmethod
     def of(
         cls, x: Tensor, theta: Tensor, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
-    ) -> "Blocks | None":
-        """For a convolution of two dimensions; None where there is nothing to gain."""
+    ) -> "Cells | None":
+        """For a convolution of two dimensions; None where there is nothing to gain, or torch has an error."""
         S, p = stride[0], padding[0]
+        if x.shape[1] != theta.shape[1]:
+            return None
         if x.shape[1] > _FEW or not 1 < S <= _FEW or set(stride) != {S} or set(padding) != {p} or set(dilation) != {1}:
             return None
         before = cdiv(p, S)
@@ -240,7 +243,7 @@ class Blocks(NamedTuple):
         return cls(S, p, before, (height, width), 8 * cdiv(S * S * x.shape[1], 8), (down, across))
 
     def images(self, x: Tensor) -> Tensor:
-        """Images ``[B, C, H, W]`` in blocks, with the channels last in memory, and with all that filters reach."""
+        """Images ``[B, C, H, W]`` in cells, with the channels last in memory, and with all that filters reach."""
         down, across = (o + k - 1 for o, k in zip(self.outputs, self.kernel, strict=True))
         shape = (len(x), self.channels, down, across)
         out = torch.empty_strided(shape, room_for(shape, 1), dtype=x.dtype, device=x.device)
@@ -248,56 +251,56 @@ class Blocks(NamedTuple):
         return out
 
     def room(self, theta: Tensor) -> Tensor:
-        """Room for filters of blocks."""
+        """Room for filters of cells."""
         shape = (len(theta), self.channels, *self.kernel)
         return torch.empty_strided(shape, room_for(shape, 1), dtype=theta.dtype, device=theta.device)
 
     def filters(self, theta: Tensor) -> Tensor:
-        """Filters of blocks."""
+        """Filters of cells."""
         out = self.room(theta)
         self._launch(theta, out, back=False)(out, theta)
         return out
 
-    def pixels(self, blocks: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
-        """What filters of blocks are as filters of pixels: in the layout of ``theta``."""
+    def pixels(self, cells: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
+        """What filters of cells are as filters of pixels: in the layout of ``theta``."""
         out = torch.empty_like(theta, dtype=dtype)
-        self._launch(out, blocks, back=True)(blocks, out)
+        self._launch(out, cells, back=True)(cells, out)
         return out
 
-    def _launch(self, theta: Tensor, blocks: Tensor, *, back: bool) -> Launch:
+    def _launch(self, theta: Tensor, cells: Tensor, *, back: bool) -> Launch:
         return _launch_filters(
-            self, tuple(theta.shape), theta.stride(), blocks.stride(), back, theta.dtype, blocks.dtype, theta.device
+            self, tuple(theta.shape), theta.stride(), cells.stride(), back, theta.dtype, cells.dtype, theta.device
         )
 
 
 _FEW = 4
-"""Channels, and pixels of a stride, up to which blocks pay."""
+"""Channels, and pixels of a stride, up to which cells pay."""
 
 
 @kept
 def _launch_images(
-    blocks: Blocks, shape: tuple[int, ...], stride: tuple[int, ...], down: int, across: int, dtype: torch.dtype,
+    cells: Cells, shape: tuple[int, ...], stride: tuple[int, ...], down: int, across: int, dtype: torch.dtype,
     device: torch.device,
 ) -> Launch:  # fmt: skip
     values = {"height": shape[2], "width": shape[3]}
     values |= dict(zip(("of_image", "of_channel", "of_row", "of_pixel"), stride, strict=True))
-    values |= {"C": shape[1], "S": blocks.side, "BEFORE": blocks.before, "DOWN": down, "ACROSS": across}
-    values |= {"CHANNELS": blocks.channels, "BLOCK": _BLOCK}
-    grid = (shape[0] * down, cdiv(across * blocks.channels, _BLOCK))
-    return Launch(_image_blocks, grid, values, {"num_warps": 4, **OPTIONS})
+    values |= {"C": shape[1], "S": cells.side, "BEFORE": cells.before, "DOWN": down, "ACROSS": across}
+    values |= {"CHANNELS": cells.channels, "BLOCK": _BLOCK}
+    grid = (shape[0] * down, cdiv(across * cells.channels, _BLOCK))
+    return Launch(_image_cells, grid, values, {"num_warps": 4, **OPTIONS})
 
 
 @kept
 def _launch_filters(
-    blocks: Blocks, shape: tuple[int, ...], stride: tuple[int, ...], of_blocks: tuple[int, ...], back: bool,
+    cells: Cells, shape: tuple[int, ...], stride: tuple[int, ...], of_cells: tuple[int, ...], back: bool,
     dtype: torch.dtype, to: torch.dtype, device: torch.device,
 ) -> Launch:  # fmt: skip
-    down, across = blocks.kernel
-    size = shape[0] * down * across * blocks.channels
+    down, across = cells.kernel
+    size = shape[0] * down * across * cells.channels
     names = ("of_filter", "of_channel", "of_row", "of_pixel")
     values = {"size": size, **dict(zip(names, stride, strict=True))}
-    names = ("block_filter", "block_channel", "block_row", "block_pixel")
-    values |= {**dict(zip(names, of_blocks, strict=True)), "C": shape[1], "S": blocks.side}
-    values |= {"HEIGHT": shape[2], "WIDTH": shape[3], "PADDING": blocks.padding, "BEFORE": blocks.before}
-    values |= {"DOWN": down, "ACROSS": across, "CHANNELS": blocks.channels, "BACK": back, "BLOCK": 256}
-    return Launch(_filter_blocks, (cdiv(size, 256),), values, {"num_warps": 4, **OPTIONS})
+    names = ("cell_filter", "cell_channel", "cell_row", "cell_pixel")
+    values |= {**dict(zip(names, of_cells, strict=True)), "C": shape[1], "S": cells.side}
+    values |= {"HEIGHT": shape[2], "WIDTH": shape[3], "PADDING": cells.padding, "BEFORE": cells.before}
+    values |= {"DOWN": down, "ACROSS": across, "CHANNELS": cells.channels, "BACK": back, "BLOCK": 256}
+    return Launch(_filter_cells, (cdiv(size, 256),), values, {"num_warps": 4, **OPTIONS})

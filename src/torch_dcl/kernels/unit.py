@@ -149,19 +149,19 @@ def forward(
 
 
 def _construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
-    """Stage 1; images of few channels in blocks of pixels, where it has a stride."""
-    blocks = _blocks(x, theta, stage)
-    if blocks is None:
+    """Stage 1; images of few channels in cells of pixels, where it has a stride."""
+    cells = _cells(x, theta, stage)
+    if cells is None:
         return construct(x, theta, stage)
-    return F.conv2d(blocks.images(x), blocks.filters(theta))
+    return F.conv2d(cells.images(x), cells.filters(theta))
 
 
-def _blocks(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Blocks | None":
+def _cells(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Cells | None":
     if stage.spatial != 2 or x.dtype is torch.float32 or is_traced(x):  # float32 would be rounded otherwise
         return None
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
-    return elementwise.Blocks.of(x, theta, *stage[1:])
+    return elementwise.Cells.of(x, theta, *stage[1:])
 
 
 def construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
@@ -286,10 +286,10 @@ def _stage_gradients(
     spatial, stride, padding, dilation = stage
     if not (needs[0] or needs[1]):
         return None, None
-    blocks = None if needs[0] else _blocks(x, theta, stage)
-    if blocks is not None:
-        dblocks = _convolution_gradients(dy, blocks.images(x), blocks.room(theta), (1, 1), (0, 0), (1, 1), needs)[1]
-        return None, blocks.pixels(dblocks, theta, dtype)
+    cells = None if needs[0] else _cells(x, theta, stage)
+    if cells is not None:
+        dcells = _convolution_gradients(dy, cells.images(x), cells.room(theta), (1, 1), (0, 0), (1, 1), needs)[1]
+        return None, cells.pixels(dcells, theta, dtype)
     if spatial:
         dx, dtheta = _convolution_gradients(dy, x, theta, stride, padding, dilation, needs)
         return dx, launch.cast(dtheta, dtype) if needs[1] else None
