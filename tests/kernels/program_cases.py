@@ -361,6 +361,29 @@ def compiled_wide_case(device):
     return ((z - expected).float().norm() / expected.float().norm()).item(), counter.graphs[0].code
 
 
+def compiled_contexts_case(device):
+    """Autocast and grad mode inside of a compiled function: types, whether there are gradients, and how far z is."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer, x = _conv().to(device), _images(4, 6, 5, 7).to(device)
+
+    def run(given, half):
+        with torch.autocast(device, torch.float16, enabled=half):
+            z = layer(given)
+        with torch.no_grad():
+            return z, layer(given)
+
+    compiled = torch.compile(run, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    found = []
+    for half in (True, False, True):
+        pairs = list(zip(compiled(x, half), run(x, half), strict=True))
+        assert all((a.dtype, a.requires_grad) == (b.dtype, b.requires_grad) for a, b in pairs)
+        errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in pairs]
+        found.append((pairs[0][0].dtype, pairs[0][0].requires_grad, pairs[1][0].requires_grad, max(errors) <= 2e-3))
+    return found
+
+
 def compiled_batches_case(device):
     """A compiled network with norms over batches of other sizes: graphs, and how far it is from plain torch.
 

@@ -39,6 +39,11 @@ def test_a_compiled_layer_replays_its_operations(interpreter, name, half):
     assert interpreter(cases.compiled_case, name, half, "cpu") <= (2e-3 if half else 1e-6)
 
 
+def test_a_compiled_function_has_contexts_of_its_own(interpreter):
+    found = interpreter(cases.compiled_contexts_case, "cpu")
+    assert found == [(kind, True, False, True) for kind in (torch.float16, torch.float32, torch.float16)]
+
+
 def test_a_compiled_layer_normalises_wide_branches_in_the_kernels(interpreter):
     error, code = interpreter(cases.compiled_wide_case, "cpu")
     assert error <= 2e-3

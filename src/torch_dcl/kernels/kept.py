@@ -222,9 +222,9 @@ def kept_backward(
 def _backward_in_one(P: int, weights: int) -> bool:
     """Whether one kernel is faster than cuBLAS's products one by one; on an H200, see ``results/small.csv``.
 
-    With up to 128 positions it is as fast for large layers too, and takes the host a fifth of the time.
+    With 33 to 128 positions it is as fast for large layers too, and takes the host a fifth of the time.
     """
-    return 0 < P <= 512 and ((weights <= 2**21 and P * weights <= 2**28) or (P <= 128 and weights <= 2**24))
+    return 0 < P <= 512 and ((weights <= 2**21 and P * weights <= 2**28) or (32 < P <= 128 and weights <= 2**24))
 
 
 def _backward_tiles(P: int, weights: int) -> tuple[dict[str, int], int]:
