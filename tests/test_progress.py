@@ -41,3 +41,20 @@ def test_a_stream_that_cannot_show_a_sign_shows_a_similar_one_or_a_question_mark
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
     error_console().print("1 · 2 ü")
     assert raw.getvalue() == b"1 - 2 ?\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_before_it_is_known_how_much_there_is_to_do_nothing_is_counted(terminal):
+    out = io.StringIO()
+    with Bar(Console(file=out, width=100, force_terminal=terminal), 0, "networks", every=0) as bar:
+        bar.now("reading data")
+        if terminal:
+            bar._live.refresh()
+        before = out.getvalue()
+        bar.begin_at(1, 9)
+        bar.now("building networks")
+        if terminal:
+            bar._live.refresh()
+    assert "reading data" in before
+    assert "networks" not in before
+    assert "1 of 9 networks" in out.getvalue()

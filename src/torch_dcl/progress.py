@@ -84,7 +84,7 @@ class Bar:
 
     Args:
         on: The console.
-        total: Steps.
+        total: Steps; 0 as long as that is not known.
         unit: What a step is, in the plural.
         every: Seconds between plain lines.
         by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
@@ -194,13 +194,15 @@ class Bar:
 
     def line(self) -> str:
         """The state as a plain line."""
-        parts = [f"{int(self.done):,} of {self.total:,} {self.unit}", say_minutes(time.monotonic() - self._start)]
-        parts += [self._eta()] if self._eta() else []
-        parts += [self.text] if self.text else []
+        shown = (self._count(), say_minutes(time.monotonic() - self._start), self._eta(), self.text)
+        parts = [part for part in shown if part]
         if self.step is not None:
             done, total, unit = self.step
             parts.append(f"{done} of {total} {unit}")
         return " · ".join(parts)
+
+    def _count(self) -> str:
+        return f"{int(self.done):,} of {self.total:,} {self.unit}" if self.total else ""
 
     def _eta(self) -> str:
         left = self.left
@@ -211,7 +213,7 @@ class Bar:
         """Take down how things are. In a terminal they are drawn a few times a second, whatever happens meanwhile."""
         if self._live is not None and self._outer is not None and self._inner is not None:
             first, second = self._outer.task_ids[0], self._inner.task_ids[0]
-            self._outer.update(first, total=self.total, completed=self.done, count=int(self.done), eta=self._eta())
+            self._outer.update(first, total=self.total, completed=self.done, count=self._count(), eta=self._eta())
             done, total, unit = self.step or (0, None, "")  # without an end it only shows that something goes on
             words = f"{done} of {total} {unit} · {self.text}" if self.step else self.text
             self._inner.update(second, total=total, completed=done, text=words)
@@ -236,7 +238,7 @@ class Bar:
         self._outer = Progress(
             SpinnerColumn(style="cyan"),
             BarColumn(24, complete_style="cyan", finished_style="cyan"),
-            TextColumn(f"{{task.fields[count]:,}} of {{task.total:,.0f}} {self.unit}"),
+            TextColumn("{task.fields[count]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("{task.fields[eta]}", style="dim", markup=False),
             console=console,
@@ -247,7 +249,7 @@ class Bar:
             TextColumn("{task.fields[text]}", style="dim", markup=False),
             console=console,
         )
-        self._outer.add_task("", total=self.total, completed=int(self.done), count=int(self.done), eta="")
+        self._outer.add_task("", total=self.total, completed=int(self.done), count=self._count(), eta="")
         self._inner.add_task("", total=None, completed=0, text=self.text)
         both = Group(self._outer, self._inner)
         self._live = Live(both, console=console, transient=True, refresh_per_second=8)

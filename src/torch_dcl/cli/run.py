@@ -67,6 +67,7 @@ def _train(task: Task, stop: Any, log: str | None = None) -> "Summary":
     screen = console()
     with Bar(screen, 0, "networks, first rank" if several() else "networks", by_step=True) as bar:
         stop.on_signal = bar.now
+        bar.now("reading data")
         on_bar = Listener(bar)
         tracker = open_tracker(log, task.out, on_bar) if log and first_rank() else None
         with stop:
