@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 SLOW = (
     r"(fixed|batch) norm, (?!T=2$|T=3 stoch|linear$|channels apart$|compiled$|two)|between calls, batch norm"
     r"|project T=3.* P=(3|40)|project .* P=40 .* bias$|fuse T=3 .*(dead|strided)|second derivative,"
-    r"|beyond the range T=3|turned, (?!T=2)|evaluation$"
+    r"|beyond the range T=3|turned, (?!T=2)|evaluation$|^strided, (?!ResNet, channels last|AlexNet, channels apart)"
 )
 
 

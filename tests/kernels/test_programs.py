@@ -44,6 +44,7 @@ def test_a_compiled_function_has_contexts_of_its_own(interpreter):
     assert found == [(kind, True, False, True) for kind in (torch.float16, torch.float32, torch.float16)]
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_normalises_wide_branches_in_the_kernels(interpreter):
     error, code = interpreter(cases.compiled_wide_case, "cpu")
     assert error <= 2e-3
