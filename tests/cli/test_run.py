@@ -11,6 +11,9 @@ import sys
 import time
 
 import pytest
+from rich.text import Text
+
+from torch_dcl.cli.run import _as_text
 
 TINY = (
     "--set",
@@ -60,6 +63,14 @@ def test_smoke_prints_the_table_and_leaves_files(finished):
     assert "129 of 135 cells were not run" in shown
     assert (out / "table1.html").read_text().startswith("<!doctype html>")
     assert {"recipe.toml", "recipe.json", "outcomes.jsonl", "environment.jsonl"} <= {p.name for p in out.iterdir()}
+
+
+def test_what_is_written_of_a_result_is_plain_text_whatever_the_terminal_shows(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    written = _as_text([Text("a table", style="bold red"), "A sentence."])
+    assert "\x1b" not in written
+    assert "a table" in written
+    assert "A sentence." in written
 
 
 def test_a_second_smoke_takes_another_folder(dcl, folder, run):

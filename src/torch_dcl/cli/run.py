@@ -98,8 +98,8 @@ def _as_text(shown: "Sequence[Any]") -> str:
     """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
     from rich.console import Console
 
-    text = io.StringIO()
-    _print(Console(width=100, file=text, highlight=False), shown)
+    text = io.StringIO()  # in plain text also where FORCE_COLOR asks a terminal for more
+    _print(Console(width=100, file=text, highlight=False, force_terminal=False, color_system=None), shown)
     return text.getvalue()
 
 
