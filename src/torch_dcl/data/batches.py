@@ -103,9 +103,19 @@ class Batches:
         return draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of an epoch from one of them on, to resume.
+        """The batches of an epoch.
 
-        They are floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels `[B]`.
+        Args:
+            epoch: Its number.
+            start: The batch to begin with, to resume; from 0.
+
+        Returns:
+            An iterator of floating images `[B, C, h, w]` (`[2, B, C, h, w]` in evaluation with flips) and labels
+            `[B]`.
+
+        Raises:
+            TypeError: `epoch` or `start` is not a whole number.
+            ValueError: One of them is below 0.
         """
         order, start = self.order(epoch), whole_number("start", start, 0)
         return self._from(order, epoch, start)

@@ -140,9 +140,17 @@ _REQUIRED = ("train_images", "train_labels", "test_images", "test_labels")
 
 
 def write_prepared(dataset: Dataset, path: str | os.PathLike[str]) -> str:
-    """Write a dataset to one file, atomically, and return the SHA-256 that it carries.
+    """Write a dataset to one file, atomically.
 
-    Its folder must exist. An OSError, where the folder is read-only or the disk is full, leaves nothing behind.
+    Args:
+        dataset: The dataset.
+        path: The file, for example `"cifar10.safetensors"`. Its folder must exist.
+
+    Returns:
+        The SHA-256 that the file carries.
+
+    Raises:
+        OSError: The folder is missing or read-only, or the disk is full. Nothing is left behind.
     """
     mean, std = dataset.statistics
     about = {

@@ -85,7 +85,17 @@ class Layout:
         return int(10 ** len(self.digits))
 
     def effective(self, name: str) -> float:
-        """One of the four ranges, such as `"shift"`, as it is applied: the declared value times the strength."""
+        """One of the four ranges as it is applied: the declared value times the strength.
+
+        Args:
+            name: `"shift"`, `"scale"`, `"rotation"` or `"noise"`.
+
+        Returns:
+            The range in its own unit.
+
+        Raises:
+            ValueError: There is no such range.
+        """
         if name not in _RANGES:
             raise ValueError(f"{name!r} is no range of a layout; the ranges are {', '.join(_RANGES)}")
         return float(getattr(self, name)) * self.strength
@@ -178,7 +188,17 @@ LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
 def find_layout(name: str) -> Layout:
-    """Look a set up by its name; a ValueError offers the nearest one."""
+    """Look a set up by its name.
+
+    Args:
+        name: One of the fifteen names in `LAYOUTS`.
+
+    Returns:
+        The declaration.
+
+    Raises:
+        ValueError: There is no such set; the nearest name is offered.
+    """
     if name in LAYOUTS:
         return LAYOUTS[name]
     near = difflib.get_close_matches(str(name).upper(), LAYOUTS, n=1, cutoff=0.4)

@@ -39,10 +39,18 @@ TASKS = {
 
 
 def label_pairs(task: str, numbers: Tensor) -> Tensor:
-    """The labels of a task, int64, for the numbers that two-digit images show.
+    """The labels of a task.
 
-    Numbers are ten times the first digit plus the second, as `digits.generate` labels images. A ValueError where there
-    is no such task, or a number does not have two digits.
+    Args:
+        task: One of `TASKS`.
+        numbers: What two-digit images show: int64 from 0 to 99, ten times the first digit plus the second, as
+            `digits.generate` labels them.
+
+    Returns:
+        int64 of the same shape and device, from 0 to the task's classes − 1.
+
+    Raises:
+        ValueError: There is no such task, or a number does not have two digits.
     """
     if task not in TASKS:
         raise ValueError(f"there is no task {task!r}; the tasks are {', '.join(TASKS)}")

@@ -38,8 +38,17 @@ def contact_sheet(
     In the sketch, a box is a digit with its position, size and rotation; the bar marks the top of the digit. A dashed
     box is a mirrored digit. Numbers give the reading order. Samples are drawn with dark ink on white paper.
 
-    The suffix of the path, `.png`, `.svg` or `.pdf`, chooses the format. Samples are the first images of the split;
-    `mnist`, `seed` and `split` are as for `digits.generate`. By default all fifteen sets are drawn.
+    Args:
+        path: The image file to create or replace. Its suffix chooses the format: `.png`, `.svg` or `.pdf`.
+        mnist: The digits to write with, as for `digits.generate`.
+        seed: As for `digits.generate`.
+        split: As for `digits.generate`.
+        samples: Number of images of each set, the first ones of the split.
+        layouts: The sets; by default all fifteen.
+
+    Raises:
+        ValueError: The suffix of `path` is none of the three, `samples` is below 1, or as for `digits.generate`.
+        OSError: As for `files.replacing`.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):

@@ -71,7 +71,15 @@ class SortOfClevr(NamedTuple):
 def generate_sort_of_clevr(count: int, split: str, *, seed: int = 0, device: torch.device | str = "cpu") -> SortOfClevr:
     """Draw images and questions: the same for the same arguments, on every device, whatever the count.
 
-    Another seed gives another set, and so does another name of the split, such as ``"train"``.
+    Args:
+        count: Images, the first ones of the split.
+        split: Any name, such as ``"train"``; another one is another set.
+        seed: Another one gives other sets.
+        device: Where.
+
+    Raises:
+        ValueError: The count is below 1.
+        TypeError: A number is not whole.
     """
     index = torch.arange(whole_number("count", count, least=1), device=device)
     seed = whole_number("seed", seed)

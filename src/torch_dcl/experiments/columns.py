@@ -149,9 +149,14 @@ def choice_as_plain(choice: Choice, columns: Iterable[str]) -> dict[str, Any]:
 
 
 def find_choice(path: str, wanted: Iterable[tuple[str, int]]) -> Choice:
-    """The choice of a search, from its ``search.json`` or its run folder; of this release where no path is given.
+    """The choice of a search, from its ``search.json`` or its run folder; of this release where none is named.
 
-    A SettingError where there is none, or where it lacks one of the ``wanted`` columns and numbers of digits.
+    Args:
+        path: The file or the folder, or an empty text.
+        wanted: Columns and numbers of digits that need a choice.
+
+    Raises:
+        SettingError: There is no choice, or it lacks a column.
     """
     place = Path(path).expanduser()
     try:

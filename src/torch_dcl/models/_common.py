@@ -11,9 +11,17 @@ torch.fx.wrap("check_images")
 
 
 def check_images(x: Tensor, expected: tuple[int, int | None, int | None], network: str) -> None:
-    """Refuse a batch of images of a shape that the network does not accept; None stands for any height or width.
+    """Refuse a batch of images of a shape that the network does not accept.
 
     Only the shape is read, so the check costs nothing on the device and adds nothing to a compiled graph.
+
+    Args:
+        x: The batch.
+        expected: Channels, height and width; None where any size is accepted.
+        network: The name of the network, for the message.
+
+    Raises:
+        ValueError: ``x`` is not ``[N, channels, height, width]``.
     """
     if x.dim() == 4 and all(want is None or have == want for have, want in zip(x.shape[1:], expected, strict=True)):
         return

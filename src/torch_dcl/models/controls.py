@@ -26,8 +26,16 @@ def start_responses_(layer: DCLLinear, spread: float) -> None:
 class SummedLinear(DCLLinear):
     """The branches of a DCL layer with their responses averaged: ``z = (1/T) · Σ_t relu(W_t·θ_t·x + b_t)``.
 
-    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with the deterministic
-    strategy, since a sum has no other; ε plays no part.
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with the deterministic strategy; ε
+    plays no part.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: The stochastic strategy, which a sum does not have.
     """
 
     def __init__(self, in_features: int, out_features: int, **arguments: Any) -> None:

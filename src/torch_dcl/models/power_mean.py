@@ -84,15 +84,18 @@ def fuse_power_mean(pre: Tensor, other: Tensor, p: Tensor) -> Tensor:
 class PowerMeanLinear(SummedLinear):
     """Two branches fused by a learned power mean: ``z = M_p(v_1 + 0.01, v_2 + 0.01)``, ``v_t = relu(W_t·θ_t·x + b_t)``.
 
-    The layer has one exponent p for all its outputs. Arguments, weights, shapes and state-dict keys are otherwise those
-    of :class:`~torch_dcl.DCLLinear` with two branches and the deterministic strategy; ε plays no part. ``raw_exponent``
-    is the parameter behind p. A weight decay would pull p to 0, so leave it out of the decay.
+    The layer has one exponent p for all its outputs. Weights, shapes and state-dict keys are otherwise those of
+    :class:`~torch_dcl.DCLLinear` with two branches; ε plays no part. ``raw_exponent`` is the parameter behind p. A
+    weight decay would pull p to 0, so leave it out of the decay.
 
     Args:
         in_features: K1.
         out_features: K2.
         start: Where p starts: 0, with the start of a DCL layer, or 1, with that of `SummedLinear`.
         **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: Another start, more or fewer than two branches, or the stochastic strategy, was asked for.
     """
 
     start: int

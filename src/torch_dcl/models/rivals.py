@@ -55,8 +55,16 @@ class _Product(DCLLinear, abc.ABC):
 class StarLinear(_Product):
     """The product of the branches without the root, StarNet's star operation: ``z = Π_t relu(W_t·θ_t·x + b_t)``.
 
-    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`, but for the stochastic
-    strategy; ε plays no part. Without the root z grows with the T-th power of the input.
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear`; ε plays no part. Without the root z
+    grows with the T-th power of the input.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: The stochastic strategy.
     """
 
     pair = ""
@@ -77,8 +85,16 @@ class SortLinear(_Product):
     """The sum of two branches and the root of their product: ``z = v_1 + v_2 + √(v_1·v_2 + ε)``.
 
     The form of Wang et al., "SORT: Second-Order Response Transform for Visual Recognition", 2017, for two rectified
-    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Arguments, weights, shapes and state-dict keys are those of
-    :class:`~torch_dcl.DCLLinear` with two branches and the deterministic strategy.
+    branches ``v_t = relu(W_t·θ_t·x + b_t)``. Weights, shapes and state-dict keys are those of
+    :class:`~torch_dcl.DCLLinear` with two branches.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: Not two branches, or the stochastic strategy.
     """
 
     def _spread(self) -> float:
@@ -99,8 +115,15 @@ def _rectified_moment(power: float) -> float:
 class GatedLinear(_Product):
     """A gated linear unit of two branches: ``z = (W_1·θ_1·x + b_1) · σ(W_2·θ_2·x + b_2)``, without a ReLU after it.
 
-    Arguments, weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches, one of
-    them the gate, and the deterministic strategy.
+    Weights, shapes and state-dict keys are those of :class:`~torch_dcl.DCLLinear` with two branches.
+
+    Args:
+        in_features: K1.
+        out_features: K2.
+        **arguments: As for `DCLLinear`.
+
+    Raises:
+        ValueError: Not two branches, or the stochastic strategy.
     """
 
     pair = "two branches, one of them the gate"

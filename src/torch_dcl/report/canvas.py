@@ -74,9 +74,15 @@ def svg(figure: "Figure", *, name: str | None = None) -> str:
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file that ends in ``.svg``, ``.pdf`` or ``.png`` (300 dots an inch), all or nothing.
+    """Write a figure as SVG, PDF or PNG, all or nothing; the same numbers give the same bytes.
 
-    The same numbers give the same bytes. Another ending is a ValueError.
+    Args:
+        figure: From one of the functions of this module.
+        path: Ends in ``.svg``, ``.pdf`` or ``.png`` (300 dots an inch). Its folder must exist.
+
+    Raises:
+        ValueError: another ending.
+        OSError: the folder does not exist, or cannot be written to.
     """
     suffix = Path(path).suffix.lower()
     if suffix == ".svg":
