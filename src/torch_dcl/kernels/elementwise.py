@@ -2,7 +2,7 @@
 
 The fusion of responses has a backward of its own. Images go from one layout to the other, each channel by itself in
 memory or all of a position's, at the speed of a copy: torch's own copies take two to seven times as long on an H200.
-A copy in another type costs the host a third of what torch's own does.
+A copy in another type costs the host less than torch's own, which goes through several operations.
 
 A convolution of images of three channels with a stride has no fast kernel: tensor cores want eight channels and more.
 `Cells` lays out S × S pixels as one position with all of their channels, where it is a convolution without a stride, as
