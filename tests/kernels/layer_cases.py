@@ -5,6 +5,7 @@ For the interpreter on the CPU and for a GPU alike.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from copy import deepcopy
 from unittest import mock
@@ -678,6 +679,20 @@ CASES |= {
 }
 
 
+def one_channel_case(device, dtype):
+    """Images of one channel lie in both layouts, and the output lies as that of a plain convolution."""
+    errors, layouts = {}, (torch.contiguous_format, torch.channels_last)
+    for kind, of_filters, of_images in itertools.product((torch.float16, torch.float32), layouts, layouts):
+        x = torch.randn(2, 1, 7, 9).to(device, kind, memory_format=of_images)
+        modules = DCLConv2d(1, 20, 3, stride=2, width=8), nn.Conv2d(1, 20, 3, stride=2)
+        z, expected = (module.to(device, kind, memory_format=of_filters)(x) for module in modules)
+        errors[f"{kind}, {of_filters}, {of_images}"] = float(z.stride() != expected.stride())
+    return errors
+
+
+CASES["images of one channel"] = one_channel_case
+
+
 def refused_case(device, dtype):
     """Images that a convolution in cells of pixels cannot have are torch's error."""
     layer = DCLConv2d(3, 20, 7, stride=2, width=8).to(device, torch.float16, memory_format=torch.channels_last)
@@ -706,7 +721,7 @@ def cast_case(device, dtype):
     errors = {"nothing": relative(elementwise.cast(x[:0], torch.float16), x[:0])}
     for name, values in given.items():
         for kind in kinds:
-            found, expected = elementwise.cast(values, kind), values.to(kind)
+            found, expected = elementwise.cast(values, kind), values.to(kind, copy=True)
             same = torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) and found.dtype == kind
             errors[f"{name}, {kind}"] = float(not same or found.stride() != expected.stride())
     return errors

@@ -159,6 +159,8 @@ def _construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
 def _cells(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Cells | None":
     if stage.spatial != 2 or x.dtype is torch.float32 or is_traced(x):  # float32 would be rounded otherwise
         return None
+    if 1 not in (x.stride(1), theta.stride(1)):  # the output would lie otherwise than torch has it
+        return None
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     return elementwise.Cells.of(x, theta, *stage[1:])
