@@ -290,7 +290,7 @@ def in_float64(layer):
     def branch(x, weight=None, bias=None):  # as the kernels have it, where they do
         if stage is None or x.dim() != stage.spatial + 2 or not kernels.usable(x):
             return layer.branch(x)
-        return unit._construct(x, layer.branch.weight.detach(), stage)
+        return unit._construct(x, layer.branch.weight.detach(), stage)[1]
 
     def rounded(construct, low):
         def run(x, *parameters):
@@ -661,7 +661,7 @@ def strided_case(kind, memory, device, dtype):
     cells = elementwise.Cells.of(x, theta, (S, S), (padding, padding), (1, 1))
     wide = theta.double().cpu().requires_grad_()
     y = nn.functional.conv2d(x.double().cpu(), wide, None, S, padding)
-    images, filters = cells.images(x), cells.filters(theta)
+    images, filters = cells.images(x), cells.filters(theta.float(), dtype)
     assert images.is_contiguous(memory_format=torch.channels_last)
     errors = {"y": relative(nn.functional.conv2d(images.double().cpu(), filters.double().cpu()), y)}
     grad = torch.randint(-2, 3, y.shape).double()
@@ -730,28 +730,32 @@ def cast_case(device, dtype):
 CASES["cast"] = cast_case
 
 
-def image_case(settings, device, dtype):
-    """A layer with a stride on images of three channels, which have no gradient, in a half type."""
+def image_case(settings, device, dtype, *, learned=False):
+    """A layer with a stride on images of three channels, in a half type; learned images have a gradient."""
     torch.manual_seed(0)
     layer = DCLConv2d(3, 20, 7, stride=2, padding=3, width=8, **settings)
     layer = layer.to(device, dtype, memory_format=torch.channels_last)
     x = torch.randn(4, 3, 21, 18).to(device, dtype, memory_format=torch.channels_last)
     wide, errors = in_float64(layer), {}
-    expected, parameters = wide(x.double().cpu()), list(layer.parameters())
+    exact, parameters = x.double().cpu().requires_grad_(learned), list(layer.named_parameters())
+    expected, of_wide = wide(exact), list(wide.parameters())
+    if learned:
+        parameters, of_wide = [*parameters, ("x", x.requires_grad_())], [*of_wide, exact]
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    wanted = torch.autograd.grad(expected, list(wide.parameters()), grad.double())
+    wanted = torch.autograd.grad(expected, of_wide, grad.double())
     for what in ("", WITHOUT):
         with dispatch.disabled() if what else contextlib.nullcontext():
             z = layer(x)
-            found = torch.autograd.grad(z, parameters, grad.to(device))
+            found = torch.autograd.grad(z, [parameter for _, parameter in parameters], grad.to(device))
         errors["z" + what] = relative(z, expected)
-        for (name, _), a, exactly in zip(layer.named_parameters(), found, wanted, strict=True):
+        for (name, _), a, exactly in zip(parameters, found, wanted, strict=True):
             errors[name + what] = relative(a, exactly)
     return errors
 
 
 HALF |= {
     "images of three channels": functools.partial(image_case, {}, dtype=torch.float16),
+    "learned images of three channels": functools.partial(image_case, {}, dtype=torch.float16, learned=True),
     "images of three channels, batch norm": functools.partial(
         image_case, {"norm_layer": nn.BatchNorm2d, "bias": False}, dtype=torch.float16
     ),

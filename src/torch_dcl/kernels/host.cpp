@@ -642,7 +642,12 @@ class Served : public c10::OperatorKernel {
     const auto tape = find(tensors, arguments, tf32);
     variable_list results = tape == nullptr ? record(arguments, tensors, tf32) : tape->run(tensors);
     torch::jit::drop(*stack, count);
-    for (auto& result : results) stack->emplace_back(std::move(result));
+    const auto& returns = handle.schema().returns();
+    if (returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType) {
+      stack->emplace_back(c10::List<Tensor>(at::ArrayRef<Tensor>(results)));
+    } else {
+      for (auto& result : results) stack->emplace_back(std::move(result));
+    }
   }
 
  private:
