@@ -41,15 +41,16 @@ def run(
     how, keep = _written(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
     given = (x, theta, weight, bias, gamma, beta, mean, variance)
     if fixed is not False and not learns:
-        z: Tensor = _infer(*given, how, eps, norm_eps)
-        return z
+        return _infer(*given, how, eps, norm_eps)  # type: ignore[no-any-return]
     with torch.no_grad():  # what writes into buffers can have no gradients itself
         if fixed is False and mean is not None:
-            z, y, *rest = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
+            results = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
         else:
-            z, y, *rest = _compute(*given, how, eps, norm_eps)
+            results = _compute(*given, how, eps, norm_eps)
+    z: Tensor = results[0]
     if not learns:
         return z
+    y, rest = results[1], list(results[2:])
     low = rest.pop(0) if weight.dtype != x.dtype or norm is not None else None
     other = rest.pop(0) if keep or norm is not None else None
     theta_low = rest.pop(0) if rest and rest[0].numel() else None
