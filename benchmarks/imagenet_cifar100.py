@@ -18,7 +18,6 @@ that has not ended by then ends where it is, and the results say what it had rea
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +68,7 @@ def main() -> None:
     start = time.perf_counter()
     until = start + 60 * arguments.minutes
     spent: dict[str, float] = {}
-    results: dict[str, object] = {"minutes": arguments.minutes, "seconds": spent}
+    results: dict[str, Any] = {"minutes": arguments.minutes, "seconds": spent}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
         with timed("jpegs", spent):
@@ -95,7 +95,25 @@ def main() -> None:
                 results["on_the_fly"] = train_on_the_fly(list(chosen)[-1], folder, until, arguments)
         spent["all"] = round(time.perf_counter() - start, 1)
         write_results(results, folder, arguments)
-    print(f"all: {spent['all']} s of {60 * arguments.minutes:.0f}", flush=True)
+    print(
+        f"all: {spent['all']} s of {60 * arguments.minutes:.0f}", *table_of(results["networks"]), sep="\n", flush=True
+    )
+
+
+def table_of(networks: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of docs/results.md; what did not end is named in place of its numbers."""
+    lines = ["| | weights | epochs | top-1 error | top-5 error | train loss |", "|---|---:|---:|---:|---:|---:|"]
+    names = {"alexnet": "AlexNet", "torchvision:resnet18": "ResNet-18"}
+    for network, found in networks.items():
+        if not found["complete"]:
+            lines.append(f"{names[network]} did not end; it had reached {found['reached']}")
+            continue
+        lines += [
+            f"| {names[network]}{', DCL' if row['model'] == 'dcl' else ''} | {row['weights']:,} | {found['epochs']} "
+            f"| {row['top1'][0]:.1f} | {row['top5'][0]:.1f} | {row['train_loss'][0]:.2f} |"
+            for row in found["models"]
+        ]
+    return lines
 
 
 @contextmanager
@@ -114,13 +132,15 @@ def dcl(*words: str) -> bool:
     return subprocess.run([sys.executable, "-m", "torch_dcl", *words], check=words[0] == "data").returncode == 0
 
 
-def write_results(results: dict[str, object], folder: Path, arguments: argparse.Namespace) -> None:
+def write_results(results: dict[str, Any], folder: Path, arguments: argparse.Namespace) -> None:
     """The numbers; the page, if it is there; and the run folders without weights, from which it can be made again."""
     if arguments.out is None:
         return
-    write_text(arguments.out, json.dumps(results, indent=1) + "\n")
+    here = f"{folder}/"  # where this machine keeps temporary files is nobody's business
+    write_text(arguments.out, json.dumps(results, indent=1).replace(here, "") + "\n")
     if (folder / "report.html").exists():
-        shutil.copy(folder / "report.html", arguments.out.with_suffix(".html"))
+        page = (folder / "report.html").read_text(encoding="utf-8")
+        write_text(arguments.out.with_suffix(".html"), page.replace(here, ""))
     with tarfile.open(arguments.out.with_suffix(".tar.gz"), "w:gz") as archive:
         for network in arguments.networks:
             for file in sorted((folder / name_of(network)).glob("*")):
