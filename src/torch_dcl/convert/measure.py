@@ -160,7 +160,10 @@ def device_name(model: nn.Module) -> str:
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return device.type
 
 
 def _settings(norm: nn.Module) -> tuple[object, ...]:
