@@ -52,7 +52,8 @@ class _DCL(nn.Module):
         """Map the input to z, which lies in memory as the plain layer would give it."""
         # Without super(): a compiler would look up the class with every call, and the modules around it one by one.
         if torch.compiler.is_compiling() and exchanges(self.fusion.norm) and not exporting():
-            return _uncompiled(self, x)
+            out: Tensor = _uncompiled(self, x)
+            return out
         turns = self._turns(x)
         z = self._compute(turn(x, last=True, cast=True) if turns else x)
         if turns:

@@ -221,6 +221,20 @@ def test_units_alike_are_timed_once(clock):
     assert len(asked.races) == 5
 
 
+def test_a_long_choice_says_how_far_it_is(clock, monkeypatch, capsys):
+    clock({128: 0.5, 64: 0.5, 96: 1.5})
+    monkeypatch.setattr(selection, "EVERY", math.inf)
+    dcl.plan(net(128, 64, 96), (256,), batch=4, ratio=0.1, select="faster")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(selection, "EVERY", 0)
+    dcl.plan(net(128, 64, 96), (256,), batch=4, ratio=0.1, select="faster")
+    told = [line.split(" · ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == [
+        *(f"{n} of 3 kinds of units timed, eager training step" for n in (1, 2, 3)),
+        "network with 2 of 2 faster units timed, 0.75 ± 0.01 of plain",
+    ]
+
+
 # How they are timed
 
 
@@ -436,7 +450,7 @@ def test_graphs_in_which_no_module_is_called_have_times_and_their_network_none(c
     """As on a GPU, where the unit is captured and the network is not."""
     clock({128: 0.5})
     captures = iter([{"plain": lambda: None, "dcl": lambda: None}, None])
-    monkeypatch.setattr(measure, "_captured", lambda steps, device: next(captures))
+    monkeypatch.setattr(measure, "_captured", lambda *_: next(captures))
     monkeypatch.setattr(planner, "check_choice", lambda *_: None)
     with pytest.raises(ValueError, match="the network cannot be captured as a CUDA graph: it synchronises"):
         dcl.plan(net(128), (256,), batch=4, ratio=0.1, select="faster", mode="graph")
