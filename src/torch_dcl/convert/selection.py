@@ -12,7 +12,7 @@ from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.measure import compare, compare_unit, device_name, network_step, signature
 from torch_dcl.convert.rows import SLOWER, UNCAPTURED, Choice, Comparison, Inputs, Mode, Phase, Plan, Row
 from torch_dcl.convert.trace import Trace
-from torch_dcl.convert.trial import undisturbed
+from torch_dcl.convert.trial import temporary_mode
 
 __all__ = ["select_faster"]
 
@@ -30,7 +30,7 @@ def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mo
         ValueError: The network does not run in the mode and the phase.
     """
     choice = Choice(mode, phase, None)
-    with undisturbed(model, training=phase == "train"), torch.enable_grad():
+    with temporary_mode(model, training=phase == "train"), torch.enable_grad():
         _try(model, inputs, choice, given.example)
         rows = _time_units(given.rows, model, seen, choice)
         timed = replace(given, rows=rows, device=device_name(model), choice=choice)
