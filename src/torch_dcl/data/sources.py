@@ -135,7 +135,7 @@ def _cache() -> Path:
 
 
 def _check_name(name: str, prefix: str, has_path: bool, path: str) -> None:
-    """Refuse a name that is none, with the nearest one."""
+    """Raise an error for an unknown name, with the nearest known one."""
     if has_path and prefix in PREFIXES:
         if not path:
             raise ValueError(f"{name!r} names no path; write {prefix}:PATH")

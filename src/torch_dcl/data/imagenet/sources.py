@@ -49,10 +49,10 @@ class Images(Protocol):
 
     @property
     def about(self) -> str:
-        """What they are, for people."""
+        """A description for reports."""
 
     def content(self) -> str:
-        """A SHA-256 that is the same where the images are."""
+        """A SHA-256 that is equal for equal images."""
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
         """The images of every list of indices, on the device."""
@@ -96,7 +96,7 @@ def open_images(
 
 
 class Mapped:
-    """Prepared shards, mapped into memory: the system reads what is asked for, and keeps what fits."""
+    """Prepared shards, mapped into memory: the system reads pages on demand, and caches as many as fit."""
 
     def __init__(self, folder: Path, split: str, size: int | None = None, shape: str | None = None):
         self.folder, listed = folder, read_manifest(folder)
@@ -229,7 +229,7 @@ _OPEN = "/proc/self/fd"
 
 
 def _allow_files(count: int, folder: Path) -> None:
-    """Let this process open so many more files: every map holds its own, and ImageNet has more than the usual limit.
+    """Raise the limit of open files by this number: every map holds one, and ImageNet has more than the usual limit.
 
     Raises:
         DataError: The system allows fewer.

@@ -174,8 +174,8 @@ class Team:
             if problem is not None:
                 raise problem
             return
-        told = self.gather(str(problem) if problem is not None else "")
-        for number, text in enumerate(told):
+        problems = self.gather(str(problem) if problem is not None else "")
+        for number, text in enumerate(problems):
             if text:
                 if number == self.rank and problem is not None:
                     raise problem

@@ -5,7 +5,7 @@ saves and loads its state between any two steps, and evaluates. On the first ran
 other ranks, which then run the same code (`obey`).
 
 A step is a function of the state and of (seed, epoch, step): order, crops and flips, dropout, mixed images and drawn
-branches are hashes. So a run that is resumed goes on as if nothing had happened, bit for bit on the same number of
+branches are hashes. So a resumed run continues as if it had not been interrupted, bit for bit on the same number of
 ranks on a CPU. On another number of ranks sums are rounded differently, and nothing else changes, unless batch norms
 see fewer images (``sync_bn=yes`` gives them those of all ranks).
 """

@@ -1,4 +1,4 @@
-"""Table 1: every network on the fifteen multi-digit sets, beside the paper's numbers.
+"""Table 1: every network on the fifteen multi-digit sets, compared with the paper's numbers.
 
 The order of things is the protocol: the sets are frozen (`torch_dcl.data.layouts`), the learning rates were chosen on
 digits that are not the test set's (`torch_dcl.experiments.recipes.table1_search`), and the test set is evaluated once,
@@ -181,7 +181,7 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
 
 
 def _more(columns: Sequence[str]) -> str:
-    """What the columns beside those of this release are."""
+    """Descriptions of the control columns, for the text of the table."""
     of_b = [column for kind in B_CONTROLS.values() for column in kind if column in columns]
     matched = [column for column in columns if column.endswith("-matched")]
     words = f"; {', '.join(of_b)}: with the weights of B2 or of B3" if of_b else ""
