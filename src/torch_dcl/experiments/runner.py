@@ -40,7 +40,7 @@ class Failure(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """How a call of `run` ended."""
+    """The outcome of a call of `run`."""
 
     complete: bool
     """Whether all jobs are done; on another rank than the first, whether its share is."""
@@ -69,8 +69,8 @@ def run(
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
         resume: Whether to resume the run that the folder holds.
-        join: Whether to share the run with other processes that were started like this; the first one begins it. Each
-            takes fleets that nobody trains, until all are done, and the one that finishes makes the result.
+        join: Whether to share the run with other processes started with the same command; the first one creates it.
+            Each claims free fleets until all are done, and the last one to finish writes the result.
         seconds: Stop at the first end of an epoch after this time. Every call trains at least one epoch.
         every: Seconds between two checkpoints; None for what the recipe says.
         should_stop: Called before every step; when it returns True the fleets are saved and the run ends.

@@ -1,6 +1,6 @@
-"""Trackers: listeners that pass on what a run folder records, such as to TensorBoard.
+"""Trackers: listeners that forward the records of a run folder, for example to TensorBoard.
 
-A tracker of one's own derives from `Tracker` and says what to do with a record of ``metrics`` and of ``outcomes``.
+A custom tracker derives from `Tracker` and handles records of ``metrics`` and of ``outcomes``.
 """
 
 import os

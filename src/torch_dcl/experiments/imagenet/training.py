@@ -1,8 +1,8 @@
 """Train one network on all ranks: the loop of ImageNet recipes, from the first step to the evaluation.
 
-`Training` has what the runner asks of a fleet of one network: it trains until the end of an epoch or until a pause,
-saves and loads its state between any two steps, and evaluates. On the first rank each of these begins by telling the
-other ranks, which then run the same code (`obey`).
+`Training` has the interface of a fleet of one network: it trains until the end of an epoch or until a pause, saves and
+loads its state between any two steps, and evaluates. On the first rank each of these first sends a command to the other
+ranks, which then run the same code (`obey`).
 
 A step is a function of the state and of (seed, epoch, step): order, crops and flips, dropout, mixed images and drawn
 branches are hashes. So a resumed run continues as if it had not been interrupted, bit for bit on the same number of
