@@ -175,12 +175,12 @@ def prepare(
     for_machines(as_json)
     if name != "imagenet":
         raise UsageError(f"there is nothing to prepare for {name!r}; {nearest(name, ['imagenet'])}")
-    done = prepare_shards(
+    result = prepare_shards(
         source, folder, workers, size=size, shape=shape, per_class=per_class, skip_corrupt=skip_corrupt,
         images_per_shard=images_per_shard,
     )  # fmt: skip
     if as_json:
-        print_json(done)
+        print_json(result)
 
 
 @data_app.command("check", **SETTINGS)
@@ -282,20 +282,20 @@ def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) ->
             bar.reach(done)
 
         try:
-            done = prepare_imagenet(source, folder, workers=workers or os.cpu_count() or 1, report=report, **settings)
+            result = prepare_imagenet(source, folder, workers=workers or os.cpu_count() or 1, report=report, **settings)
         except (FileNotFoundError, DataError) as error:
             raise UsageError(str(error)) from error
         except ValueError as error:
             options = ("size", "shape", "per-class", "images-per-shard", "workers")
             raise UsageError(in_options(str(error), options)) from error
-    images = " + ".join(f"{count:,}" for count in done.images.values())
+    images = " + ".join(f"{count:,}" for count in result.images.values())
     screen.print(
-        f"{images} images in {done.shards:,} shards, {done.bytes / 2**30:,.2f} GiB; {done.written:,} written now. "
-        f"Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
+        f"{images} images in {result.shards:,} shards, {result.bytes / 2**30:,.2f} GiB; {result.written:,} written "
+        f"now. Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
     )  # fmt: skip
-    if done.skipped:
-        screen.print(f"{len(done.skipped):,} corrupt images were skipped, such as {done.skipped[0]}", markup=False)
-    return {**dataclasses.asdict(done), "folder": str(folder)}
+    if result.skipped:
+        screen.print(f"{len(result.skipped):,} corrupt images were skipped, such as {result.skipped[0]}", markup=False)
+    return {**dataclasses.asdict(result), "folder": str(folder)}
 
 
 def check_shards(folder: Path) -> str:

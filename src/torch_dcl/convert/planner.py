@@ -79,8 +79,8 @@ def plan(
     check_model(model)
     check_choice(model, select, mode, phase, budget)
     args, kwargs, description = read_example(model, input_size, example, batch)
-    seen = _run(model, args, kwargs, description, sized=example is None)
-    rows, modules = _rows(model, seen, options)
+    traced = _run(model, args, kwargs, description, sized=example is None)
+    rows, modules = _rows(model, traced, options)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
         rows=tuple(rows),
@@ -93,8 +93,8 @@ def plan(
     if budget is not None:
         result = _meet_budget(result, options, budget, model)
     if select == "faster":
-        return select_faster(result, model, seen, (args, kwargs), mode, phase)
-    return _measured(result, model, seen, args, kwargs) if measure else result
+        return select_faster(result, model, traced, (args, kwargs), mode, phase)
+    return _measured(result, model, traced, args, kwargs) if measure else result
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str, *, sized: bool) -> Trace:
@@ -109,7 +109,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
         raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
 
 
-def _rows(model: nn.Module, seen: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:
+def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
@@ -118,16 +118,16 @@ def _rows(model: nn.Module, seen: Trace, options: UnitOptions) -> tuple[list[Row
     for module, (name, *aliases) in names.items():
         if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
             continue
-        calls = seen.calls.get(module.branch if isinstance(module, _DCL) else module, [])
+        calls = traced.calls.get(module.branch if isinstance(module, _DCL) else module, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
         if not refusal and sharers[id(module.weight)] > 1:
             refusal = "its weight is shared with another module"
-        if not refusal and module in seen.functional:
+        if not refusal and module in traced.functional:
             refusal = "its weight is used functionally, without calling it"
-        norm, reason = (None, refusal) if refusal else _unit(calls, seen)
+        norm, reason = (None, refusal) if refusal else _unit(calls, traced)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, options)
         if not reason:
-            relu, shares = _relu_behind(calls, seen, names)
+            relu, shares = _relu_behind(calls, traced, names)
             row = replace(row, relu=relu, shares_relu=shares)
         if not reason and not row.widths:
             reason = f"width {options.width} does not fit its {row.out_channels} output channels"
@@ -141,7 +141,7 @@ def _rows(model: nn.Module, seen: Trace, options: UnitOptions) -> tuple[list[Row
     return rows, modules
 
 
-def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
+def _unit(calls: Sequence[Call], traced: Trace) -> tuple[nn.Module | None, str]:
     """The batch norm of the unit, and the reason if the layer is not one."""
     if not calls:
         return None, "not called in the run (in eval mode)"
@@ -154,7 +154,7 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
         return None, "its calls are followed by different batch norms"
     if norm is None:
         return None, ""
-    if seen.part_calls[norm] != len(calls):
+    if traced.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
 
@@ -170,12 +170,12 @@ def _paying_ratio(row: Row, round_to: int) -> float | None:
     return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
-def _relu_behind(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
+def _relu_behind(calls: Sequence[Call], traced: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
     """The name of the ReLU after a unit, if it is removable; whether other layers share it."""
     relu = calls[0].relu
     if relu is None or any(call.relu is not relu for call in calls) or not is_removable(relu):
         return None, False
-    shares = isinstance(relu, SharedReLU) or seen.part_calls[relu] != len(calls)
+    shares = isinstance(relu, SharedReLU) or traced.part_calls[relu] != len(calls)
     if shares and any(call.moved for call in calls):  # the ReLU receives another tensor, without the mark
         return None, False
     return names[relu][0], shares
@@ -246,11 +246,11 @@ def _row(
     )
 
 
-def _meet_budget(given: Plan, options: UnitOptions, budget: float, model: nn.Module) -> Plan:
+def _meet_budget(planned: Plan, options: UnitOptions, budget: float, model: nn.Module) -> Plan:
     """Select the widest common ratio that meets the budget, then as few units as possible."""
-    units = [row for row in given.rows if row.is_unit]
-    allowed = budget * given.weights
-    smallest = given.weights
+    units = [row for row in planned.rows if row.is_unit]
+    allowed = budget * planned.weights
+    smallest = planned.weights
     names = names_of(model)
     for ratio in _ratios(units, options):
         tried = replace(options, ratio=ratio)
@@ -265,7 +265,7 @@ def _meet_budget(given: Plan, options: UnitOptions, budget: float, model: nn.Mod
             new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True, paying_ratio=None)
             if new.saved > 0:
                 resized[row.name] = new
-        after = given.weights - sum(row.saved for row in resized.values())
+        after = planned.weights - sum(row.saved for row in resized.values())
         smallest = min(smallest, after)
         if after > allowed:
             continue
@@ -274,9 +274,9 @@ def _meet_budget(given: Plan, options: UnitOptions, budget: float, model: nn.Mod
             if row.saved <= slack:
                 slack -= row.saved
                 resized[row.name] = replace(row, selected=False)
-        rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in given.rows)
-        return replace(given, rows=rows)
-    raise ValueError(f"budget {budget} is out of reach: {_shortfall(given, smallest, options)}")
+        rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in planned.rows)
+        return replace(planned, rows=rows)
+    raise ValueError(f"budget {budget} is out of reach: {_shortfall(planned, smallest, options)}")
 
 
 def _ratios(units: Sequence[Row], options: UnitOptions) -> Iterator[float]:
@@ -289,37 +289,37 @@ def _ratios(units: Sequence[Row], options: UnitOptions) -> Iterator[float]:
         yield ratio
 
 
-def _shortfall(given: Plan, smallest: int, options: UnitOptions) -> str:
+def _shortfall(planned: Plan, smallest: int, options: UnitOptions) -> str:
     """Why this budget, or any, cannot be met, and the remedy."""
-    reasons = Counter(row.reason for row in given.rows if not row.is_unit)
+    reasons = Counter(row.reason for row in planned.rows if not row.is_unit)
     why = ", ".join(f"{reason} ({n})" for reason, n in reasons.most_common(3)) or "it has no Conv and no Linear"
-    if not any(row.is_unit for row in given.rows):
+    if not any(row.is_unit for row in planned.rows):
         return f"no layer of the network can be converted: {why}. Plan without a budget for the whole list"
     branches = "1 branch" if options.branches == 1 else f"{options.branches} branches"
     narrower = [f"lower round_to (now {options.round_to})"] if options.round_to > 1 else []
     narrower += [f"take fewer branches (now {options.branches})"] if options.branches > 1 else []
-    if smallest == given.weights:
+    if smallest == planned.weights:
         remedy = " or ".join(narrower) or "leave the budget out"
         return f"with {branches} of {options.round_to} filters no unit of the network gets smaller; {remedy}"
-    least = math.ceil(1000 * smallest / given.weights) / 1000
+    least = math.ceil(1000 * smallest / planned.weights) / 1000
     remedy = ", or ".join(["allow more", *narrower])
     rest = f" (not converted: {why})" if reasons else ""
     return f"with {branches} the least that can be kept is {least}{rest}; {remedy}"
 
 
-def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _measured(planned: Plan, model: nn.Module, traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     timings: dict[tuple[object, ...], dict[str, Timing]] = {}
     rows = []
-    for row in given.rows:
+    for row in planned.rows:
         if row.status != "pays":
             rows.append(row)
             continue
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
-        call = seen.calls[module][0]
+        call = traced.calls[module][0]
         key = signature(module, norm, row, call)
         if key not in timings:
             timings[key] = measure_unit(module, norm, row, call)
         rows.append(replace(row, timings=timings[key]))
-    measured = replace(given, rows=tuple(rows), device=device_name(model))
+    measured = replace(planned, rows=tuple(rows), device=device_name(model))
     return replace(measured, timings=measure_network(model, measured, args, kwargs) if measured.selected else None)

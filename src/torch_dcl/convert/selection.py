@@ -18,10 +18,10 @@ __all__ = ["select_faster"]
 
 ROUNDS = 7
 TURN = 5
-"""The turn of a network is this many times as long as that of a unit."""
+"""The time of a network in a round, in units of that of a unit."""
 
 
-def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mode: Mode, phase: Phase) -> Plan:
+def select_faster(planned: Plan, model: nn.Module, traced: Trace, inputs: Inputs, mode: Mode, phase: Phase) -> Plan:
     """Keep the selected units of a plan that are faster by themselves and do not make the network slower together.
 
     The network is not changed.
@@ -31,9 +31,9 @@ def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mo
     """
     choice = Choice(mode, phase, None)
     with temporary_mode(model, training=phase == "train"), torch.enable_grad():
-        _try(model, inputs, choice, given.example)
-        rows = _time_units(given.rows, model, seen, choice)
-        timed = replace(given, rows=rows, device=device_name(model), choice=choice)
+        _try(model, inputs, choice, planned.example)
+        rows = _time_units(planned.rows, model, traced, choice)
+        timed = replace(planned, rows=rows, device=device_name(model), choice=choice)
         return _time_network(timed, model, inputs)
 
 
@@ -53,9 +53,9 @@ def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None
         ) from None  # the message contains the error
 
 
-def _time_units(rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choice) -> tuple[Row, ...]:
+def _time_units(rows: Sequence[Row], model: nn.Module, traced: Trace, choice: Choice) -> tuple[Row, ...]:
     """The rows with the time of every selected unit; those that are not faster are no longer selected."""
-    known: dict[tuple[object, ...], Comparison | None] = {}
+    comparisons: dict[tuple[object, ...], Comparison | None] = {}
     result = []
     for row in rows:
         if not row.selected:
@@ -63,11 +63,11 @@ def _time_units(rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choi
             continue
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
-        call = seen.calls[module][0]
+        call = traced.calls[module][0]
         key = signature(module, norm, row, call)
-        if key not in known:
-            known[key] = compare_unit(module, norm, row, call, choice.mode, choice.phase)
-        result.append(_keep_if_faster(replace(row, comparison=known[key]), choice))
+        if key not in comparisons:
+            comparisons[key] = compare_unit(module, norm, row, call, choice.mode, choice.phase)
+        result.append(_keep_if_faster(replace(row, comparison=comparisons[key]), choice))
     return tuple(result)
 
 
@@ -106,15 +106,14 @@ def _time_network(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
             )
         return comparison
 
-    kept, found = _bisect(len(units), compared)
+    faster, comparisons = _bisect(len(units), compared)
     deselected = {}
-    for place, row in enumerate(units[kept:], kept):
-        count = min(n for n in found if n > place)
+    for place, row in enumerate(units[faster:], faster):
+        count = min(n for n in comparisons if n > place)
         among = "this unit" if count == 1 else f"the {count} fastest units"
-        deselected[row.name] = _deselect(
-            row, f"{SLOWER} in the network: {found[count]} with {among}, by itself {row.comparison}, {choice.step}"
-        )
-    network = found[kept] if kept else min(found.values(), key=lambda time: time.ratio)
+        times = f"{comparisons[count]} with {among}, by itself {row.comparison}"
+        deselected[row.name] = _deselect(row, f"{SLOWER} in the network: {times}, {choice.step}")
+    network = comparisons[faster] if faster else min(comparisons.values(), key=lambda time: time.ratio)
     rows = tuple(deselected.get(row.name, row) for row in timed.rows)
     return replace(timed, rows=rows, choice=choice._replace(network=network))
 
@@ -125,15 +124,15 @@ def _bisect(count: int, compared: Callable[[int], Comparison]) -> tuple[int, dic
     All units are tried first, then bisection follows down to an eighth of them or to one: at most log2(count) + 1
     networks, each of which may have to be compiled.
     """
-    found: dict[int, Comparison] = {}
-    kept, slower, tried = 0, count + 1, count
-    while kept < tried < slower:
-        found[tried] = compared(tried)
-        if found[tried].is_slower:
+    comparisons: dict[int, Comparison] = {}
+    faster, slower, tried = 0, count + 1, count
+    while faster < tried < slower:
+        comparisons[tried] = compared(tried)
+        if comparisons[tried].is_slower:
             slower = tried
         else:
-            kept = tried
-        if kept and slower - kept <= count // 8:
+            faster = tried
+        if faster and slower - faster <= count // 8:
             break
-        tried = (kept + slower) // 2
-    return kept, found
+        tried = (faster + slower) // 2
+    return faster, comparisons

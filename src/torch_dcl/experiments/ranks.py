@@ -2,10 +2,11 @@
 
 `Rank`: ``torchrun`` starts all processes, and each trains a fixed share of the fleets.
 
-`Worker`: any number of processes run the same command with ``--join``, and claim free fleets. A fleet is claimed by creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file
-systems too; no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose
-counter did not change for a while, on the clock of the process that looks, is stale, and is taken over by creating the
-next file; the fleet is then resumed from its last checkpoint. Clocks of machines are never compared. Where a holder was
+`Worker`: any number of processes run the same command with ``--join``, and claim free fleets. A fleet is claimed by
+creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file systems too;
+no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose counter did
+not change for a while, on the clock of the process that checks it, is stale: another process takes over by creating
+the next file, and resumes the fleet from its last checkpoint. Clocks of machines are never compared. If a holder was
 only slow, two processes train the same fleet, to the same outcomes.
 """
 

@@ -323,17 +323,17 @@ def _cell(read: Reader, kind: type[Table]) -> Cell:
         "commit": (is_text, "text, or leave it out", ""),
         "recipe": (is_text, "text, or leave it out", ""),
     }
-    given = {key: read.get(key, *rule) for key, rule in rules.items()}
+    fields = {key: read.get(key, *rule) for key, rule in rules.items()}
     if len(set(seeds)) != len(seeds):
         read.refuse(f"seeds {seeds} names one twice; give each run its own")
-    if len(given["errors"]) != len(seeds):
-        read.refuse(f"{len(given['errors'])} errors and {len(seeds)} seeds; give one error per seed")
-    paper, reported = (given["paper"], given["paper_std"]), kind.paper_of(column, name)
+    if len(fields["errors"]) != len(seeds):
+        read.refuse(f"{len(fields['errors'])} errors and {len(seeds)} seeds; give one error per seed")
+    paper, reported = (fields["paper"], fields["paper_std"]), kind.paper_of(column, name)
     if paper[0] is not None and paper != reported:
         has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
         read.refuse(f"paper is {paper[0]} with {paper[1]}, but the paper has {has}; correct it")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return Cell(set=name, column=column, seeds=tuple(seeds), **given)
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Cell(set=name, column=column, seeds=tuple(seeds), **fields)
 
 
 # In a terminal
@@ -367,17 +367,17 @@ class Grid(NamedTuple):
 
         plain = [head.removeprefix("<") for head in self.heads]
         sizes = [max(len(head), *(len(line.cells[i]) for line in self.lines)) for i, head in enumerate(plain)]
-        kept = list(range(len(plain)))
+        shown = list(range(len(plain)))
         for head in self.optional:
-            if sum(sizes[i] + 3 for i in kept) - 1 > width:
-                kept.remove(plain.index(head))
-        is_tight = sum(sizes[i] + 3 for i in kept) - 1 > width
+            if sum(sizes[i] + 3 for i in shown) - 1 > width:
+                shown.remove(plain.index(head))
+        is_tight = sum(sizes[i] + 3 for i in shown) - 1 > width
         table = RichTable(box=None, padding=(0, 1, 0, 0)) if is_tight else RichTable(box=SIMPLE_HEAD, pad_edge=False)
-        for i in kept:
+        for i in shown:
             side = "left" if self.heads[i].startswith("<") else "right"
             table.add_column(plain[i], justify=side, overflow="fold", no_wrap=not is_tight)  # type: ignore[arg-type]
         for line in self.lines:
-            table.add_row(*(Text(line.cells[i]) for i in kept), style=line.style, end_section=line.is_last)
+            table.add_row(*(Text(line.cells[i]) for i in shown), style=line.style, end_section=line.is_last)
         return table
 
 

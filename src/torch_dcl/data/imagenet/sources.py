@@ -140,12 +140,12 @@ class Mapped:
         def one(shard: dict[str, Any]) -> None:
             path = self.folder / shard["file"]
             try:
-                found = check_seal(path)
+                digest = check_seal(path)
             except SealedError as error:
                 raise DataError(f"{error}; remove it and run `dcl data prepare` again") from error
-            if found != shard["sha256"]:
+            if digest != shard["sha256"]:
                 raise DataError(
-                    f"{path} is not the file that {MANIFEST} lists: its SHA-256 is {found}, not {shard['sha256']}; "
+                    f"{path} is not the file that {MANIFEST} lists: its SHA-256 is {digest}, not {shard['sha256']}; "
                     "remove it and run `dcl data prepare` again"
                 )
 
@@ -170,14 +170,14 @@ class Mapped:
             images = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=is_cuda)
             return Made(images, indices), self.rows(indices)
 
-        def read(found: tuple[Made, list[Tensor]]) -> Made:
-            batch, rows = found
+        def read(located: tuple[Made, list[Tensor]]) -> Made:
+            batch, rows = located
             if rows:
                 torch.stack(rows, out=batch.images)
             return batch
 
-        made = in_order(read, map(find, wanted), min(workers, READERS))
-        yield from copied(made, device) if is_cuda else made
+        batches = in_order(read, map(find, wanted), min(workers, READERS))
+        yield from copied(batches, device) if is_cuda else batches
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
