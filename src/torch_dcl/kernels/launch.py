@@ -16,25 +16,10 @@ if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
 
 __all__ = [
-    "MAX_FILTERS_IN_REGISTERS",
-    "Norm",
-    "cast",
-    "channels_last_strides",
-    "flatten_positions",
-    "fuse",
-    "fuse_backward",
-    "hopper_kernels_for",
-    "is_channels_last",
-    "matmul_out",
-    "max_fused_width",
-    "products",
-    "reference_fuse",
-    "responses",
-    "strides_match",
-    "transpose",
-    "unflatten_positions",
-    "uses_tensor_cores",
-]
+    "MAX_FILTERS_IN_REGISTERS", "Norm", "cast", "channels_last_strides", "flatten_positions", "fuse", "fuse_backward",
+    "hopper_kernels_for", "is_channels_last", "matmul_out", "max_fused_width", "products", "reference_fuse",
+    "responses", "strides_match", "transpose", "unflatten_positions", "uses_tensor_cores",
+]  # fmt: skip
 
 
 MAX_FILTERS_IN_REGISTERS = 128

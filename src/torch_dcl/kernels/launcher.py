@@ -21,15 +21,9 @@ from torch.nn import Parameter
 from torch_dcl import kernels
 
 __all__ = [
-    "Launch",
-    "cached",
-    "cdiv",
-    "has_large_shared_memory",
-    "is_traced",
-    "multiprocessors",
-    "next_power_of_2",
+    "Launch", "cached", "cdiv", "has_large_shared_memory", "is_traced", "multiprocessors", "next_power_of_2",
     "recording",
-]
+]  # fmt: skip
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
