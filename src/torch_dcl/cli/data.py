@@ -1,4 +1,4 @@
-"""``dcl data``: what is here, multi-digit sets as files, their picture, and a check of prepared files."""
+"""``dcl data``: list and download datasets, write and draw multi-digit sets, check prepared files."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -219,7 +219,7 @@ def check_data(
 
 
 def what_is_here() -> list[dict[str, Any]]:
-    """Every named set with where it was found, if anywhere, and what to do if not."""
+    """Every named set with its location, or with the remedy if it is missing."""
     from torch_dcl.data.sources import is_here, places, remedy
 
     rows: list[dict[str, Any]] = [
@@ -240,7 +240,7 @@ def what_is_here() -> list[dict[str, Any]]:
 
 
 def show(*, as_json: bool) -> None:
-    """Print the data that is here, and where it is searched."""
+    """Print the available data, and the folders that are searched."""
     from rich.text import Text
 
     from torch_dcl.data.sources import places

@@ -1,4 +1,4 @@
-"""``dcl doctor``: what is installed and found here, what is missing, and what to do about it."""
+"""``dcl doctor``: the state of the installation, data and runs, with remedies."""
 
 import os
 import platform

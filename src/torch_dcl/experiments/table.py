@@ -1,4 +1,4 @@
-"""Tables as they were run here: made of outcomes, written, read and checked, and printed in a terminal.
+"""Result tables: built from outcomes, written, read and checked, and printed in a terminal.
 
 `torch_dcl.report` shows them as pages for the browser.
 """
@@ -131,7 +131,7 @@ class Table:
     deviations: tuple[str, ...] = ()
 
     against: ClassVar[str] = "the baseline"
-    """What differences are to."""
+    """The column to which differences are computed."""
     known_sets: ClassVar[tuple[str, ...]] = SETS
     known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS, *MORE)
 
@@ -160,7 +160,7 @@ class Table:
 
     @classmethod
     def read_more(cls, read: "Reader") -> dict[str, Any]:
-        """The fields that a kind of table has beside the common ones."""
+        """The additional fields of a kind of table."""
         return {}
 
     def cell(self, name: str, column: str) -> Cell | None:
@@ -168,15 +168,15 @@ class Table:
         return next((cell for cell in self.cells if (cell.set, cell.column) == (name, column)), None)
 
     def errors(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Set to column to seed to error: what `claims.judge` takes."""
+        """Errors by set, column and seed, for `claims.judge`."""
         return {name: {cell.column: cell.runs for cell in self.cells if cell.set == name} for name in self.sets}
 
     def weights(self) -> dict[str, dict[str, int]]:
-        """Set to column to weights: what `claims.fewer_weights` takes."""
+        """Weights by set and column, for `claims.fewer_weights`."""
         return {name: {cell.column: cell.weights for cell in self.cells if cell.set == name} for name in self.sets}
 
     def losses(self, name: str) -> dict[str, Losses]:
-        """Column to final losses on one set: what `claims.loss_gap_shrinks` takes.
+        """Final losses by column on one set, for `claims.loss_gap_shrinks`.
 
         Only columns that noted them are there, and only the seeds that all of these have.
         """
@@ -267,7 +267,7 @@ def _kind(data: Mapping[str, Any]) -> type[Table]:
 
 
 def run_facts(folder: "RunFolder") -> dict[str, Any]:
-    """Hardware, versions and command of a run: what every table says of itself."""
+    """Hardware, versions and command of a run, for its table."""
     starts = folder.read("environment")
     machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     versions, command = (starts[-1]["versions"], starts[0]["command"]) if starts else ({}, "")
@@ -347,7 +347,7 @@ class Line(NamedTuple):
     is_last: bool = False
     """Whether a rule follows in a terminal."""
     note: str = ""
-    """What explains the first cell on a page."""
+    """The explanation of the first cell on a page."""
 
 
 class Grid(NamedTuple):

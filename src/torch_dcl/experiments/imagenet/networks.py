@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CAFFE", "build", "inputs_of"]
 
 CAFFE = CAFFE_MEAN, (1.0, 1.0, 1.0)
-"""What Caffe's AlexNet subtracts, and that it divides by nothing."""
+"""The normalisation of Caffe's AlexNet: mean, and no standard deviation."""
 
 
 def inputs_of(name: str) -> int:
