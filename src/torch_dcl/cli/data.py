@@ -218,7 +218,7 @@ def check_data(
         raise typer.Exit(1)
 
 
-def what_is_here() -> list[dict[str, Any]]:
+def available_data() -> list[dict[str, Any]]:
     """Every named set with its location, or with the remedy if it is missing."""
     from torch_dcl.data.sources import is_here, places, remedy
 
@@ -245,7 +245,7 @@ def show(*, as_json: bool) -> None:
 
     from torch_dcl.data.sources import places
 
-    rows = what_is_here()
+    rows = available_data()
     if as_json:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return

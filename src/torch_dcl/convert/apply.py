@@ -76,36 +76,36 @@ def convert_(
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
-    Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
-    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, as one norm
-    for all branches with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an
-    :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it has nothing to do: one that serves
-    this layer alone becomes an :class:`AbsorbedReLU`, one that serves other places too a :class:`SharedReLU`. A module
-    with several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced layer, and
-    a ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer. An
-    optimiser made before holds the old parameters: make it after.
+    After an error or an interruption no unit is replaced. A DCL layer keeps geometry, dtype, device, memory format,
+    training flag and ``requires_grad`` of the old layer. A batch norm after the layer moves into it, as one norm for
+    all branches with its own flags (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` replaces
+    it. z is positive, so a ReLU after it is a no-op: a ReLU of this layer alone becomes an :class:`AbsorbedReLU`, a
+    shared one a :class:`SharedReLU`. A module with several names is replaced once and stays shared. A
+    ``nn.TransformerEncoderLayer`` that contains a replaced layer, and its ``nn.TransformerEncoder``, lose their fused
+    inference path, which would not call the layer. Create the optimiser after the conversion: an older one holds the
+    old parameters.
 
     Args:
-        model: The network, on which the plan was made or one of the same architecture.
-        plan: What to convert.
+        model: The planned network, or one of the same architecture.
+        plan: The plan.
         init: "random" to train from scratch, "fit" to start from the trained weights. There is no default, since
-            either is wrong for the other.
-        match: Whether "random" starts at the scale of the layer replaced, so that z has the mean square of its ReLU's
-            output; otherwise at that of torch's default layer. The draws are the same. A row without an ε of its own
-            gets a smaller one where the paper's would be above a fifth of that scale.
+            either is wrong for the other purpose.
+        match: Whether "random" uses the scale of the replaced layer, so that z has the mean square of its ReLU's
+            output; otherwise the scale of torch's default layer. The draws are the same. If the plan sets no ε, it is
+            lowered where the floor of the paper's would be above a fifth of that scale.
         calibration: Batches of inputs for "fit" and ``match``: tensors, tuples that begin with the input, or
-            dictionaries of keyword arguments. A few hundred images are enough. Without them the inputs are taken as
-            white noise, for ``match`` of unit mean square.
-        seed: Of the fit, and of the branch pairs of the stochastic strategy.
-        check: Whether to run the example that the plan was made on, before and after: once in training mode, once in
-            eval mode without gradients. If the converted network fails where the plain one does not, nothing is
-            converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
-            no example, and one on the meta device nothing to run: nothing is checked.
+            dictionaries of keyword arguments. A few hundred images are enough. Without them the inputs are assumed to
+            be white noise, for ``match`` of unit mean square.
+        seed: The seed of the fit, and of the branch pairs of the stochastic strategy.
+        check: Whether to run the plan's example before and after: once in training mode, once in eval mode without
+            gradients. If only the converted network fails, nothing is converted. Flags, buffers and the random state
+            are restored. A plan from JSON has no example, and a network on the meta device cannot run: neither is
+            checked.
         progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
-            terminal, a line now and then elsewhere. None shows what is expected to take two seconds or more.
+            terminal, periodic lines elsewhere. None shows it if two seconds or more are expected.
 
     Returns:
-        What was done, with the fit's errors.
+        The converted rows, with the errors of the fit.
 
     Raises:
         ValueError: an argument out of its range, a plan that does not fit the network, a unit that cannot be
