@@ -1,7 +1,9 @@
 """Prepared shards that are read by threads: the rows of the files, in order, and nothing is left behind."""
 
+import gc
 import itertools
 import json
+import mmap
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,8 @@ import torch
 
 from torch_dcl.data import DataError, ImageNetBatches, open_images
 from torch_dcl.data.batches import cut
-from torch_dcl.data.imagenet.ahead import in_order
+from torch_dcl.data.imagenet import sources
+from torch_dcl.data.imagenet.ahead import NAME, in_order
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.files import write_sealed
 
@@ -57,7 +60,7 @@ def folder(tmp_path):
 
 
 def readers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith(f"{NAME}_")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,6 +116,35 @@ def test_an_epoch_that_is_left_early_leaves_no_thread(folder, device):
     assert readers() == before
     again = next(batches.pieces(0))
     assert torch.equal(first.images, again.images)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", ["pieces", "epoch"])
+def test_closing_an_epoch_ends_its_threads_whoever_holds_on_to_its_parts(folder, way, device, monkeypatch):
+    """A traceback, a debugger or a profiler may keep the frames of an epoch alive."""
+    held = []
+
+    def holding(make):
+        def holds(*arguments):
+            held.append(make(*arguments))
+            return held[-1]
+
+        return holds
+
+    before, images = readers(), open_images(folder, "train", size=7)
+    for name in ("in_order", "copied"):
+        monkeypatch.setattr(sources, name, holding(getattr(sources, name)))
+    monkeypatch.setattr(images, "batches", holding(images.batches))
+    batches = ImageNetBatches(images, "train", 5, resize=7, crop=5, device=device)
+    monkeypatch.setattr(batches, "pieces", holding(batches.pieces))
+    for taken in (1, 2, 50):
+        epoch = getattr(batches, way)(0)
+        for _ in range(taken):
+            next(epoch)
+        assert readers() != before
+        epoch.close()
+        assert readers() == before
+    assert len(held) == 3 * (4 if device == "cuda" else 3)
 
 
 def test_an_image_that_does_not_exist_is_an_error_and_leaves_no_thread(folder):
@@ -176,15 +208,40 @@ def test_copies_neither_overtake_the_gpu_nor_outlive_their_memory(tmp_path):
         assert not any(zero.any() for zero in zeros)
 
 
-def test_more_shards_than_a_process_usually_may_open(folder, monkeypatch):
+def test_more_shards_than_a_process_may_open(folder):
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = len(list(Path("/proc/self/fd").iterdir())) + 2
+    few = len(list(Path("/proc/self/fd").iterdir())) + 2  # fewer than the shards
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
         opened = [open_images(folder, split, size=7) for split in ("train", "val")]
-        assert [len(images.labels) for images in opened] == [TOTAL, TOTAL]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (few, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (few, few))
-    with pytest.raises(DataError, match=rf"has 5 shards, and this system lets a process open {few} files; raise"):
+    for images in opened:
+        (batch,) = images.batches([range(TOTAL)], CPU, 0)
+        assert np.array_equal(batch.images.numpy(), rows_of(folder, 7))
+
+
+def test_a_file_that_cannot_be_mapped_is_named(folder, monkeypatch):
+    monkeypatch.setattr(sources, "_MAP_FIXED", 0x10 | mmap.MAP_ANONYMOUS | mmap.MAP_SHARED | mmap.MAP_PRIVATE)
+    with pytest.raises(DataError, match=r"train-00000\.safetensors cannot be mapped into memory: "):
         open_images(folder, "train", size=7)
+
+
+def test_a_shard_whose_header_promises_more_than_its_bytes_is_named(folder):
+    path = folder / "train-00000.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    header["images"]["data_offsets"] = [len(whole) - 8 - length - 1] * 2  # as long as before, in the last byte
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    with pytest.raises(DataError, match=r"train-00000\.safetensors is truncated; remove it and run"):
+        open_images(folder, "train", size=7)
+
+
+def test_the_images_outlive_what_opened_them(folder):
+    made = open_images(folder, "train", size=7).batches([[0], range(TOTAL)], CPU, 1)
+    next(made)
+    gc.collect()
+    assert np.array_equal(next(made).images.numpy(), rows_of(folder, 7))

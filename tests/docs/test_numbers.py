@@ -323,3 +323,30 @@ def test_stored_pages_have_the_sentences_that_the_code_writes_today():
         assert sentences
         for sentence in sentences:
             assert prose(sentence) in page, f"results/{name}.html is not that of the present code"
+
+
+def test_cifar_100_through_the_whole_path_of_imagenet():
+    """The section and the file come together: the page says nothing of a run that there is no file of."""
+    heads = [line for line in RESULTS if line.startswith("## ImageNet's path, on CIFAR-100")]
+    found = (ROOT / "results/imagenet_cifar100.json").exists()
+    assert len(heads) == found
+    if not found:
+        return
+    run = results("imagenet_cifar100.json")
+    names = {"alexnet": "AlexNet", "torchvision:resnet18": "ResNet-18"}
+    rows = iter(table_under("| | weights | epochs | top-1 error", RESULTS))
+    for network, its in run["networks"].items():
+        assert its["complete"], f"{network} did not end; the page has no place for it"
+        assert its["killed"]
+        for model in its["models"]:
+            name, *cells = next(rows)
+            assert name == names[network] + {"plain": "", "dcl": ", DCL"}[model["model"]]
+            values = (*model["top1"], *model["top5"], *model["train_loss"])
+            for text, value in zip(cells, (model["weights"], its["epochs"], *values), strict=True):
+                agree(text, value)
+    assert not list(rows)
+    text = " ".join(" ".join(RESULTS[RESULTS.index(heads[0]) :]).split())
+    (counts,) = re.findall(r"([\d,]+ training and [\d,]+ test images)", text)
+    agree(counts, run["images"]["train"], run["images"]["val"])
+    (seconds,) = re.findall(r"(\d+) seconds from the first JPEG to the report", text)
+    agree(seconds, sum(run["seconds"][name] for name in ("jpegs", "prepare", "train", "report")))

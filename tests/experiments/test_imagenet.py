@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch_dcl import DCLLinear, load_model, plan
 from torch_dcl.cli.app import app
 from torch_dcl.cli.run import Listener
 from torch_dcl.data import ImageNetBatches, open_images
+from torch_dcl.data.imagenet import ahead
 from torch_dcl.data.imagenet.prepare import prepare_imagenet
 from torch_dcl.experiments.imagenet import team as ranks
 from torch_dcl.experiments.imagenet.team import Team
@@ -349,6 +351,37 @@ def test_a_dry_run_counts_the_shards_that_are_there(tmp_path):
     done = invoke(*small("--data", "shards", "--dry-run"))
     assert done.exit_code == 0, done.output
     assert "8 prepared at 16²" in " ".join(done.output.split())
+
+
+def test_a_pause_keeps_the_threads_that_read_and_every_other_end_of_a_step_ends_them(tmp_path, monkeypatch):
+    write_images(tmp_path / "images")
+    prepare_imagenet(tmp_path / "images", tmp_path / "shards", size=16, images_per_shard=5)
+    training = training_of(ImageNet(config(data="shards", workers=2, save_minutes=0.0)))
+    training.save("start.safetensors")
+
+    def readers():
+        return [thread for thread in threading.enumerate() if thread.name.startswith(f"{ahead.NAME}_")]
+
+    def fail(*_):
+        raise RuntimeError("a failed step")
+
+    training.train()  # until the first pause
+    assert training.step == 1
+    assert readers() != []
+    training.train(should_stop=lambda: True)
+    assert (training.step, readers()) == (2, [])
+    training.train()
+    training.load("start.safetensors")
+    assert (training.step, readers()) == (0, [])
+    training.train()
+    monkeypatch.setattr(training.network, "forward", fail)
+    with pytest.raises(RuntimeError, match="a failed step") as kept:
+        training.train()
+    assert readers() == []
+    with pytest.raises(RuntimeError, match="a failed step") as kept_too:
+        training.judge()
+    assert readers() == []
+    del kept, kept_too  # whose tracebacks had the frames of both loops
 
 
 @pytest.mark.parametrize(

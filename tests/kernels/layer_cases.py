@@ -5,6 +5,7 @@ For the interpreter on the CPU and for a GPU alike.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from copy import deepcopy
 from unittest import mock
@@ -289,7 +290,7 @@ def in_float64(layer):
     def branch(x, weight=None, bias=None):  # as the kernels have it, where they do
         if stage is None or x.dim() != stage.spatial + 2 or not kernels.usable(x):
             return layer.branch(x)
-        return unit._construct(x, layer.branch.weight.detach(), stage)
+        return unit._construct(x, layer.branch.weight.detach(), stage)[1]
 
     def rounded(construct, low):
         def run(x, *parameters):
@@ -660,7 +661,7 @@ def strided_case(kind, memory, device, dtype):
     cells = elementwise.Cells.of(x, theta, (S, S), (padding, padding), (1, 1))
     wide = theta.double().cpu().requires_grad_()
     y = nn.functional.conv2d(x.double().cpu(), wide, None, S, padding)
-    images, filters = cells.images(x), cells.filters(theta)
+    images, filters = cells.images(x), cells.filters(theta.float(), dtype)
     assert images.is_contiguous(memory_format=torch.channels_last)
     errors = {"y": relative(nn.functional.conv2d(images.double().cpu(), filters.double().cpu()), y)}
     grad = torch.randint(-2, 3, y.shape).double()
@@ -676,6 +677,20 @@ CASES |= {
     for kind in STRIDED
     for name, memory in (("channels last", torch.channels_last), ("channels apart", torch.contiguous_format))
 }
+
+
+def one_channel_case(device, dtype):
+    """Images of one channel lie in both layouts, and the output lies as that of a plain convolution."""
+    errors, layouts = {}, (torch.contiguous_format, torch.channels_last)
+    for kind, of_filters, of_images in itertools.product((torch.float16, torch.float32), layouts, layouts):
+        x = torch.randn(2, 1, 7, 9).to(device, kind, memory_format=of_images)
+        modules = DCLConv2d(1, 20, 3, stride=2, width=8), nn.Conv2d(1, 20, 3, stride=2)
+        z, expected = (module.to(device, kind, memory_format=of_filters)(x) for module in modules)
+        errors[f"{kind}, {of_filters}, {of_images}"] = float(z.stride() != expected.stride())
+    return errors
+
+
+CASES["images of one channel"] = one_channel_case
 
 
 def refused_case(device, dtype):
@@ -706,7 +721,7 @@ def cast_case(device, dtype):
     errors = {"nothing": relative(elementwise.cast(x[:0], torch.float16), x[:0])}
     for name, values in given.items():
         for kind in kinds:
-            found, expected = elementwise.cast(values, kind), values.to(kind)
+            found, expected = elementwise.cast(values, kind), values.to(kind, copy=True)
             same = torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0)) and found.dtype == kind
             errors[f"{name}, {kind}"] = float(not same or found.stride() != expected.stride())
     return errors
@@ -715,28 +730,32 @@ def cast_case(device, dtype):
 CASES["cast"] = cast_case
 
 
-def image_case(settings, device, dtype):
-    """A layer with a stride on images of three channels, which have no gradient, in a half type."""
+def image_case(settings, device, dtype, *, learned=False):
+    """A layer with a stride on images of three channels, in a half type; learned images have a gradient."""
     torch.manual_seed(0)
     layer = DCLConv2d(3, 20, 7, stride=2, padding=3, width=8, **settings)
     layer = layer.to(device, dtype, memory_format=torch.channels_last)
     x = torch.randn(4, 3, 21, 18).to(device, dtype, memory_format=torch.channels_last)
     wide, errors = in_float64(layer), {}
-    expected, parameters = wide(x.double().cpu()), list(layer.parameters())
+    exact, parameters = x.double().cpu().requires_grad_(learned), list(layer.named_parameters())
+    expected, of_wide = wide(exact), list(wide.parameters())
+    if learned:
+        parameters, of_wide = [*parameters, ("x", x.requires_grad_())], [*of_wide, exact]
     grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
-    wanted = torch.autograd.grad(expected, list(wide.parameters()), grad.double())
+    wanted = torch.autograd.grad(expected, of_wide, grad.double())
     for what in ("", WITHOUT):
         with dispatch.disabled() if what else contextlib.nullcontext():
             z = layer(x)
-            found = torch.autograd.grad(z, parameters, grad.to(device))
+            found = torch.autograd.grad(z, [parameter for _, parameter in parameters], grad.to(device))
         errors["z" + what] = relative(z, expected)
-        for (name, _), a, exactly in zip(layer.named_parameters(), found, wanted, strict=True):
+        for (name, _), a, exactly in zip(parameters, found, wanted, strict=True):
             errors[name + what] = relative(a, exactly)
     return errors
 
 
 HALF |= {
     "images of three channels": functools.partial(image_case, {}, dtype=torch.float16),
+    "learned images of three channels": functools.partial(image_case, {}, dtype=torch.float16, learned=True),
     "images of three channels, batch norm": functools.partial(
         image_case, {"norm_layer": nn.BatchNorm2d, "bias": False}, dtype=torch.float16
     ),

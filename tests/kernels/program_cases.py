@@ -12,6 +12,7 @@ import threading
 import weakref
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -517,8 +518,10 @@ def check_unit_operations():
                 types = ("float32", "float16" if half and kind == 0 else "float32")
                 how = (repr((*shape, kind, *types, True, True)), 0.01)
                 torch.library.opcheck(own.closed_unit.default, (*parts, *norm, *how, 1e-5), test_utils=tests)
-                z, theta_low, y, low, other = own.closed_unit(*parts, *norm, *how, 1e-5)
-                kept = (theta_low if half else theta, y, low if half or kind else weight, bias, other)
+                z, y, *rest = own.closed_unit(*parts, *norm, *how, 1e-5)
+                low, other = rest.pop(0) if half or kind else weight, rest.pop(0) if kind else None
+                kept = (rest.pop(0) if half else theta, y, low, bias, other)
+                assert not rest
                 back = (torch.randn_like(z), given, *kept, *how)
                 # With running statistics two rows of the result are nobody's, and are left unwritten.
                 torch.library.opcheck(own.closed_unit_backward.default, back, test_utils=tests[: 2 if kind == 1 else 3])
@@ -527,3 +530,43 @@ def check_unit_operations():
             how = repr((*shape, 2, "float32", "float32", True, True))
             tracked = (*parts, *numbers, torch.tensor(3), how, 0.01, 1e-5, 0.1)
             torch.library.opcheck(own.closed_unit_tracked.default, tracked, test_utils=tests[:2])  # likewise
+
+
+def check_calls_of_operations():
+    """An operation that is called from Python a second time is replayed, and seen by all that sees operations."""
+    host.wait()
+    assert prefix_of_operations()
+    operation = torch.ops.torch_dcl.closed_unit_infer.default
+    torch.manual_seed(0)
+    how = repr(((1, 1), (1, 1), (1, 1), 2, False, False, 0, "float32", "float32", False, False))
+
+    def arguments(channels):
+        x, theta = _images(2, channels, 5, 6), torch.randn(8, channels, 3, 3).contiguous(memory_format=LAST)
+        return x, theta, torch.randn(8, 7), torch.randn(2, 7), None, None, None, None, how, 0.01, 1e-5
+
+    few, many = arguments(3), arguments(5)
+    first = [operation(*few), operation(*many)]
+    for _ in range(2):
+        for given, expected in zip((few, many), first, strict=True):
+            assert torch.equal(operation(*given), expected)
+    assert not torch.equal(operation(*few[:9], 0.1, 1e-5), first[0])
+    named = dict(zip([argument.name for argument in operation._schema.arguments], few, strict=True))
+    assert torch.equal(operation(**named), first[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        operation(*few)
+    assert any("closed_unit_infer" in event.key for event in profile.key_averages())
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        assert operation(*few).shape == first[0].shape
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        again = operation(*few)
+    assert seen == [operation]
+    assert torch.equal(again, first[0])
+    with pytest.raises(RuntimeError, match="missing value for argument"):
+        operation(*few[:8])

@@ -106,10 +106,10 @@ def test_images_and_filters_in_cells_of_pixels_and_in_another_type(compiled):
     from torch_dcl.kernels import elementwise
 
     x = torch.randn(2, 3, 24, 24).bfloat16()
-    theta = torch.randn(8, 3, 7, 7).bfloat16().contiguous(memory_format=torch.channels_last)
+    theta = torch.randn(8, 3, 7, 7).contiguous(memory_format=torch.channels_last)
     cells = elementwise.Cells.of(x, theta, (2, 2), (3, 3), (1, 1))
     cells.images(x)
-    cells.pixels(cells.filters(theta), theta, torch.float32)
+    cells.pixels(cells.filters(theta, torch.bfloat16), theta, torch.float32)
     elementwise.cast(torch.randn(3, 5), torch.bfloat16)
     assert compiled == ["_image_cells", "_filter_cells", "_filter_cells", "_cast"]
 

@@ -74,6 +74,10 @@ def test_the_operations_of_whole_units_are_what_torch_expects_of_operations(inte
     interpreter(cases.check_unit_operations)
 
 
+def test_an_operation_called_from_python_is_replayed_and_seen_by_all_that_sees_operations(interpreter):
+    interpreter(cases.check_calls_of_operations)
+
+
 def test_a_replayed_layer_has_second_derivatives(interpreter):
     errors = interpreter(cases.second_derivative_case, "cpu")
     assert {name: error for name, error in errors.items() if not error <= 1e-5} == {}

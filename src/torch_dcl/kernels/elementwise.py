@@ -237,7 +237,7 @@ class Cells(NamedTuple):
         before = cdiv(p, S)
         height, width = (before + (k - 1 - p) // S + 1 for k in theta.shape[2:])
         down, across = ((size + 2 * p - k) // S + 1 for size, k in zip(x.shape[2:], theta.shape[2:], strict=True))
-        if min(down, across, len(x)) < 1 or theta.numel() * 2 >= 2**31:
+        if min(down, across, x.shape[0]) < 1 or theta.numel() * 2 >= 2**31:
             return None
         return cls(S, p, before, (height, width), 8 * cdiv(S * S * x.shape[1], 8), (down, across))
 
@@ -249,14 +249,14 @@ class Cells(NamedTuple):
         _launch_images(self, tuple(x.shape), x.stride(), down, across, x.dtype, x.device)(x, out)
         return out
 
-    def room(self, theta: Tensor) -> Tensor:
+    def room(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor for filters of cells."""
         shape = (len(theta), self.channels, *self.kernel)
-        return torch.empty_strided(shape, channels_last_strides(shape, 1), dtype=theta.dtype, device=theta.device)
+        return torch.empty_strided(shape, channels_last_strides(shape, 1), dtype=dtype, device=theta.device)
 
-    def filters(self, theta: Tensor) -> Tensor:
-        """The filters as filters of cells."""
-        out = self.room(theta)
+    def filters(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
+        """The filters as filters of cells, in this dtype."""
+        out = self.room(theta, dtype)
         self._launch(theta, out, back=False)(out, theta)
         return out
 

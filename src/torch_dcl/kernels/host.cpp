@@ -16,6 +16,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided_ops.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -616,13 +617,13 @@ std::shared_ptr<Program> make_program(
 
 // ---------------------------------------------------------------------------------------------------- operations
 
-class Served : public c10::OperatorKernel {
+// What serves an operation: its tapes, one for each kind of arguments.
+class Service {
  public:
-  // Operations are removed when the process ends, after Python: what is Python's is never released.
-  Served(py::object record, py::object tf32)
-      : record_(*new py::object(std::move(record))), tf32_(*new py::object(std::move(tf32))) {}
+  Service(std::string name, py::object record, py::object tf32)
+      : name_(std::move(name)), record_(std::move(record)), tf32_(std::move(tf32)) {}
 
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  void run(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
     const size_t count = handle.schema().arguments().size();
     const auto arguments = torch::jit::last(*stack, count);
     variable_list tensors;
@@ -635,14 +636,46 @@ class Served : public c10::OperatorKernel {
       }
     }
     bool tf32 = false;
-    if (!tensors.empty() && tensors[0].scalar_type() == at::kFloat) {
+    if (is_float(tensors)) {
       py::gil_scoped_acquire locked;
       tf32 = tf32_().cast<bool>();
     }
-    const auto tape = find(tensors, arguments, tf32);
+    const auto tape = find(tensors, tf32, count, [&](size_t i, const IValue& known) { return same(known, arguments[i]); });
     variable_list results = tape == nullptr ? record(arguments, tensors, tf32) : tape->run(tensors);
     torch::jit::drop(*stack, count);
-    for (auto& result : results) stack->emplace_back(std::move(result));
+    if (returns_list(handle.schema())) {
+      stack->emplace_back(c10::List<Tensor>(at::ArrayRef<Tensor>(results)));
+    } else {
+      for (auto& result : results) stack->emplace_back(std::move(result));
+    }
+  }
+
+  // The results of a call from Python, or null where it is not like any before.
+  PyObject* call(PyObject* const* arguments, size_t count) {
+    if (observed()) return nullptr;
+    variable_list tensors;
+    tensors.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor* tensor = plain_tensor(arguments[i], parameter_.ptr());
+      if (tensor != nullptr) tensors.push_back(*tensor);
+    }
+    const bool tf32 = is_float(tensors) && tf32_().cast<bool>();
+    const auto tape = find(tensors, tf32, count, [&](size_t i, const IValue& known) { return same(known, arguments[i]); });
+    if (tape == nullptr) return nullptr;
+    variable_list results;
+    {
+      py::gil_scoped_release unlocked;
+      at::RecordFunction seen(at::RecordScope::FUNCTION);
+      if (seen.isActive()) seen.before(name_.c_str());
+      results = tape->run(tensors);
+    }
+    if (!returns_list_ && results.size() == 1) return THPVariable_Wrap(std::move(results[0]));
+    PyObject* sequence = returns_list_ ? PyList_New(results.size()) : PyTuple_New(results.size());
+    for (size_t i = 0; sequence != nullptr && i < results.size(); ++i) {
+      PyObject* wrapped = THPVariable_Wrap(std::move(results[i]));
+      returns_list_ ? PyList_SET_ITEM(sequence, i, wrapped) : PyTuple_SET_ITEM(sequence, i, wrapped);
+    }
+    return sequence;
   }
 
  private:
@@ -653,26 +686,35 @@ class Served : public c10::OperatorKernel {
     std::shared_ptr<Tape> tape;
   };
 
-  std::shared_ptr<Tape> find(const variable_list& tensors, at::ArrayRef<IValue> arguments, bool tf32) {
+  template <typename Same>
+  std::shared_ptr<Tape> find(const variable_list& tensors, bool tf32, size_t count, const Same& is_same) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& one : known_) {
-      if (one.metadata.size() != tensors.size() || one.tf32 != tf32) continue;
+      if (one.metadata.size() != tensors.size() || one.tf32 != tf32 || one.others.size() != count) continue;
       bool holds = true;
       for (size_t i = 0; holds && i < tensors.size(); ++i) holds = one.metadata[i].holds(tensors[i]);
-      for (size_t i = 0; holds && i < arguments.size(); ++i) holds = same(one.others[i], arguments[i]);
+      for (size_t i = 0; holds && i < count; ++i) holds = is_same(i, one.others[i]);
       if (holds) return one.tape;
     }
     return nullptr;
   }
 
+  static bool is_float(const variable_list& tensors) {
+    return !tensors.empty() && tensors[0].scalar_type() == at::kFloat;
+  }
+
+  static bool returns_list(const c10::FunctionSchema& schema) {
+    return schema.returns().size() == 1 && schema.returns()[0].type()->kind() == c10::TypeKind::ListType;
+  }
+
   static IValue other(const IValue& argument) {
-    if (argument.isTensor()) return IValue("tensor");
+    if (argument.isTensor()) return TENSOR;
     if (argument.isTensorList()) return static_cast<int64_t>(argument.toTensorList().size());
     return argument;
   }
 
   static bool same(const IValue& known, const IValue& given) {
-    if (given.isTensor()) return known.isString();
+    if (given.isTensor()) return is_tensor(known);
     if (given.isTensorList()) return known.isInt() && known.toInt() == static_cast<int64_t>(given.toTensorList().size());
     if (given.isString()) return known.isString() && known.toStringRef() == given.toStringRef();
     if (given.isInt()) return known.isInt() && known.toInt() == given.toInt();
@@ -680,6 +722,25 @@ class Served : public c10::OperatorKernel {
     if (given.isBool()) return known.isBool() && known.toBool() == given.toBool();
     if (given.isIntList()) return known.isIntList() && known.toIntVector() == given.toIntVector();
     return given.isNone() && known.isNone();
+  }
+
+  // Of what is no number, text or tensor, such as a list, and of what has other types than were recorded: false.
+  bool same(const IValue& known, PyObject* given) const {
+    if (given == Py_None) return known.isNone();
+    if (plain_tensor(given, parameter_.ptr()) != nullptr) return is_tensor(known);
+    if (PyUnicode_CheckExact(given)) {
+      Py_ssize_t size = 0;
+      const char* text = PyUnicode_AsUTF8AndSize(given, &size);
+      if (text == nullptr) PyErr_Clear();
+      return text != nullptr && known.isString() && known.toStringRef() == std::string_view(text, size);
+    }
+    if (PyFloat_CheckExact(given)) return known.isDouble() && known.toDouble() == PyFloat_AS_DOUBLE(given);
+    if (PyBool_Check(given)) return known.isBool() && known.toBool() == (given == Py_True);
+    return false;
+  }
+
+  static bool is_tensor(const IValue& known) {
+    return known.isString() && known.toStringRef() == TENSOR;
   }
 
   variable_list record(at::ArrayRef<IValue> arguments, const variable_list& tensors, bool tf32) {
@@ -716,16 +777,57 @@ class Served : public c10::OperatorKernel {
     return found[0].cast<variable_list>();
   }
 
-  const py::object &record_, &tf32_;  // the latter says whether torch may take TF32 for products of float32
+  static constexpr const char* TENSOR = "tensor";
+  const std::string name_;
+  const py::object record_, tf32_;  // the latter says whether torch may take TF32 for products of float32
+  const py::object parameter_ = py::module_::import("torch.nn").attr("Parameter");
+  const bool returns_list_ = returns_list(
+      c10::Dispatcher::singleton().findSchemaOrThrow(("torch_dcl::" + name_).c_str(), "").schema());
   std::mutex mutex_;
-  std::vector<Known>& known_ = *new std::vector<Known>;
+  std::vector<Known> known_;
 };
 
-void serve(const std::string& name, const std::string& key, py::object record, py::object tf32) {
-  auto* library = new torch::Library(  // for good
-      torch::Library::IMPL, "torch_dcl", c10::parseDispatchKey(key), __FILE__, __LINE__);
-  library->impl(name.c_str(),
-                torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Served>(std::move(record), std::move(tf32))));
+class Served : public c10::OperatorKernel {
+ public:
+  explicit Served(Service& service) : service_(service) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    service_.run(handle, stack);
+  }
+
+ private:
+  Service& service_;
+};
+
+// An operation as Python calls it, without torch's way from Python to an operation, which takes several microseconds.
+// `self` has the service, and what to call where it has no tape.
+PyObject* call_served(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  try {
+    auto* service = static_cast<Service*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(self, 0), nullptr));
+    PyObject* found = names == nullptr ? service->call(arguments, count) : nullptr;
+    if (found != nullptr || PyErr_Occurred()) return found;
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(self, 1), arguments, count, names);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef method_of_served = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_served)),
+                                METH_FASTCALL | METH_KEYWORDS, nullptr};
+
+// Operations are removed when the process ends, after Python: what serves them is never released.
+py::object serve(const std::string& name, const std::vector<std::string>& keys, py::object record, py::object tf32,
+                 py::object otherwise) {
+  auto* service = new Service(name, std::move(record), std::move(tf32));
+  for (const auto& key : keys) {
+    auto* library = new torch::Library(torch::Library::IMPL, "torch_dcl", c10::parseDispatchKey(key), __FILE__, __LINE__);
+    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Served>(*service)));
+  }
+  const py::tuple self = py::make_tuple(py::capsule(service), std::move(otherwise));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&method_of_served, self.ptr()));
 }
 
 }  // namespace

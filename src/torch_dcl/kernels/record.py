@@ -127,8 +127,9 @@ def serve(library: ModuleType, name: str, function: Callable[..., Any]) -> None:
         result, tape = tape_of(library, tensors, lambda: function(*given), lambda found: list(_flat(found)))
         return list(_flat(result)), tape
 
-    for key in ("CUDA", "CPU") if kernels.INTERPRETED else ("CUDA",):
-        library.serve(name, key, record, torch._C._get_cublas_allow_tf32)
+    keys = ["CUDA", "CPU"] if kernels.INTERPRETED else ["CUDA"]
+    overload = getattr(torch.ops.torch_dcl, name).default
+    overload._op = library.serve(name, keys, record, torch._C._get_cublas_allow_tf32, overload._op)
 
 
 class _Numbers:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch_dcl.kernels import elementwise
 
 __all__ = [
-    "Settings", "Stage", "again", "construct", "forward", "gradient_type", "gradients", "run", "weight_gradient",
+    "Settings", "Stage", "again", "cells_of", "construct", "forward", "gradient_type", "gradients", "run",
+    "weight_gradient",
 ]  # fmt: skip
 
 _WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
@@ -135,12 +136,11 @@ def forward(
     learns: bool,
 ) -> _Computed:  # fmt: skip
     """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
-    stage, channels, T, eps, pairs, keep, dtype = settings
+    stage, channels, T, eps, pairs, keep, _ = settings
     low, y = None, x
     with kernels.on_device_of(x):
         if theta is not None and stage is not None:
-            low = launch.cast(theta, dtype)
-            y = _construct(x, low, stage)
+            low, y = _construct(x, theta, stage)
         plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
         if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
@@ -148,16 +148,20 @@ def forward(
     return z, low, y, plan, known
 
 
-def _construct(x: Tensor, theta: Tensor, stage: Stage) -> Tensor:
-    """Stage 1; images of few channels in cells of pixels, where it has a stride."""
-    cells = _cells(x, theta, stage)
-    if cells is None:
-        return construct(x, theta, stage)
-    return F.conv2d(cells.images(x), cells.filters(theta))
+def _construct(x: Tensor, theta: Tensor, stage: Stage) -> tuple[Tensor, Tensor]:
+    """The filters, in the type of x where they are needed in it, and stage 1: in cells of pixels if that is faster."""
+    cells = None if is_traced(x) else cells_of(x, theta, stage)
+    if cells is not None:
+        return theta, F.conv2d(cells.images(x), cells.filters(theta, x.dtype))
+    low = launch.cast(theta, x.dtype)
+    return low, construct(x, low, stage)
 
 
-def _cells(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Cells | None":
-    if stage.spatial != 2 or x.dtype is torch.float32 or is_traced(x):  # float32 would be rounded otherwise
+def cells_of(x: Tensor, theta: Tensor, stage: Stage) -> "elementwise.Cells | None":
+    """The cells of pixels in which images of few channels are convolved with a stride; None for other stages."""
+    if stage.spatial != 2 or x.dtype is torch.float32:  # float32 would be rounded otherwise
+        return None
+    if 1 not in (x.stride(1), theta.stride(1)):  # the output would lie otherwise than torch has it
         return None
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
@@ -241,7 +245,7 @@ def gradients(
         settings: As given to the forward pass.
         grad: Of z.
         x: The input.
-        low: The filters as they were computed with; None if the input is the output of stage 1.
+        low: The filters, as `_construct` gives them; None if the input is the output of stage 1.
         y: The branch outputs.
         bias: As given to the forward pass.
         known: From the forward pass of stage 2.
@@ -286,10 +290,12 @@ def _stage_gradients(
     spatial, stride, padding, dilation = stage
     if not (needs[0] or needs[1]):
         return None, None
-    cells = None if needs[0] else _cells(x, theta, stage)
+    cells = None if needs[0] or is_traced(x) else cells_of(x, theta, stage)
     if cells is not None:
-        dcells = _convolution_gradients(dy, cells.images(x), cells.room(theta), (1, 1), (0, 0), (1, 1), needs)[1]
+        room = cells.room(theta, x.dtype)
+        dcells = _convolution_gradients(dy, cells.images(x), room, (1, 1), (0, 0), (1, 1), needs)[1]
         return None, cells.pixels(dcells, theta, dtype)
+    theta = launch.cast(theta, x.dtype)
     if spatial:
         dx, dtheta = _convolution_gradients(dy, x, theta, stride, padding, dilation, needs)
         return dx, launch.cast(dtheta, dtype) if needs[1] else None

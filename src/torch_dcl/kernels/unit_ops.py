@@ -7,7 +7,6 @@ instead (`ops`).
 
 import ast
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,20 +38,24 @@ def run(
     fixed, norm_eps, momentum = (None, 0.0, 0.0) if norm is None else (norm.fixed, norm.eps, norm.momentum)
     needs = (x.requires_grad, theta.requires_grad) if learns else (False, False)
     _, stride, padding, dilation = stage
-    how = _written(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
+    how, keep = _written(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
     given = (x, theta, weight, bias, gamma, beta, mean, variance)
     if fixed is not False and not learns:
-        z: Tensor = _infer(*given, how, eps, norm_eps)
-        return z
+        return _infer(*given, how, eps, norm_eps)  # type: ignore[no-any-return]
     with torch.no_grad():  # what writes into buffers can have no gradients itself
         if fixed is False and mean is not None:
-            found = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
+            results = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
         else:
-            found = _compute(*given, how, eps, norm_eps)
+            results = _compute(*given, how, eps, norm_eps)
+    z: Tensor = results[0]
     if not learns:
-        return found[0]  # type: ignore[no-any-return]
+        return z
+    y, rest = results[1], list(results[2:])
+    low = rest.pop(0) if weight.dtype != x.dtype or norm is not None else None
+    other = rest.pop(0) if keep or norm is not None else None
+    theta_low = rest.pop(0) if rest and rest[0].numel() else None
     attached: Tensor = _Attached.apply(
-        *found, x, theta, weight, bias, gamma, beta, norm is not None, len(widths), needs, how, eps
+        z, theta_low, y, low, other, x, theta, weight, bias, gamma, beta, norm is not None, len(widths), needs, how, eps
     )
     return attached
 
@@ -62,12 +65,11 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, other: Tensor, x: Tensor, theta: Tensor,
-        weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, normed: bool, T: int,
-        needs: tuple[bool, bool], how: str, eps: float,
+        ctx: Any, z: Tensor, theta_low: Tensor | None, y: Tensor, low: Tensor | None, other: Tensor | None, x: Tensor,
+        theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, normed: bool,
+        T: int, needs: tuple[bool, bool], how: str, eps: float,
     ) -> Tensor:  # fmt: skip
-        theta_low = theta if theta.dtype == x.dtype else theta_low
-        low = weight if weight.dtype == x.dtype and not normed else low
+        theta_low, low = theta if theta_low is None else theta_low, weight if low is None else low
         ctx.save_for_backward(x, theta_low, y, low, bias, other)
         ctx.normed, ctx.T, ctx.needs, ctx.how = normed, T, needs, (how, eps)
         ctx.has = gamma is not None, beta is not None, bias is not None
@@ -75,15 +77,18 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        dx, dtheta, dweight, dbias, numbers = _compute_backward(grads[0], *ctx.saved_tensors, *ctx.how)
-        dgamma = dbeta = None
+        results = list(_compute_backward(grads[0], *ctx.saved_tensors, *ctx.how))
+        dx = results.pop(0) if ctx.needs[0] else None
+        dtheta = results.pop(0) if ctx.needs[1] else None
+        dweight = results.pop(0)
+        dgamma = dbeta = dbias = None
         if ctx.normed:
-            dgamma, dbeta, of_bias = numbers[0], numbers[1], numbers[2].view(ctx.T, -1)
-            dgamma, dbeta = dgamma if ctx.has[0] else None, dbeta if ctx.has[1] else None
-            dbias = of_bias
+            dgamma, dbeta, dbias = results[0][0], results[0][1], results[0][2].view(ctx.T, -1)
+        elif ctx.has[2]:
+            dbias = results[0]
         return (
-            *(None,) * 5, dx if ctx.needs[0] else None, dtheta if ctx.needs[1] else None, dweight,
-            dbias if ctx.has[2] else None, dgamma, dbeta, *(None,) * 5,
+            *(None,) * 5, dx, dtheta, dweight, dbias if ctx.has[2] else None, dgamma if ctx.has[0] else None,
+            dbeta if ctx.has[1] else None, *(None,) * 5,
         )  # fmt: skip
 
 
@@ -121,12 +126,15 @@ class _How(NamedTuple):
 def _written(
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], widths: tuple[int, ...], pairs: bool,
     fixed: bool | None, dtype: torch.dtype, of_theta: torch.dtype, of_weight: torch.dtype, *needs: bool,
-) -> str:  # fmt: skip
-    """The settings of a unit: of its norm whether statistics are fixed, None without one; the types of its tensors."""
+) -> tuple[str, bool]:  # fmt: skip
+    """The settings of a unit as text, and whether it keeps the responses.
+
+    Of a norm, whether its statistics are fixed is given, None without one; and the types of the tensors.
+    """
     kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
     keep = fixed is None and (not stride or widths[0] > max_fused_width(dtype))
     types = (str(t).removeprefix("torch.") for t in (of_theta, unit.gradient_type(dtype, of_weight)))
-    return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs))
+    return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs)), keep
 
 
 @functools.cache
@@ -142,8 +150,8 @@ def _last(x: Tensor, spatial: int) -> Tensor:
 
 def _forward(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None
-) -> tuple[Tensor, ...]:
-    """z, what backward wants of both stages, and nothing in the place of what it has already."""
+) -> list[Tensor]:
+    """z, y, and what backward needs and does not have: W in the type of x, what stage 2 keeps, θ in that type."""
     if is_traced(x):
         return _shapes(x, theta, weight, settings, norm)
     z, theta_low, y, _, (low, other) = unit.forward(x, theta, weight, bias, settings, norm, True)
@@ -152,20 +160,21 @@ def _forward(
         theta_low = None
     if weight.dtype == x.dtype and norm is None:
         low = None
-    return _all((_last(z, spatial), theta_low, _last(y, spatial), low, other), x)
+    return _present(_last(z, spatial), _last(y, spatial), low, other, theta_low)
 
 
-def _all(found: Sequence[Tensor | None], x: Tensor) -> tuple[Tensor, ...]:
-    """An operation returns tensors, each its own: an empty one stands for none."""
-    return tuple(x.new_empty(0) if t is None else t for t in found)
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    """An operation returns the tensors that exist: each takes time in each call."""
+    return [t for t in tensors if t is not None]
 
 
-def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: Norm | None) -> tuple[Tensor, ...]:
+def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: Norm | None) -> list[Tensor]:
     """What `_forward` gives, for fake tensors."""
     stage, channels, T, *_, keep, dtype = settings
     assert stage is not None
     theta_low = theta.to(dtype)
     y = _last(unit.construct(x, theta_low, stage), stage.spatial)
+    needs_low = theta.dtype != dtype and unit.cells_of(x, theta, stage) is None
     M, N = y.shape[channels] // T, weight.shape[1]
     z_shape = list(y.shape)
     z_shape[channels] = N
@@ -179,17 +188,17 @@ def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: 
         other = x.new_empty(size, dtype=torch.float32)
     elif keep:
         other = x.new_empty(T, y.numel() // y.shape[channels], N)
-    return _all((z, None if theta.dtype == dtype else theta_low, y, low, other), x)
+    return _present(z, y, low, other, theta_low if needs_low else None)
 
 
 @closed_operation("unit")
 def _op_unit(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor | None, variance: Tensor | None, how: str, eps: float, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> list[Tensor]:  # fmt: skip
     done = _read(how)
     norm = done.norm(gamma, beta, mean, variance, None, eps=norm_eps)
-    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)  # type: ignore[return-value]
+    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)
 
 
 @closed_operation("unit_tracked", mutates=("mean", "variance", "tracked"))
@@ -197,9 +206,11 @@ def _op_unit_tracked(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor, variance: Tensor, tracked: Tensor, how: str, eps: float, norm_eps: float, momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same, of as many tensors in every case: a compiler takes no list from what writes into its inputs."""
     done = _read(how)
     norm = done.norm(gamma, beta, mean, variance, tracked, eps=norm_eps, momentum=momentum)
-    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)  # type: ignore[return-value]
+    results = _forward(x, theta, weight, bias, done.settings(x, eps), norm)
+    return (*results, x.new_empty(0))[:5]  # type: ignore[return-value]
 
 
 @closed_operation("unit_infer")
@@ -216,10 +227,13 @@ def _op_unit_infer(
 
 @closed_operation("unit_backward")
 def _op_unit_backward(
-    grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor, how: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of the input, the filters, the weights and the biases; and, behind a norm, what `moments` gives."""
+    grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor | None,
+    how: str, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of the input, the filters, the weights and the biases; behind a norm, what `moments` gives instead.
+
+    Those of input, filters and biases only where they are needed.
+    """
     done = _read(how)
     norm = done.norm(*(None,) * 5)
     bias = bias if norm is None else None
@@ -227,7 +241,7 @@ def _op_unit_backward(
         return _shapes_of_gradients(x, theta_low, low, bias, norm, done)
     settings, low = done.settings(x, eps), low.contiguous()
     plan = plan_for(y, low, bias, settings.channels, done.T, eps, done.pairs, done.keep, norm)
-    known = (low, other if done.keep or norm is not None else None)
+    known = (low, other)
     needs, of_theta = (done.needs_x, done.needs_theta), done.of_theta
     dx, dtheta, dweight, dbias, numbers = unit.gradients(
         plan, settings, grad, x, theta_low, y, bias, known, done.of_weight, needs, of_theta
@@ -236,20 +250,19 @@ def _op_unit_backward(
         dx = _last(dx, len(done.stride))
     if dtheta is not None and (dtheta.dtype != of_theta or dtheta.stride() != theta_low.stride()):
         dtheta = torch.empty_like(theta_low, dtype=of_theta).copy_(dtheta)
-    return _all((dx, dtheta, dweight, dbias, numbers), x)  # type: ignore[return-value]
+    return _present(dx, dtheta, dweight, dbias if norm is None else numbers)
 
 
 def _shapes_of_gradients(
     x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, norm: Norm | None, how: _How
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """What the operation above gives, for fake tensors."""
     T, N = how.T, low.shape[1]
     dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if how.needs_x else None
     dtheta = torch.empty_like(theta_low, dtype=how.of_theta) if how.needs_theta else None
     dbias = None if bias is None else x.new_empty(T, N, dtype=how.of_weight)
     numbers = None if norm is None else x.new_empty(5, T * N, dtype=torch.float32)
-    found = (dx, dtheta, low.new_empty(low.shape, dtype=how.of_weight), dbias, numbers)
-    return _all(found, x)  # type: ignore[return-value]
+    return _present(dx, dtheta, low.new_empty(low.shape, dtype=how.of_weight), dbias if norm is None else numbers)
 
 
 _infer = torch.ops.torch_dcl.closed_unit_infer.default

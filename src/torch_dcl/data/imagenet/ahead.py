@@ -1,18 +1,22 @@
 """Prefetching of image batches: threads prepare them ahead of the caller, in order."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["AHEAD", "Made", "Wanted", "copied", "for_this_stream", "in_order"]
+__all__ = ["AHEAD", "NAME", "Made", "Numbers", "Wanted", "copied", "for_this_stream", "in_order"]
 
+NAME = "images"  # of these threads, before their numbers
 AHEAD = 2  # batches that are made before they are needed, by each thread
-Wanted = Sequence[Sequence[int]]
+Numbers = Sequence[int] | npt.NDArray[np.int64]
+Wanted = Sequence[Numbers]
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -22,14 +26,14 @@ class Made(NamedTuple):
 
     images: Tensor
     """uint8 `[B, 3, size, size]`."""
-    numbers: Sequence[int]
+    numbers: Numbers
     """Their numbers: those that were asked for, unless some were skipped."""
     corrupt: tuple[str, ...] = ()
     """The names of those that were skipped."""
 
 
-def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Iterator[T]:
-    """Prefetch batches in threads, and yield them in order.
+def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Generator[T]:
+    """Prefetch batches in threads, and yield them in order. Closing it ends the threads.
 
     Args:
         make: Makes a batch, in a thread.
@@ -40,7 +44,7 @@ def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Itera
         yield from map(make, wanted)
         return
     # Each batch on one core: torch's own threads would wait for each other in every operation.
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(threads, NAME, torch.set_num_threads, (1,)) as pool:
         left, running = iter(wanted), deque[Future[T]]()
         try:
             while True:
@@ -54,7 +58,7 @@ def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Itera
             torch.set_num_threads(torch.get_num_threads())  # so that later threads start with the caller's setting
 
 
-def copied(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:
+def copied(batches: Iterable[Made], device: torch.device) -> Generator[Made]:
     """Copy batches from pinned memory to a GPU asynchronously, one ahead of the caller.
 
     The caller's thread starts the copies into memory of its own stream. CUDA calls of other threads would delay its
@@ -83,7 +87,7 @@ def copied(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:
         torch.cuda.current_stream(device).wait_stream(copies)  # before the memory of those not taken is used again
 
 
-def for_this_stream(batches: Iterator[Made], device: torch.device) -> Iterator[Made]:
+def for_this_stream(batches: Iterable[Made], device: torch.device) -> Generator[Made]:
     """Batches that were made on other streams, whose memory those must not reuse before this one is done with it."""
     for batch in batches:
         if device.type == "cuda":

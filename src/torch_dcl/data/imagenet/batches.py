@@ -5,8 +5,9 @@ As in Caffe's AlexNet, every image is resized to 256 × 256 without keeping its 
 index), as in `Batches`, and do not depend on the source or on the number of ranks.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
@@ -133,7 +134,7 @@ class ImageNetBatches:
         count = len(self.labels)
         return count // self.batch if self.train else -(-count // self.batch)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[tuple[Tensor, Tensor]]:
         """The batches of an epoch.
 
         Args:
@@ -141,33 +142,39 @@ class ImageNetBatches:
             start: The batch to begin with, to resume; from 0.
 
         Returns:
-            An iterator of float32 images `[B, 3, crop, crop]` and int64 labels `[B]`, on the device. It raises
-            `DataError` where an image cannot be read.
+            A generator of float32 images `[B, 3, crop, crop]` and int64 labels `[B]`, on the device. It raises
+            `DataError` where an image cannot be read. Closing it ends the threads that read ahead.
 
         Raises:
             TypeError: `epoch` or `start` is not a whole number.
             ValueError: One of them is below 0.
         """
-        pieces = self.pieces(epoch, start)
-        return ((piece.images, piece.labels) for piece in pieces)
+        return self._pairs(self.pieces(epoch, start))
 
-    def pieces(self, epoch: int, start: int = 0) -> Iterator[Piece]:
+    @staticmethod
+    def _pairs(pieces: Generator[Piece]) -> Generator[tuple[Tensor, Tensor]]:
+        with contextlib.closing(pieces):
+            for piece in pieces:
+                yield piece.images, piece.labels
+
+    def pieces(self, epoch: int, start: int = 0) -> Generator[Piece]:
         """As `epoch`, with the numbers of the images."""
         return self._from(whole_number("epoch", epoch, 0), whole_number("start", start, 0))
 
-    def _from(self, epoch: int, start: int) -> Iterator[Piece]:
+    def _from(self, epoch: int, start: int) -> Generator[Piece]:
         index = torch.arange(len(self.labels))
         order = draw(self.seed, "order", epoch, index).argsort(stable=True) if self.train else index
         wanted = []
         for number in range(start, len(self)):
             places = order[number * self.batch : (number + 1) * self.batch]
             mine = share(len(places), self.rank, self.world, self.unit)
-            wanted.append(places[mine.start : mine.stop].tolist())
+            wanted.append(places[mine.start : mine.stop].numpy())
         crops = self._draw_crops(epoch) if self.train else None
-        for made in self.images.batches(wanted, self.device, self.workers):
-            there = torch.tensor(made.numbers, dtype=torch.int64).to(self.device, non_blocking=True)
-            images = self._crop(made.images, None if crops is None else crops.index_select(1, there))
-            yield Piece(images, self._labels_there.index_select(0, there), there, made.corrupt)
+        with contextlib.closing(self.images.batches(wanted, self.device, self.workers)) as batches:
+            for made in batches:
+                there = torch.as_tensor(made.numbers, dtype=torch.int64).to(self.device, non_blocking=True)
+                images = self._crop(made.images, None if crops is None else crops.index_select(1, there))
+                yield Piece(images, self._labels_there.index_select(0, there), there, made.corrupt)
 
     def _draw_crops(self, epoch: int) -> Tensor:
         """The crops of all images, as `cut` draws them: the first row, the first column, and the step to the next one.

@@ -4,9 +4,10 @@ An image that cannot be decoded is an error or, on request, is skipped. Its repl
 ranks and resumed runs agree.
 """
 
+import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torch_dcl.data.dataset import DataError
-from torch_dcl.data.imagenet.ahead import Made, Wanted, for_this_stream, in_order
+from torch_dcl.data.imagenet.ahead import Made, Numbers, Wanted, for_this_stream, in_order
 from torch_dcl.data.imagenet.gpu_decode import can_decode_on, decode_on
 from torch_dcl.data.imagenet.prepare import decode
 from torch_dcl.data.imagenet.samples import Samples
@@ -44,7 +45,7 @@ class Files(Dataset[Made | DataError]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitems__(self, indices: Sequence[int]) -> Made | DataError:
+    def __getitems__(self, indices: Numbers) -> Made | DataError:
         """All images of a batch; or the error, whose message would be lost if a worker raised it."""
         try:
             return self.gather([self.read(index) for index in indices])
@@ -117,15 +118,16 @@ class Decoded:
         """The SHA-256 of the names, sizes and labels of the files, which are not read."""
         return self.samples.signature(self.root)
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
         """The images of every list of indices, on the device."""
         if self.decoder_on(device) == "gpu":
             made = in_order(lambda indices: decode_on(device, self.pillow, indices), wanted, min(workers, THREADS))
-            yield from for_this_stream(made, device)
+            with contextlib.closing(made):
+                yield from for_this_stream(made, device)
             return
         loader = DataLoader(
             self.pillow,
-            batch_sampler=[list(indices) for indices in wanted],
+            batch_sampler=[list(map(int, indices)) for indices in wanted],
             num_workers=workers,
             pin_memory=device.type == "cuda",
             collate_fn=_as_it_is,

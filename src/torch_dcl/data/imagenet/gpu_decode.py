@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import io
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 from torch_dcl.data.dataset import DataError
 
 if TYPE_CHECKING:
-    from torch_dcl.data.imagenet.ahead import Made
+    from torch_dcl.data.imagenet.ahead import Made, Numbers
     from torch_dcl.data.imagenet.decoded import Files
 
 __all__ = ["can_decode_on", "decode_on"]
@@ -41,7 +41,7 @@ def can_decode_on(device: torch.device) -> bool:
     return tuple(image.shape) == (3, 16, 16)
 
 
-def decode_on(device: torch.device, source: "Files", indices: Sequence[int]) -> "Made":
+def decode_on(device: torch.device, source: "Files", indices: "Numbers") -> "Made":
     """Decode and resize some images.
 
     Args:

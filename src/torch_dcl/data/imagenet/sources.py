@@ -4,24 +4,26 @@ A source gives uint8 images `[B, 3, size, size]` on the device, batch by batch, 
 names. So the order is the caller's, and every source gives the same images for the same indices.
 """
 
+import contextlib
+import ctypes
 import dataclasses
+import itertools
 import json
+import mmap
 import os
-import resource
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
-from torch_dcl.data.imagenet.ahead import Made, Wanted, copied, in_order
+from torch_dcl.data.imagenet.ahead import Made, Numbers, Wanted, copied, in_order
 from torch_dcl.data.imagenet.decoded import Decoded
 from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
 from torch_dcl.data.imagenet.samples import find_samples
@@ -54,7 +56,7 @@ class Images(Protocol):
     def content(self) -> str:
         """A SHA-256 that is equal for equal images."""
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
         """The images of every list of indices, on the device."""
 
 
@@ -108,21 +110,25 @@ class Mapped:
                     "prepare it again in another folder"
                 )
         self.shards = listed["splits"][split]["shards"]
-        self.maps, labels = [], []
-        _allow_files(len(self.shards), folder)
-        for shard in self.shards:
-            images, its_labels = _map_shard(folder / shard["file"], int(shard["images"]), self.size)
-            self.maps.append(images)
-            labels.append(its_labels)
-        self.labels = torch.from_numpy(np.concatenate(labels))
+        paths = [folder / shard["file"] for shard in self.shards]
+        self.counts = [int(shard["images"]) for shard in self.shards]
+        found = [_open_shard(path, count, self.size) for path, count in zip(paths, self.counts, strict=True)]
+        self.labels = torch.cat([labels for _, labels in found])
         low, high = (int(extreme) for extreme in torch.aminmax(self.labels))
         if low < 0 or high >= len(self.classes):
             raise DataError(
                 f"{folder} has labels from {low} to {high} for {len(self.classes)} classes; prepare it again"
             )
-        self.starts = np.cumsum([0, *(len(images) for images in self.maps)])
+        mapped, starts = _map_together(paths)
+        length = 3 * self.size**2
+        self.places = torch.cat([  # the first byte of every image
+            torch.arange(count) * length + start + place
+            for start, (place, _), count in zip(starts, found, self.counts, strict=True)
+        ])  # fmt: skip
+        # An image is a window of these bytes; windows overlap, since a file's images may begin at any byte.
+        self.windows = mapped.as_strided((max(0, len(mapped) - length + 1), length), (1, 1))
         self.about = (
-            f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.maps):,} shards in {folder}"
+            f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.shards):,} shards in {folder}"
             + (f"; {len(listed['skipped']):,} corrupt images were skipped" if listed["skipped"] else "")
         )
 
@@ -153,31 +159,23 @@ class Mapped:
             for _ in pool.map(one, self.shards[rank::world]):
                 pass
 
-    def rows(self, indices: Sequence[int]) -> list[Tensor]:
-        """The images, where they are mapped; nothing is read yet."""
-        wanted = np.asarray(indices, np.int64)
-        shards = np.searchsorted(self.starts, wanted, side="right") - 1
-        rows = (wanted - self.starts[shards]).tolist()
-        return [self.maps[shard][row] for shard, row in zip(shards.tolist(), rows, strict=True)]
-
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
         """The images of every list of indices, on the device."""
         is_cuda = device.type == "cuda"
 
-        # A reader that waits for Python's lock delays the training loop. So the loop's own thread finds the images, and
-        # a reader copies all images of a batch in one call, which does not need the lock.
-        def find(indices: Sequence[int]) -> tuple[Made, list[Tensor]]:
+        # A reader that waits for Python's lock delays the training loop. So it copies all images of a batch in one
+        # call, which does not need the lock, and no Python object is made for an image.
+        def find(indices: Numbers) -> tuple[Made, Tensor]:
             images = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=is_cuda)
-            return Made(images, indices), self.rows(indices)
+            return Made(images, indices), self.places.index_select(0, torch.as_tensor(indices, dtype=torch.int64))
 
-        def read(located: tuple[Made, list[Tensor]]) -> Made:
-            batch, rows = located
-            if rows:
-                torch.stack(rows, out=batch.images)
+        def read(located: tuple[Made, Tensor]) -> Made:
+            batch, places = located
+            torch.index_select(self.windows, 0, places, out=batch.images.flatten(1))
             return batch
 
-        batches = in_order(read, map(find, wanted), min(workers, READERS))
-        yield from copied(batches, device) if is_cuda else batches
+        with contextlib.closing(in_order(read, map(find, wanted), min(workers, READERS))) as batches:
+            yield from copied(batches, device) if is_cuda else batches
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
@@ -192,8 +190,11 @@ class Mapped:
                 "leave them on the disk, or prepare fewer or smaller ones"
             )
         images = torch.empty(len(self.labels), 3, self.size, self.size, dtype=torch.uint8, device=device)
-        for start, part in zip(self.starts.tolist(), self.maps, strict=False):
-            images[start : start + len(part)].copy_(part)
+        for start, count in zip(itertools.accumulate(self.counts, initial=0), self.counts, strict=False):
+            if count:
+                first, length = int(self.places[start]), self.windows.shape[1]
+                part = self.windows[first : first + count * length : length]
+                images[start : start + count].copy_(part.view(-1, 3, self.size, self.size))
         return Resident(images, self.labels, self.classes, f"{self.about}, kept on {device}", self.content())
 
 
@@ -221,32 +222,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(listed)
 
 
-_SPARE_FILES = 256
-"""Files that a process may open later: sockets, pipes of workers, logs."""
-
-
-_OPEN = "/proc/self/fd"
-
-
-def _allow_files(count: int, folder: Path) -> None:
-    """Raise the limit of open files by this number: every map holds one, and ImageNet has more than the usual limit.
-
-    Raises:
-        DataError: The system allows fewer.
-    """
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _SPARE_FILES + (len(os.listdir(_OPEN)) if os.path.isdir(_OPEN) else 0)  # noqa: PTH112, PTH208
-    if limit == resource.RLIM_INFINITY or wanted <= limit:
-        return
-    if most != resource.RLIM_INFINITY and wanted > most:
-        raise DataError(
-            f"{folder} has {count:,} shards, and this system lets a process open {most:,} files; raise the limit "
-            "(`ulimit -Hn`, as root), or prepare it again with more images a shard"
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-def _map_shard(path: Path, count: int, size: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
+def _open_shard(path: Path, count: int, size: int) -> tuple[int, Tensor]:
+    """The offset of the images in a shard, and the labels."""
     try:
         places, _ = locate_sealed(path, KEY)
     except (FileNotFoundError, SealedError) as error:
@@ -254,13 +231,37 @@ def _map_shard(path: Path, count: int, size: int) -> tuple[Tensor, npt.NDArray[n
     kinds = {name: place[:2] for name, place in places.items()}
     if kinds != {"images": ("U8", (count, 3, size, size)), "labels": ("I64", (count,))}:
         raise DataError(f"{path} has other tensors than {MANIFEST} lists; remove it and run `dcl data prepare` again")
-    if not count:
-        return torch.empty(0, 3, size, size, dtype=torch.uint8), np.empty(0, np.int64)
-    images = np.memmap(path, np.uint8, "r", places["images"][2], (count, 3, size, size))
+    first, labels = places["images"][2], np.fromfile(path, "<i8", count, offset=places["labels"][2])
+    if len(labels) < count or path.stat().st_size < first + count * 3 * size**2:
+        raise DataError(f"{path} is truncated; remove it and run `dcl data prepare` again")
+    return first, torch.from_numpy(labels)
+
+
+_MAP_FIXED = 0x10  # which Python's mmap does not name
+
+
+def _map_together(paths: Sequence[Path]) -> tuple[Tensor, list[int]]:
+    """Map files into one range of addresses, each from the start of a page. None of them stays open.
+
+    Returns:
+        The bytes of the range, uint8, and where each file begins. Bytes behind the end of a file must not be read.
+    """
+    page = mmap.ALLOCATIONGRANULARITY
+    sizes = [path.stat().st_size for path in paths]
+    starts = list(itertools.accumulate((-(-size // page) * page for size in sizes), initial=0))
+    kept = mmap.mmap(-1, max(1, starts.pop()), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+    bytes_of_range = np.frombuffer(kept, np.uint8)
+    map_file = ctypes.CDLL(None, use_errno=True).mmap
+    map_file.restype = ctypes.c_void_p
+    map_file.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    for path, start, size in zip(paths, starts, sizes, strict=True):
+        address, flags = bytes_of_range.ctypes.data + start, mmap.MAP_SHARED | _MAP_FIXED
+        with path.open("rb") as file:
+            if map_file(address, size, mmap.PROT_READ, flags, file.fileno(), 0) != address:
+                raise DataError(f"{path} cannot be mapped into memory: {os.strerror(ctypes.get_errno())}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writ", UserWarning)
-        mapped = torch.from_numpy(images)  # which is only read
-    return mapped, np.array(np.memmap(path, "<i8", "r", places["labels"][2], (count,)))
+        return torch.from_numpy(bytes_of_range), starts  # which is only read
 
 
 # On the device
@@ -285,7 +286,7 @@ class Resident:
         """The SHA-256 of what they were made of."""
         return self.hash
 
-    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Iterator[Made]:
+    def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
         """The images of every list of indices, on the device."""
         del workers
         images = self.images.to(device)

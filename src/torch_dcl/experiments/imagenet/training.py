@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +99,7 @@ class Training:
         self.waited = self.busy = 0.0
         # Sums of whole numbers: the same however steps are divided among ranks and calls.
         self._tally = torch.zeros(2, dtype=torch.int64, device=self.device)
-        self._pieces: Iterator[Piece] | None = None
+        self._pieces: Generator[Piece] | None = None
         self.setup_seconds = time.perf_counter() - start
 
     def __len__(self) -> int:
@@ -160,8 +160,15 @@ class Training:
             ) from error
 
     def _run_steps(self, should_stop: Stop) -> None:
-        pieces = self._pieces or self.batches.pieces(self.epoch, self.step)
-        self._pieces, pause_at = None, time.monotonic() + min(ranks.PAUSE, 60 * self.config.save_minutes)
+        pieces, self._pieces = self._pieces or self.batches.pieces(self.epoch, self.step), None
+        try:
+            self._take_steps(pieces, should_stop)
+        finally:
+            if self._pieces is None:
+                pieces.close()
+
+    def _take_steps(self, pieces: Generator[Piece], should_stop: Stop) -> None:
+        pause_at = time.monotonic() + min(ranks.PAUSE, 60 * self.config.save_minutes)
         before = time.perf_counter()
         for piece in pieces:
             ready = time.perf_counter()
@@ -276,8 +283,9 @@ class Training:
         self.team.spread(list(self.network.buffers()))  # local batch norms: those of the first rank, as in its files
         self.network.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        with self.average.in_place() if self.average is not None else contextlib.nullcontext():
-            for piece in self.held_out.pieces(0):
+        averaged = self.average.in_place() if self.average is not None else contextlib.nullcontext()
+        with averaged, contextlib.closing(self.held_out.pieces(0)) as pieces:
+            for piece in pieces:
                 self.skipped.update(piece.corrupt)
                 if len(piece.labels):
                     with self._precision():
@@ -339,7 +347,10 @@ class Training:
         """What all ranks do in `load`: take the first rank's tensors and its place."""
         self.team.spread(list(self._state().values()))
         self.epoch, self.step, self.losses = where["epoch"], where["step"], list(where["losses"])
-        self.stopped, self.curve, self._pieces = where["stopped"], list(where["curve"]), None
+        self.stopped, self.curve = where["stopped"], list(where["curve"])
+        if self._pieces is not None:
+            self._pieces.close()
+            self._pieces = None
         self.skipped = set(where["skipped"])
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else where["tally"]))
 
