@@ -1,4 +1,4 @@
-"""Epochs a second of Table 2's networks on CIFAR, plain and with DCL, beside a straightforward DataLoader loop.
+"""Throughput of Table 2's networks on CIFAR, plain and with DCL, compared with a plain DataLoader loop.
 
     python benchmarks/cifar.py --out results/cifar.csv
     python benchmarks/cifar.py --device cpu --images 500 --networks lenet --batch 50 --rounds 1 --compile no

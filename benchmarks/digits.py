@@ -1,4 +1,4 @@
-"""Seconds to write all fifteen multi-digit sets, beside a straightforward generator that uses PIL, image by image.
+"""Seconds to write all fifteen multi-digit sets, compared with a generator that uses PIL, image by image.
 
     python benchmarks/digits.py --mnist FOLDER --device cuda --out results/digits.csv
 

@@ -1,4 +1,4 @@
-"""A trained LeNet, its first fully connected layer converted: what the start is worth.
+"""Initialisations of a DCL layer in a trained LeNet, whose first fully connected layer is converted.
 
     python benchmarks/fit.py --mnist DIR --seeds 5 --device cuda --out results/fit.csv
 

@@ -1,4 +1,4 @@
-"""Images a second of a fleet of LeNets, beside the other ways to train many small networks on one GPU.
+"""Throughput of a fleet of LeNets, compared with other ways to train many small networks on one GPU.
 
     python benchmarks/fleet.py --out results/fleet.csv
 

@@ -1,4 +1,4 @@
-"""The host's time for one small unit, plain and DCL: what a network of small layers waits for.
+"""The host time of one small unit, plain and DCL, which bounds networks of small layers.
 
     python benchmarks/host.py --out results/host.csv
 

@@ -1,4 +1,4 @@
-"""A DCL layer against the layer that it replaces, and against the other ways to have the same weights.
+"""A DCL layer compared with the layer that it replaces, and with other layers of equal weights.
 
     python benchmarks/layers.py --out results/layers.csv
 

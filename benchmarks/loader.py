@@ -1,4 +1,4 @@
-"""Batches that lie on the device against a torchvision DataLoader: CIFAR-10, flip and reflect-pad-4 crop, normalised.
+"""`Batches` on the device compared with a torchvision DataLoader: CIFAR-10, flip, reflect-pad-4 crop, normalised.
 
     python benchmarks/loader.py PATH --device cuda --out results/loader.csv
 

@@ -1,4 +1,4 @@
-"""Whole networks, plain and converted, as people run them: ``model(x)``, ``torch.compile`` and its CUDA graphs.
+"""Whole networks, plain and converted, as users run them: ``model(x)``, ``torch.compile`` and its CUDA graphs.
 
     python benchmarks/networks.py --out results/networks.csv
 

@@ -1,4 +1,4 @@
-"""What a benchmark measured, as a CSV file."""
+"""Measurements of a benchmark as a CSV file."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
     python benchmarks/small.py --out results/small.csv
 
-Both ways are forced in turn, whatever the layer would choose (`torch_dcl.kernels.kept`), in bfloat16, with gradients
+Both ways are forced, whatever the layer would choose (`torch_dcl.kernels.saved_responses`), in bfloat16, with gradients
 of the weights in bfloat16, as a fleet has them, and in float32, as autocast has them. Microseconds of the GPU, captured
 as a CUDA graph; medians. Below 1 the kernel is faster; ``chosen`` says what the layer takes.
 """
@@ -16,7 +16,7 @@ import torch
 from rows import write_rows
 
 from kernels import SETS, time_of
-from torch_dcl.kernels import kept
+from torch_dcl.kernels import saved_responses
 
 COLUMNS = ["pass", "branches", "positions", "filters", "outputs", "gradients"]
 COLUMNS += ["kernel_us", "products_us", "ratio", "chosen", "device", "torch"]
@@ -42,28 +42,28 @@ def measure(T: int, P: int, M: int, N: int) -> list[dict[str, object]]:
     sets = [[torch.randn(shape, device="cuda").bfloat16() / 4 for shape in shapes] for _ in range(SETS)]
     for given in sets:
         y, weight, bias, z = given
-        given.append(kept.kept_forward(y, weight, bias, torch.empty_like(z), T, 0.01, False))
+        given.append(saved_responses.forward(y, weight, bias, torch.empty_like(z), T, 0.01, False))
 
     def forward(given):
         y, weight, bias, z, _ = given
-        return kept.kept_forward(y, weight, bias, torch.empty_like(z), T, 0.01, False)
+        return saved_responses.forward(y, weight, bias, torch.empty_like(z), T, 0.01, False)
 
     def backward(dtype):
         def run(given):
             y, weight, bias, grad, pre = given
-            return kept.kept_backward(grad, y, weight, bias, pre, T, 0.01, False, dtype)
+            return saved_responses.backward(grad, y, weight, bias, pre, T, 0.01, False, dtype)
 
         return run
 
-    passes = [("forward", "", forward, kept.in_one(P, T, torch.bfloat16))]
+    passes = [("forward", "", forward, saved_responses.uses_one_kernel(P, T, torch.bfloat16))]
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        passes.append(("backward", name, backward(dtype), kept._backward_in_one(P, T * M * N)))
+        passes.append(("backward", name, backward(dtype), saved_responses._backward_uses_one_kernel(P, T * M * N)))
     rows = []
     for what, gradients, run, kernel in passes:
         times = []
         for forced in (lambda *_: True, lambda *_: False):
-            with patch.multiple(kept, in_one=forced, _backward_in_one=forced):
+            with patch.multiple(saved_responses, uses_one_kernel=forced, _backward_uses_one_kernel=forced):
                 times.append(1000 * time_of(run, sets))
         rows.append(
             {

@@ -1,4 +1,4 @@
-"""Errors by learning rate of three starts: at torch's default scale, and at the scale of the layer replaced.
+"""Errors by learning rate of three initialisations: torch's default scale, and the scale of the replaced layer.
 
     python benchmarks/start.py --mnist FOLDER --images cifar100 --root FOLDER --out results/start.csv
     python benchmarks/start.py --device cpu --images made-up --epochs 1 --count 400 --rates 0.01 --seeds 1

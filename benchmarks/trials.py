@@ -1,6 +1,6 @@
-"""While it compiles, torch tries kernels on the GPU and keeps the fastest; not the same ones every time.
+"""Repeated compilations: torch autotunes kernels while compiling, and does not always choose the same ones.
 
-A compilation is one draw, and a step may differ by a hundredth for it. Let nothing else run on the GPU meanwhile.
+A step may differ by a hundredth between compilations. Nothing else may run on the GPU meanwhile.
 """
 
 import torch

@@ -148,7 +148,7 @@ def test_the_norm_of_a_replica_is_that_which_data_parallelism_gave_it():
     replica = norm._replicate_for_data_parallel()  # without parameters: they are set as plain attributes
     for name in ("weight", "bias"):
         setattr(replica, name, getattr(norm, name).detach() + 1)
-    found = norms.described(replica)
+    found = norms.kernel_norm(replica)
     assert found is not None
     torch.testing.assert_close(found.gamma, norm.weight.detach() + 1, rtol=0, atol=0)
     torch.testing.assert_close(found.beta, norm.bias.detach() + 1, rtol=0, atol=0)
@@ -162,7 +162,7 @@ def test_the_norm_of_a_replica_is_that_which_data_parallelism_gave_it():
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_batch_norm_is_described_by_what_it_computes(training, tracks, affine):
     norm = nn.BatchNorm2d(16, eps=0.1, momentum=0.3, affine=affine, track_running_stats=tracks).train(training)
-    found = norms.described(norm)
+    found = norms.kernel_norm(norm)
     assert (found.gamma, found.beta) == (norm.weight, norm.bias)
     assert (found.mean, found.variance) == (norm.running_mean, norm.running_var)
     assert (found.eps, found.momentum, found.fixed) == (0.1, 0.3, tracks and not training)
@@ -182,7 +182,7 @@ class OwnNorm(nn.BatchNorm2d):
     ids=["LayerNorm", "GroupNorm", "overridden", "parametrized"],
 )  # fmt: skip
 def test_only_a_plain_batch_norm_is_described(make):
-    assert norms.described(make()) is None
+    assert norms.kernel_norm(make()) is None
 
 
 @pytest.mark.parametrize("part", ["branch", "fusion", "fusion.norm"])

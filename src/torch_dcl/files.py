@@ -1,12 +1,11 @@
-"""Write aside, sync, rename, hash: the only place that writes what must last.
+"""Atomic writes and checksums: every file that must survive a crash is written here.
 
-A file written here is either the old one or the whole new one, even when the process is killed or the machine
-loses power half way. The new content goes into a private folder beside the target, is synced to the disk, and
-then takes the target's name in one step.
+A file written here is either the old one or the complete new one, even if the process is killed or the machine loses
+power. The new content is written to a temporary folder next to the target, synced to the disk, and renamed.
 
-A *sealed* file holds tensors (safetensors) and a description, and knows its own SHA-256: the one of the whole file with
-these 64 digits set to zero. So a change of any byte is found. The description is one entry of the metadata, because
-safetensors writes several in any order, and the same content shall give the same file.
+A *sealed* file holds tensors (safetensors) and a description, and carries its own SHA-256, computed with these 64
+digits set to zero, so a change of any byte is detected. The description is a single entry of the metadata, because
+safetensors writes several in arbitrary order, and equal content must give equal files.
 """
 
 import contextlib
@@ -36,20 +35,19 @@ _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 
 
 class SealedError(ValueError):
-    """A sealed file that is damaged, was altered, or is something else."""
+    """A file that is damaged, was altered, or is not a sealed file."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a path to write to, which becomes `path` when the block ends well.
+    """Yield a temporary path, which replaces `path` when the block succeeds.
 
-    This is for libraries that open files by name themselves. The path that is given does not exist yet, is on the same
-    file system, and ends in the same file name, so a library that looks at the suffix sees the right one. When the
-    block raises, whatever was written is removed and `path` stays as it was. A file that is replaced keeps its
-    permission bits; a new one has the usual ones, also where a library gives others, as safetensors does. A symbolic
-    link is followed: the file it points to is replaced, the link stays.
+    This is for libraries that open files by name themselves. The temporary path does not exist yet, is on the same file
+    system, and has the same file name, and so the same suffix. If the block raises, the temporary file is removed and
+    `path` is not changed. A replaced file keeps its permission bits; a new one gets the default ones, even if a library
+    sets others, as safetensors does. A symbolic link is followed: the file it points to is replaced, the link stays.
 
-    A killed process leaves a folder named `.writing-*` beside the target, which can be deleted.
+    A killed process leaves a folder named `.writing-*` next to the target, which can be deleted.
 
     Raises:
         FileNotFoundError: The folder of `path` does not exist, or the block wrote nothing.
@@ -72,27 +70,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:
-    """Create or replace a file with `data`, all or nothing. Its folder must exist."""
+    """Create or replace a file with `data`, atomically. Its folder must exist."""
     with replacing(path) as fresh:
         fresh.write_bytes(data)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Create or replace a file with `text` in UTF-8, all or nothing. Line ends are written as they are."""
+    """Create or replace a file with `text` in UTF-8, atomically. Line endings are not converted."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file of any size, in hexadecimal digits, without reading it into memory at once."""
+    """The SHA-256 of a file in hexadecimal digits, without loading the whole file into memory."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
-    """The SHA-256 of the parts one after the other, as if they were joined, without joining them.
+    """The SHA-256 of the concatenated parts, without concatenating them.
 
-    The borders between parts leave no trace: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. If the
-    borders matter, put the lengths among the parts.
+    The boundaries have no effect: `sha256_bytes(b"ab", b"c")` equals `sha256_bytes(b"a", b"bc")`. If they matter, pass
+    the lengths as parts too.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -103,10 +101,9 @@ def sha256_bytes(*parts: bytes | bytearray | memoryview) -> str:
 def write_sealed(
     path: str | os.PathLike[str], key: str, tensors: "Mapping[str, Tensor]", about: Mapping[str, Any]
 ) -> str:
-    """Write tensors and a description, as plain data, to one file, all or nothing; return the SHA-256 that it carries.
+    """Write tensors and a description of plain data to one file, atomically; return the SHA-256 that it carries.
 
-    The key says what kind of file it is; `read_sealed` asks for it. Tensors are brought to the CPU, and copied where
-    they are views.
+    The key identifies the kind of file, and `read_sealed` expects it. Tensors are moved to the CPU; views are copied.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -120,7 +117,7 @@ def write_sealed(
     seen: set[int] = set()
     for name, tensor in tensors.items():
         one = tensor.detach().cpu().contiguous()
-        # A copy where the memory is another tensor's as well: safetensors writes whole storages, each once.
+        # Copy tensors that share storage: safetensors writes whole storages, each once.
         shared = one.untyped_storage().data_ptr() in seen or one.untyped_storage().nbytes() != one.nbytes
         whole[name] = one.clone() if shared else one
         seen.add(one.untyped_storage().data_ptr())
@@ -130,15 +127,15 @@ def write_sealed(
             save_file(whole, aside, metadata)
         except SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}; free space, or choose another path") from error
-        found, place = _seal(aside)
+        digest, place = _seal(aside)
         with aside.open("r+b") as file:
             file.seek(place)
-            file.write(found.encode())
-    return found
+            file.write(digest.encode())
+    return digest
 
 
 def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """Read what `write_sealed` wrote, after checking every byte: tensors by name, on the CPU, and the description.
+    """Read a file of `write_sealed`, after checking every byte: tensors by name, on the CPU, and the description.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -156,7 +153,7 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
     except KeyError:
         kinds = ", ".join(sorted(metadata)) or "none"
         raise SealedError(f"{path} is no file of the kind {key}; the kind that it names: {kinds}") from None
-    # Whoever seals a file again may write anything: nested beyond measure, or no object at all.
+    # A file that was sealed again may contain anything, for example deeply nested data.
     except (SafetensorError, ValueError, RecursionError) as error:
         raise SealedError(f"{path} is no file of the kind {key} ({error})") from error
     if not isinstance(about, dict) or about.pop(_SEAL, None) != carried:
@@ -165,26 +162,27 @@ def read_sealed(path: str | os.PathLike[str], key: str) -> "tuple[dict[str, Tens
 
 
 def check_seal(path: str | os.PathLike[str]) -> str:
-    """Hash a sealed file, and return the SHA-256 that it carries; a SealedError where the two differ."""
+    """Hash a sealed file, and return the SHA-256 that it carries; raise SealedError if they differ."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    found, place = _seal(path)
+    digest, place = _seal(path)
     with path.open("rb") as file:
         file.seek(place)
         carried = file.read(64).decode("ascii", "replace")
-    if found != carried:
-        raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {found}, it carries {carried}")
+    if digest != carried:
+        raise SealedError(f"{path} is damaged or was altered: its SHA-256 is {digest}, it carries {carried}")
     return carried
 
 
 def locate_sealed(
     path: str | os.PathLike[str], key: str
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], int]], dict[str, Any]]:
-    """Say where the tensors of a sealed file lie in it, to map them into memory. `check_seal` checks their bytes.
+    """The offsets of the tensors in a sealed file, to map them into memory. `check_seal` checks their bytes.
 
     Returns:
-        By name the type as safetensors writes it (`"U8"`), the shape, and the place of the first byte; the description.
+        By name the dtype as safetensors writes it (`"U8"`), the shape, and the offset of the first byte; the
+        description.
     """
     path = Path(path)
     if not path.is_file():
@@ -208,7 +206,7 @@ def locate_sealed(
 
 
 def _seal(path: Path) -> tuple[str, int]:
-    """The SHA-256 of a sealed file with its own digits set to zero, and where these digits are."""
+    """The SHA-256 of a sealed file with its own digits set to zero, and the offset of these digits."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
@@ -223,7 +221,7 @@ def _seal(path: Path) -> tuple[str, int]:
 
 
 def _check_target(path: str | os.PathLike[str], target: Path) -> None:
-    """Refuse a target that cannot be written, before any work goes into its content."""
+    """Raise an error if the target cannot be written, before its content is computed."""
     folder = target.parent
     if not folder.exists():
         raise FileNotFoundError(
@@ -238,8 +236,8 @@ def _check_target(path: str | os.PathLike[str], target: Path) -> None:
 
 
 def _sync_file(fresh: Path, mode_of: Path) -> None:
-    """Bring a finished file to the disk, with the permission bits of another one."""
-    # Opened before the bits change, since the old file may have been read-only.
+    """Sync a complete file to the disk, with the permission bits of another one."""
+    # Opened before the bits change, since the old file may be read-only.
     descriptor = os.open(fresh, os.O_RDWR)
     try:
         shutil.copymode(mode_of, fresh)
@@ -249,7 +247,7 @@ def _sync_file(fresh: Path, mode_of: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a rename to the disk. Where folders cannot be synced the rename is still atomic."""
+    """Sync a rename to the disk. If folders cannot be synced, the rename is still atomic."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

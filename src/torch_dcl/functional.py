@@ -5,8 +5,8 @@ Wang et al., "Deep Collaborative Learning for Visual Recognition", 2017. A DCL m
 - branch construction: T linear maps of the input, ``y_t = θ_t · x``;
 - concept fusion: ``v_t = relu(W_t · y_t)`` and ``z = (Π_t v_t + ε)^(1/T)`` with ``ε = 10^-T``.
 
-This file holds the fusion. It is the reference for every faster version of it, so it is written for exactness:
-half types are computed in float32, no intermediate value leaves the range of the inputs, and the gradient
+This file holds the fusion. It is the reference for every faster version, so it is written for exactness: half
+precision is computed in float32, no intermediate value leaves the range of the inputs, and the gradient
 
     ∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z)
 
@@ -79,7 +79,7 @@ def draw_pair(key: Tensor, T: int) -> Tensor:
 
     Args:
         key: ``[..., 3]`` int64: seed, layer and step.
-        T: How many branches there are to choose from, at least 2.
+        T: The number of branches, at least 2.
 
     Returns:
         ``[..., 2]`` int64: two different branches in ascending order, every pair equally likely.
@@ -96,7 +96,7 @@ def step_key(seed: Tensor, layer: Tensor | int, step: Tensor) -> Tensor:
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Scatter 32 bits: xor-shifts and odd multipliers below 2^31, so that no product leaves int64."""
+    """Hash 32 bits with xor-shifts and odd multipliers below 2^31, whose products fit into int64."""
     x = x & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x6C62272F) & 0xFFFFFFFF
@@ -115,7 +115,7 @@ def check_eps(eps: float | None, T: int) -> float:
         return default_eps(T)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"eps must be a number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
-    if not 0 <= eps < math.inf:  # of a compiled network ε may be a symbol, which can only be compared
+    if not 0 <= eps < math.inf:  # in a compiled network ε may be a symbol, which supports only comparisons
         raise ValueError(f"eps must be a finite positive number, got {eps!r}; the paper's value is 10^-T = 1e-{T}")
     if eps == 0 and T > 1:
         raise ValueError(f"eps = 0 leaves the gradient of the {T}-th root unbounded at 0; use a small positive number")
@@ -145,7 +145,7 @@ def _as_branches(pre: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 Groups = tuple[tuple[int, ...], ...]
-"""Which branches are fused with each other; the result is the mean over the groups."""
+"""Groups of branches; the branches of a group are fused, and the result is the mean over the groups."""
 
 
 class _Fuse(torch.autograd.Function):
@@ -165,19 +165,19 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        del output  # not kept: a ReLU in place may follow, and z rounded to a half type would show in v_j / z
+        del output  # not saved: an in-place ReLU may follow, and rounding z would change v_j / z
         groups, eps, *pre = inputs
         ctx.groups, ctx.eps = groups, eps
         ctx.save_for_backward(*pre)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no second look
+        saved = ctx.saved_tensors  # read once: activation checkpointing allows no second access
         return None, None, *_gradients(grad_outputs[0], saved, ctx.groups, ctx.eps)
 
 
 def fuse_gradients(grad: Tensor, pre: Sequence[Tensor], eps: float, *, pairs: bool) -> list[Tensor]:
-    """The gradients of the responses in :func:`fuse_branches`, or in :func:`fuse_pairs`, without autograd."""
+    """The gradients of the pre-activations in :func:`fuse_branches` or :func:`fuse_pairs`, without autograd."""
     T = len(pre)
     groups = tuple(combinations(range(T), 2)) if pairs else (tuple(range(T)),)
     return [g for g in _gradients(grad, pre, groups, eps) if g is not None]
@@ -225,7 +225,7 @@ def _rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
 def _group_gradients(grad_z: Tensor, v: Sequence[Tensor], eps: float, share: float) -> list[Tensor]:
     """∂z/∂v_i · grad_z · share for every branch i of a group, zero where the branch is dead."""
     T, largest = len(v), torch.finfo(grad_z.dtype).max
-    z = _rooted_product_again(v, eps) if torch.is_grad_enabled() else _rooted_product(v, eps)
+    z = _differentiable_rooted_product(v, eps) if torch.is_grad_enabled() else _rooted_product(v, eps)
     if T == 2:
         zero = torch.zeros((), dtype=z.dtype, device=z.device)
         unit = torch.addcdiv(zero, grad_z, z, value=share / 2).clamp(-largest, largest)
@@ -234,15 +234,15 @@ def _group_gradients(grad_z: Tensor, v: Sequence[Tensor], eps: float, share: flo
 
 
 def _where_alive(grad: Tensor, v: Tensor) -> Tensor:
-    """The gradient of a ReLU with the response v, before or behind it."""
+    """The gradient of a ReLU with the response v."""
     passed: Tensor = torch.ops.aten.threshold_backward(grad, v, 0)
     return passed
 
 
-def _rooted_product_again(v: Sequence[Tensor], eps: float) -> Tensor:
-    """The same z in operations that can be differentiated where a branch is dead.
+def _differentiable_rooted_product(v: Sequence[Tensor], eps: float) -> Tensor:
+    """The same z in operations that are differentiable where a branch is dead.
 
-    A second ``_Fuse`` would do, but torch.compile of torch 2.11 follows its backward into itself without end.
+    A nested ``_Fuse`` would do, but torch.compile of torch 2.11 traces its backward recursively without end.
     """
     dead = reduce(torch.logical_or, (v_t <= 0 for v_t in v))
     z = _rooted_product([torch.where(dead, 1.0, v_t) for v_t in v], eps)
@@ -250,15 +250,15 @@ def _rooted_product_again(v: Sequence[Tensor], eps: float) -> Tensor:
 
 
 def _floor(T: int, eps: float, dtype: torch.dtype) -> float:
-    """z where a branch is dead; a normal number of the type whatever ε is."""
+    """z where a branch is dead: ε^(1/T), at least the smallest normal number of the dtype."""
     return max(math.pow(eps, 1 / T), torch.finfo(dtype).tiny)
 
 
 def _slopes(v: Sequence[Tensor], z: Tensor) -> list[Tensor]:
     """∂z/∂v_i = (1/T) · Π_{j≠i} (v_j / z) for every i of three or more, as the (T-1)-th power of a geometric mean.
 
-    A dead branch is replaced by 1 under the root and by 0 behind it, so that this can be differentiated again. The
-    factor 1/T is spread over the ratios, so that nothing overflows on the way to a slope that does not.
+    A dead branch is replaced by 1 under the root and by 0 after it, so that the result is differentiable. The factor
+    1/T is distributed over the ratios, so that no intermediate value overflows unless the slope does.
     """
     T, largest = len(v), torch.finfo(z.dtype).max
     unit, share = _root(z, T - 1), T ** (-1 / (T - 1) ** 2)
@@ -287,12 +287,12 @@ def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)`` but no call where it is of that type: compiled by torch 2.11, such a call loses the gradient."""
+    """``x.to(dtype)``, without a call for the same dtype: compiled by torch 2.11, that call would lose the gradient."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def exporting() -> bool:
-    """Whether a network is exported by torch.export, or traced for ONNX.
+    """Whether a network is being exported by torch.export, or traced for ONNX.
 
     Up to torch 2.11 ``torch.compiler.is_exporting()`` is also true while a network is compiled.
     """

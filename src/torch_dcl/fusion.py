@@ -1,4 +1,4 @@
-"""The second stage of a DCL module, concept fusion, and how it is sized and started."""
+"""The second stage of a DCL module, concept fusion: its widths and its initialisation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_dcl.functional import check_eps, draw_pair
 from torch_dcl.kernels import dispatch
 from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, project_and_fuse
-from torch_dcl.norms import described, join_norms, normalise
+from torch_dcl.norms import join_norms, kernel_norm, normalise
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
 MAX_BRANCHES = 8
 LEAN = 0.5
-"""Mean of a response before its ReLU at the start, in units of its standard deviation, where two or more are fused."""
+"""Initial mean of a pre-activation in units of its standard deviation, for two or more fused branches."""
 Strategy = Literal["deterministic", "stochastic"]
 
 
@@ -81,11 +81,11 @@ class ConceptFusion(nn.Module):
     Args:
         widths: M(t), the channels of each branch.
         out_channels: K2.
-        spatial: How many spatial dimensions follow the channels; 0 puts the channels last, as in ``nn.Linear``.
+        spatial: The number of spatial dimensions after the channels; with 0 the channels are last, as in ``nn.Linear``.
         strategy: "deterministic" fuses all branches; "stochastic" one drawn pair in training, all pairs in eval.
         eps: ε of the fusion; None takes the paper's.
-        norm_layer: Called with T·K2, makes the normalisation of all responses before their ReLU, one branch's channels
-            behind the other's. Its scale carries the variance of the start; a norm without one starts at unit variance.
+        norm_layer: Called with T·K2, returns the norm of the pre-activations, whose channels are ordered by branch. Its
+            scale holds the initial standard deviation; a norm without a scale starts at unit variance.
         bias: Whether each branch has a bias.
         device: Where the parameters live.
         dtype: Of which type they are.
@@ -118,7 +118,7 @@ class ConceptFusion(nn.Module):
         check_factory("norm_layer", norm_layer, "nn.BatchNorm2d")
         if norm_layer is not None:
             self.norm = norm_layer(T * out_channels).to(device=device, dtype=dtype)
-        self.advanced = False  # whether somebody has taken charge of the step, see torch_dcl.stochastic
+        self.advanced = False  # whether the step has been advanced, see torch_dcl.stochastic
         if strategy == "stochastic":
             self.register_buffer("key", torch.zeros(3, dtype=torch.int64, device=device))
             self.register_buffer("active", torch.zeros(2, dtype=torch.int64, device=device))
@@ -134,7 +134,7 @@ class ConceptFusion(nn.Module):
 
     @property
     def fused(self) -> int:
-        """How many branches are fused at once: all of them, or the two of a pair."""
+        """The number of branches fused at once: all of them, or the two of a pair."""
         return 2 if self.strategy == "stochastic" else self.branches
 
     def get_extra_state(self) -> Tensor:
@@ -149,17 +149,17 @@ class ConceptFusion(nn.Module):
             ValueError: a number that ε cannot be.
         """
         if not isinstance(state, Tensor) or state.numel() != 1 or not state.is_floating_point() or state.is_meta:
-            found = type(state).__name__
+            got = type(state).__name__
             if isinstance(state, Tensor):
-                found += f" of shape {tuple(state.shape)}, {state.dtype}, {state.device}"
-            raise TypeError(f"eps in a state dict must be a tensor of one real number, got a {found}")
+                got += f" of shape {tuple(state.shape)}, {state.dtype}, {state.device}"
+            raise TypeError(f"eps in a state dict must be a tensor of one real number, got a {got}")
         self.eps = check_eps(state.item(), self.fused)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """As torch does it. A state dict without ε, as older ones are, leaves ε as it is; a wrong ε is named."""
+        """As in torch, but a state dict without ε (an older one) leaves ε unchanged, and errors name an invalid ε."""
         name = f"{prefix}_extra_state"
         if isinstance(self.norm, _BatchNorm):
             join_norms(state_dict, f"{prefix}norm.", self.branches)
@@ -175,11 +175,11 @@ class ConceptFusion(nn.Module):
     def reset_parameters(self, incoming: float = 1.0) -> None:
         """Initialise so that z has the variance of the ReLU layer that the module replaces, for unit inputs.
 
-        Responses lean to the positive side, by `LEAN` of their spread, where a bias or a norm can carry that: more
-        branches fire together, and less of the gradient comes from steep places near zero.
+        With a bias or a norm, the mean of the pre-activations is `LEAN` standard deviations above zero: more branches
+        are active together, and less of the gradient comes from the steep region near zero.
 
         Args:
-            incoming: The mean square of a branch's output y, 1 unless an activation changed it.
+            incoming: The mean square of a branch's output y; 1 without an activation.
         """
         lean, spread = self.start()
         for W, M in zip(torch.split(self.weight, list(self.widths)), self.widths, strict=True):
@@ -199,37 +199,37 @@ class ConceptFusion(nn.Module):
 
     @property
     def _shift(self) -> Tensor | None:
-        """What adds a constant to the responses: the biases, or those of the norm."""
+        """The biases of the pre-activations: the fusion's own, or the norm's."""
         return self.bias if self.norm is None else getattr(self.norm, "bias", None)
 
     def start(self, mean_square: float | None = None) -> tuple[float, float]:
-        """How responses start before their ReLU: their mean in units of their standard deviation, and the latter.
+        """The initial distribution of the pre-activations: mean in units of the standard deviation, and the latter.
 
         Args:
-            mean_square: Of z, to be met; None meets the variance of a ReLU layer as `reset_parameters` does.
+            mean_square: The mean square that z should have; None matches the variance of a ReLU layer.
         """
         lean = LEAN if self.fused > 1 and isinstance(self._shift, Tensor) else 0.0
         # torch's default layer keeps a third of its input's mean square; a normalised one has unit variance.
         return lean, response_spread(self.fused, self.eps, 1 / 3 if self.norm is None else 1.0, lean, mean_square)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The branches of stage 1, one by one."""
+        """Split the output of stage 1 into branches."""
         return torch.split(y, list(self.widths), dim=-1 - self.spatial)
 
     def respond(self, y: Tensor) -> list[Tensor]:
-        """All T responses before their ReLU, from the output of stage 1."""
+        """All T pre-activations, from the output of stage 1."""
         pre = self._project(y, self.weight, self.bias, self.widths)
         return pre if self.norm is None else normalise(self.norm, pre, y.dim() - 1 - self.spatial)
 
     def _project(self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]) -> list[Tensor]:
-        """The responses of some branches, before a norm."""
+        """The pre-activations of some branches, before the norm."""
         biases = (None,) * len(widths) if bias is None else bias.unbind(0)
-        of_y = torch.split(y, list(widths), y.dim() - 1 - self.spatial)
-        parts = zip(of_y, torch.split(weight, list(widths)), biases, widths, strict=True)
-        return [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in parts]
+        ys = torch.split(y, list(widths), y.dim() - 1 - self.spatial)
+        branches = zip(ys, torch.split(weight, list(widths)), biases, widths, strict=True)
+        return [_project(y_t, W_t, b_t, M, self.spatial) for y_t, W_t, b_t, M in branches]
 
     def forward(self, y: Tensor) -> Tensor:
-        """Fuse the output of stage 1, all branches in it."""
+        """Fuse all branches in the output of stage 1."""
         stochastic = self.strategy == "stochastic"
         if stochastic and self.training:
             pre = self.respond(y)
@@ -242,23 +242,23 @@ class ConceptFusion(nn.Module):
     def _project_and_fuse(
         self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], *, pairs: bool
     ) -> Tensor:
-        """Both steps of stage 2: at once where the positions are the rows of a matrix, else one after the other."""
+        """Stage 2, as one operation if the positions are the rows of a matrix, else projection and fusion in turn."""
         channels = y.dim() - 1 - self.spatial
-        if self._in_rows(y, weight, widths, pairs=pairs):
+        if self._is_matrix(y, weight, widths, pairs=pairs):
             keep = self.spatial == 0
             return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
         pre = self._project(y, weight, bias, widths)
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 
-    def _in_rows(self, y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
-        """Whether the positions of y are the rows of a matrix where it lies, or a kernel transposes it for another."""
+    def _is_matrix(self, y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
+        """Whether the positions of y are the rows of a matrix, or a kernel transposes y to such a layout."""
         channels = y.dim() - 1 - self.spatial
         if self.spatial == 0 or (y.stride(channels) == 1 and sum(widths) > 1):
             return True
-        return dispatch.turns(y, channels) and dispatch.projects(y, weight, widths, pairs=pairs)
+        return dispatch.should_transpose(y, channels) and dispatch.can_project(y, weight, widths, pairs=pairs)
 
     def with_stage(self, x: Tensor, theta: Tensor, stage: Stage) -> Tensor | None:
-        """Both stages as one operation, for a plain stage 1 with these filters; None where kernels cannot compute it.
+        """Both stages as one operation, for a plain stage 1 with these filters; None if the kernels do not support it.
 
         In training with the stochastic strategy the filters are those of the two active branches.
         """
@@ -268,7 +268,7 @@ class ConceptFusion(nn.Module):
         if stochastic and self.training:
             weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
         norm = None
-        if self.norm is not None and (norm := described(self.norm)) is None:
+        if self.norm is not None and (norm := kernel_norm(self.norm)) is None:
             return None
         pairs = stochastic and not self.training
         return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norm, pairs=pairs)
@@ -278,13 +278,13 @@ class ConceptFusion(nn.Module):
 
     @property
     def in_kernels(self) -> bool:
-        """Whether there are kernels for what is fused: two or three branches of one width."""
+        """Whether kernels support the fused branches: two or three of one width."""
         fused = 2 if self.strategy == "stochastic" and self.training else self.branches
         return fused in (2, 3) and len(set(self.widths)) == 1
 
     @property
     def gathers(self) -> bool:
-        """Whether the drawn pair can be computed alone: equal branches, and no statistics that want all of them."""
+        """Whether the drawn pair can be computed alone: branches of one width, and no norm over all branches."""
         return len(set(self.widths)) == 1 and self.norm is None
 
     def gather(self, parameter: Tensor) -> Tensor:
@@ -299,12 +299,12 @@ class ConceptFusion(nn.Module):
     def extra_repr(self) -> str:
         """The arguments, for printing."""
         widths = str(self.widths[0]) if len(set(self.widths)) == 1 else str(self.widths)
-        parts = [f"{self.branches} x {widths} -> {self.out_channels}", f"eps={self.eps:.3g}"]
+        arguments = [f"{self.branches} x {widths} -> {self.out_channels}", f"eps={self.eps:.3g}"]
         if self.strategy != "deterministic":
-            parts.append(f"strategy={self.strategy}")
+            arguments.append(f"strategy={self.strategy}")
         if self.bias is None:
-            parts.append("bias=False")
-        return ", ".join(parts)
+            arguments.append("bias=False")
+        return ", ".join(arguments)
 
 
 def _project(y: Tensor, W: Tensor, bias: Tensor | None, M: int, spatial: int) -> Tensor:
@@ -329,33 +329,33 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
 
 
 def check_factory(name: str, factory: object, example: str) -> None:
-    """Refuse a module where what makes modules is wanted: every branch needs one of its own."""
+    """Raise TypeError for a module in place of a callable that returns modules."""
     if factory is not None and (isinstance(factory, nn.Module) or not callable(factory)):
         kind = type(factory).__name__
         raise TypeError(f"{name} must make a module when it is called, for example {example}; got a {kind}")
 
 
 def reset(module: nn.Module | None) -> None:
-    """Start a norm or an activation anew, if it has anything to start."""
-    restart = getattr(module, "reset_parameters", None)
-    if callable(restart):
-        restart()
+    """Reset the parameters of a norm or an activation, if it has any."""
+    reset_parameters = getattr(module, "reset_parameters", None)
+    if callable(reset_parameters):
+        reset_parameters()
 
 
 @lru_cache(maxsize=64)
 def response_spread(T: int, eps: float, variance: float, lean: float = 0.0, mean_square: float | None = None) -> float:
     """The standard deviation of the T pre-activations for which z has the variance of a ReLU layer's output.
 
-    The pre-activations are taken as independent and normal. Three branches are the most that are matched: beyond,
-    all T fire so rarely that the variance could be met by rare large responses only, so the spread of three is kept
-    and z varies less (0.66, 0.45 and 0.30 of it for T = 4, 5 and 6 at the usual lean).
+    The pre-activations are assumed independent and normal. For more than three branches the result for three is used:
+    all T are active so rarely that only rare, large responses could reach the variance. z then varies less (0.66, 0.45
+    and 0.30 of the variance for T = 4, 5 and 6 at the default lean).
 
     Args:
-        T: How many branches are fused at once.
+        T: The number of branches fused at once.
         eps: ε of the fusion.
-        variance: Of the pre-activations of the ReLU layer that is replaced.
+        variance: The variance of the pre-activations of the ReLU layer that is replaced.
         lean: The mean of the pre-activations, in units of their standard deviation.
-        mean_square: Of z, to be met in place of a variance; above that of the floor, ``eps ** (2 / T)``.
+        mean_square: The mean square of z to match instead of a variance; above its minimum ``eps ** (2 / T)``.
     """
     if mean_square is not None:
         variance = 2 * mean_square  # the mean square of relu(n), n ~ N(0, variance), is half of it
@@ -365,7 +365,7 @@ def response_spread(T: int, eps: float, variance: float, lean: float = 0.0, mean
     if T > 3:
         return response_spread(3, eps ** (3 / T), variance, lean, mean_square)
     target = variance * (1 - 1 / math.pi) / 2  # the variance of relu(n), n ~ N(0, variance)
-    t = np.linspace(-9.0, 2.0, 48)  # log of a response above zero: smooth, so that few points are exact
+    t = np.linspace(-9.0, 2.0, 48)  # log of a positive response: the integrand is smooth, so few points suffice
     one = np.exp(t - (np.exp(t) - lean) ** 2 / 2)
     density, product = one / one.sum(), np.exp(t)
     joint = density

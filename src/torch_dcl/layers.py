@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory
-from torch_dcl.kernels.dispatch import fits, turns
+from torch_dcl.kernels.dispatch import kernels_accept, should_transpose
 from torch_dcl.module import _DCL, Responses
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
@@ -35,15 +35,15 @@ PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 
 
 def _of_branch(name: str) -> property:
-    """An attribute that all branches have in common: stage 1's, read only."""
+    """A read-only attribute of stage 1, which all branches share."""
     return property(lambda layer: getattr(layer.branch, name), doc=f"``{name}`` of stage 1, as in the plain layer.")
 
 
 class DCLLinear(_DCL):
     """A linear layer with its ReLU, as T branches: ``z = (Π_t relu(W_t·θ_t·x + b_t) + ε)^(1/T)``.
 
-    It stands for ``nn.Linear`` followed by ``nn.ReLU`` and takes its arguments first. The output is positive: at least
-    ``ε^(1/T)``.
+    It replaces ``nn.Linear`` followed by ``nn.ReLU`` and takes the arguments of ``nn.Linear`` first. The output is at
+    least ``ε^(1/T)``.
 
     Args:
         in_features: K1.
@@ -51,18 +51,17 @@ class DCLLinear(_DCL):
         bias: Whether each branch's response has a bias.
         device: Where the parameters live.
         dtype: Of which type they are.
-        branches: T, from 1 to 8. T = 1 is the low-rank layer ``relu(W·θ·x + b) + ε``: a comparison for free
-            (with ``eps=0`` exactly the low-rank layer).
+        branches: T, from 1 to 8. T = 1 is the low-rank layer ``relu(W·θ·x + b) + ε``, exactly so with ``eps=0``.
         ratio: Filters of one branch as a fraction of the output channels, rounded to ``round_to``.
         width: The exact number of filters M(t) instead: one number, or one for each branch.
-        round_to: What ``ratio`` is rounded to a multiple of; matrix units like 8.
+        round_to: The number of filters from ``ratio`` is rounded to a multiple of this; tensor cores prefer 8.
         strategy: "deterministic" fuses all branches. "stochastic" (T > 2) fuses one random pair of branches a
-            training step and, in eval, takes the mean over all pairs; see :mod:`torch_dcl.stochastic` for who
-            advances the step.
+            training step and, in eval, takes the mean over all pairs; see :mod:`torch_dcl.stochastic` for how to
+            advance the step.
         eps: ε inside the root; None takes the paper's ``10^-T`` (``10^-2`` for the pairs of the stochastic strategy).
-        norm_layer: Called with T·K2, makes a normalisation of the responses of all branches before their ReLU, for
-            example ``nn.BatchNorm1d``.
-        branch_activation: Makes an activation after stage 1, for example ``nn.ReLU``. The paper's definition has
+        norm_layer: Called with T·K2, returns the norm of the pre-activations of all branches, for example
+            ``nn.BatchNorm1d``.
+        branch_activation: Returns an activation after stage 1, for example ``nn.ReLU``. The paper's definition has
             none, the last line of its derivation shows one. With it, stage 1 has a bias.
 
     Shape:
@@ -113,7 +112,7 @@ class DCLLinear(_DCL):
         """A DCL layer of the sizes, bias, dtype, device and training flag of ``layer``, freshly initialised.
 
         Args:
-            layer: The layer to stand in for.
+            layer: The layer to replace.
             **arguments: Arguments of DCL's own (``branches``, ``width``, ``strategy``, …), or ``device``.
         """
         given = {"bias": layer.bias is not None, "device": layer.weight.device, "dtype": layer.weight.dtype}
@@ -184,7 +183,7 @@ class _DCLConv(_DCL):
         """A DCL layer of the geometry, bias, dtype, device and training flag of ``layer``, freshly initialised.
 
         Args:
-            layer: The layer to stand in for.
+            layer: The layer to replace.
             **arguments: Arguments of DCL's own (``branches``, ``width``, ``strategy``, …), or ``device``.
         """
         given = {
@@ -195,19 +194,19 @@ class _DCLConv(_DCL):
         new = cls(layer.in_channels, layer.out_channels, layer.kernel_size, **{**given, **arguments})
         return new.train(layer.training)
 
-    def _turns(self, x: Tensor) -> bool:
-        """Whether a batch of images is worth turning to channels_last, and z back: kernels and convolutions want it so.
+    def _should_transpose(self, x: Tensor) -> bool:
+        """Whether to transpose a batch of images to channels_last, in which kernels and convolutions are faster.
 
-        A 1×1 convolution does not care, and its few outputs are turned instead of all its inputs (`_project_and_fuse`).
+        A 1×1 convolution is equally fast in both layouts; its few outputs are transposed instead of its inputs.
         """
         if self.fusion.spatial != 2 or x.dim() != 4:
             return False
         compiling = torch.compiler.is_compiling()
         if compiling and x.is_contiguous(memory_format=torch.channels_last):
-            return False  # first: what is looked up behind here, a compiler would look up in every call
+            return False  # checked first: a compiler guards every later lookup in each call
         branch = self.branch
         assert not isinstance(branch, nn.Linear)
-        if not fits((x, branch.weight), matched=False):
+        if not kernels_accept((x, branch.weight), matched=False):
             return False
         if not compiling and x.is_contiguous(memory_format=torch.channels_last):
             return False
@@ -215,7 +214,7 @@ class _DCLConv(_DCL):
             return False
         if max(branch.kernel_size) == 1 or branch.padding_mode != "zeros" or not self.fusion.in_kernels:
             return False
-        return turns(x, cast=True)
+        return should_transpose(x, cast=True)
 
 
 class DCLConv1d(_DCLConv):
@@ -227,7 +226,7 @@ class DCLConv1d(_DCLConv):
 class DCLConv2d(_DCLConv):
     """A 2-d convolution with its ReLU, as T branches fused at each position.
 
-    It stands for ``nn.Conv2d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv2d``: stride, padding
+    It replaces ``nn.Conv2d`` followed by ``nn.ReLU`` and takes every argument of ``nn.Conv2d``: stride, padding
     (numbers, "same", "valid"), dilation, bias, padding_mode, device, dtype; ``groups`` other than 1 is refused. All
     branches share kernel size, stride, padding and dilation, and stage 1 is one convolution of ΣM filters. The
     arguments after ``dtype`` are those of :class:`DCLLinear`. The attributes are those of ``nn.Conv2d``; ``weight``

@@ -1,4 +1,4 @@
-"""What all DCL layers are: stage 1 in ``branch``, stage 2 in ``fusion``, and which way a call takes through both."""
+"""The base class of all DCL layers: stage 1 in ``branch``, stage 2 in ``fusion``, and the dispatch of a call."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from torch_dcl.functional import exporting
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
-from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run, turn
+from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run, transpose
 from torch_dcl.norms import called_plainly, exchanges
 from torch_dcl.programs import recorded, replayed
 
@@ -19,7 +19,7 @@ __all__ = ["Responses", "passes_relu"]
 
 
 class Responses(NamedTuple):
-    """What a DCL layer computes on the way: for looking inside."""
+    """The intermediate results of a DCL layer, for inspection."""
 
     y: tuple[Tensor, ...]
     """The T branches, ``M_t`` channels each."""
@@ -30,13 +30,13 @@ class Responses(NamedTuple):
 
 
 class _DCL(nn.Module):
-    """What the linear and the convolutional layers share: stage 1 in ``branch``, stage 2 in ``fusion``."""
+    """Base class of linear and convolutional DCL layers: stage 1 in ``branch``, stage 2 in ``fusion``."""
 
     branch: nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     fusion: ConceptFusion
     branch_activation: nn.Module | None
     marks_output = False
-    """Whether z is marked for a ReLU behind the layer that serves other places too; see `passes_relu`."""
+    """Whether to mark z as positive, for a ReLU after the layer that other layers share; see `passes_relu`."""
 
     def reset_parameters(self) -> None:
         """Initialise both stages; see :meth:`ConceptFusion.reset_parameters`."""
@@ -49,21 +49,21 @@ class _DCL(nn.Module):
         self.fusion.reset_parameters(_mean_square(self.branch_activation))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map the input to z, which lies in memory as the plain layer would give it."""
-        # Without super(): a compiler would look up the class with every call, and the modules around it one by one.
+        """Map the input to z, in the memory layout of the plain layer's output."""
+        # No super(): a compiler would guard the class and the modules around it in every call.
         if torch.compiler.is_compiling() and exchanges(self.fusion.norm) and not exporting():
             out: Tensor = _uncompiled(self, x)
             return out
-        turns = self._turns(x)
-        z = self._compute(turn(x, last=True, cast=True) if turns else x)
-        if turns:
-            z = turn(z, last=False)
+        transposes = self._should_transpose(x)
+        z = self._compute(transpose(x, last=True, cast=True) if transposes else x)
+        if transposes:
+            z = transpose(z, last=False)
         if self.marks_output:
             z._dcl_positive = _version(z)  # type: ignore[attr-defined]
         return z
 
-    def _turns(self, x: Tensor) -> bool:
-        """Whether the input is worth turning to channels_last, and z back."""
+    def _should_transpose(self, x: Tensor) -> bool:
+        """Whether to transpose the input to channels_last, and z back."""
         del x
         return False
 
@@ -92,7 +92,7 @@ class _DCL(nn.Module):
         return fusion(self._activate(self._construct(x)))  # type: ignore[no-any-return]
 
     def _plain_stage(self) -> Stage | None:
-        """Stage 1 beside its filters, where calling the modules of both stages does no more than their arithmetic."""
+        """The geometry of stage 1; None if calling the modules of both stages may do more than their arithmetic."""
         branch, spatial = self.branch, self.fusion.spatial
         if self.branch_activation is not None or branch.bias is not None or not self._called_plainly():
             return None
@@ -105,9 +105,9 @@ class _DCL(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _called_plainly(self) -> bool:
-        """Whether the parts of the layer are torch's own and ours, and nobody hooked into one.
+        """Whether the submodules are of torch's and this package's classes, without hooks.
 
-        Torch's compiler looks at hooks once, and so it does here.
+        A constant for compilers, which check hooks only once too.
         """
         branch, fusion, norm = self.branch, self.fusion, self.fusion.norm
         if type(fusion) is not ConceptFusion or type(branch) not in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -115,14 +115,14 @@ class _DCL(nn.Module):
         return called_plainly(branch) and called_plainly(fusion) and (norm is None or called_plainly(norm))
 
     def responses(self, x: Tensor) -> Responses:
-        """Look inside: all branches y, their responses v and the fusion z, whatever the training flag says."""
+        """All branches y, their responses v and the fusion z, in training and in evaluation mode."""
         y = self._activate(self.branch(x))
         pre = self.fusion.respond(y)
         fuse = fuse_branches if self.fusion.strategy == "deterministic" else fuse_pairs
         return Responses(self.fusion.split(y), tuple(F.relu(p) for p in pre), fuse(pre, self.fusion.eps))
 
     def __prepare_scriptable__(self) -> Self:
-        """Asked by torch.jit.script before it reads the source, which it could not."""
+        """Raise a TypeError with the remedy in torch.jit.script, which cannot compile the layer."""
         raise TypeError(
             f"a {type(self).__name__} cannot be scripted; export the network with torch.export or torch.onnx.export, "
             "or trace it with torch.jit.trace"
@@ -150,7 +150,7 @@ class _DCL(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """θ, which is ``branch.weight``: of the plain layer's dtype, device and shape, but with ΣM filters, not K2."""
+        """θ, which is ``branch.weight``: as the plain layer's weight, with ΣM filters instead of K2."""
         return self.branch.weight
 
     @property
@@ -159,7 +159,7 @@ class _DCL(nn.Module):
         return self.fusion.bias
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As torch does it, but nothing takes the place of θ or of the biases, as pruning would."""
+        """As in torch, but refuse to replace θ or the biases, as pruning would."""
         if name.startswith(("weight", "bias")):
             raise ValueError(
                 f"{name!r} cannot become a parameter of a {type(self).__name__}: its weights are the submodules' "
@@ -171,7 +171,7 @@ class _DCL(nn.Module):
         return y if self.branch_activation is None else self.branch_activation(y)
 
     def _construct(self, x: Tensor) -> Tensor:
-        """Stage 1: a call of ``branch``, unless that does no more than a product which can be had with more."""
+        """Stage 1: a plain linear branch by `linear`, any other by a call of ``branch``."""
         branch = self.branch
         if type(branch) is nn.Linear and called_plainly(branch):
             return linear(x, branch.weight, branch.bias, otherwise=branch)
@@ -196,7 +196,7 @@ def _uncompiled(layer: _DCL, x: Tensor) -> Tensor:
 
 
 def passes_relu(z: Tensor) -> bool:
-    """Whether z comes straight from a layer that marked it as positive. The mark is taken away: it is for one ReLU."""
+    """Whether z is the unmodified output of a layer that marked it as positive. The mark is removed on reading."""
     mark = getattr(z, "_dcl_positive", None)
     if type(mark) is not int:
         return False
@@ -205,12 +205,12 @@ def passes_relu(z: Tensor) -> bool:
 
 
 def _version(z: Tensor) -> int:
-    """Tells a tensor from what somebody, such as a hook, made of it in place; 0 where torch does not count."""
+    """The version counter, which detects changes in place, for example by a hook; 0 if torch does not count."""
     return 0 if torch.compiler.is_compiling() or z.is_inference() else z._version
 
 
 def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
-    # In this order: a compiled forward must not depend on `advanced`, or the first advance would recompile it.
+    # The order matters: if a compiled forward depended on `advanced`, the first advance would recompile it.
     if torch.compiler.is_compiling() or fusion.advanced:
         return
     fusion.advanced = True
@@ -218,7 +218,7 @@ def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
         "a DCL layer with the stochastic strategy is in training, but nobody advances its step, so it would train "
         "the same pair of branches for ever: call advance_branches_(model, step) at every step, or "
         "follow_optimizer(model, optimizer) once",
-        stacklevel=6,  # whoever called the layer, past forward and torch's own calls
+        stacklevel=6,  # the caller of the layer, above forward and torch's own calls
     )
 
 
@@ -228,7 +228,7 @@ def _mean_square(activation: nn.Module | None) -> float:
         return 1.0
     like: Tensor = next(activation.parameters(), torch.empty(0, device="cpu", dtype=torch.float32))
     if like.is_meta:
-        return 1.0  # nothing to measure yet; reset_parameters() after materialising does
+        return 1.0  # measured in reset_parameters() after materialising
     with torch.no_grad():
         quantiles = torch.linspace(0.5 / 1024, 1 - 0.5 / 1024, 1024, device="cpu", dtype=torch.float32)
         response = activation((math.sqrt(2) * torch.erfinv(2 * quantiles - 1)).to(like))

@@ -1,6 +1,6 @@
-"""Batch norms of the branches: as the kernels take them, branch by branch in plain torch, and in older state dicts.
+"""Batch norms of the branches: their description for the kernels, plain torch branch by branch, older state dicts.
 
-One norm of T·K2 channels normalises the responses of all branches: a channel's statistics are its own.
+One norm of T·K2 channels normalises the pre-activations of all branches.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -14,22 +14,22 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.kernels.dispatch import Norm
 
-__all__ = ["called_plainly", "described", "exchanges", "join_norms", "normalise"]
+__all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "normalise"]
 
 
-def described(norm: Any) -> Norm | None:
-    """A batch norm without hooks as what it computes; None where it is not a plain one."""
+def kernel_norm(norm: Any) -> Norm | None:
+    """A batch norm without hooks as an argument of the kernels; None if they do not support it."""
     if not _is_plain(type(norm)) or norm._modules:
         return None  # such as a parametrized one
     training, group, ranks = norm.training, None, 1
     if training and _is_synchronised(type(norm)):
         if torch.compiler.is_compiling() and _is_distributed():
-            return None  # kernels exchange nothing from inside a graph
+            return None  # kernels do not exchange statistics inside a compiled graph
         if not torch.compiler.is_compiling() and (group := _group_of(norm)) is not None:
             ranks = distributed.get_world_size(group)
     mean, variance, count = norm.running_mean, norm.running_var, None
     fixed = not training and mean is not None
-    if not (fixed and torch.compiler.is_compiling()):  # which would guard a tensor that is not used
+    if not (fixed and torch.compiler.is_compiling()):  # a compiler would guard the unused tensor
         count = norm.num_batches_tracked
     if not fixed and not (training and norm.track_running_stats):
         mean = variance = count = None
@@ -39,9 +39,9 @@ def described(norm: Any) -> Norm | None:
 
 
 def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Tensor]:
-    """The responses of all branches, normalised: without putting them side by side where a batch norm is plain."""
+    """Normalise the pre-activations of all branches, without concatenating them for a plain batch norm."""
     plain = type(norm).forward is _BatchNorm.forward and not norm._modules and called_plainly(norm)
-    if not plain or channels != 1:  # a batch norm takes the second dimension for its channels
+    if not plain or channels != 1:  # a batch norm expects its channels in the second dimension
         return list(norm(torch.cat(list(pre), channels)).chunk(len(pre), channels))
     assert isinstance(norm, _BatchNorm)
     norm._check_input_dim(pre[0])  # type: ignore[no-untyped-call]
@@ -61,33 +61,33 @@ def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Ten
 
 
 def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
-    """Join the tensors of one batch norm a branch, as older state dicts have them, to those of a norm of all."""
+    """Concatenate the tensors of older state dicts, with one batch norm per branch, to those of one norm."""
     for name in [key.removeprefix(f"{prefix}0.") for key in state if key.startswith(f"{prefix}0.")]:
         keys = [f"{prefix}{t}.{name}" for t in range(T)]
         if all(key in state for key in keys):
-            parts = [state.pop(key) for key in keys]
-            state[prefix + name] = torch.cat(parts) if parts[0].dim() else parts[0]
+            tensors = [state.pop(key) for key in keys]
+            state[prefix + name] = torch.cat(tensors) if tensors[0].dim() else tensors[0]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_plain(kind: type[nn.Module]) -> bool:
-    """Whether a batch norm has torch's own forward; a compiler need not look with every call."""
+    """Whether a batch norm has torch's own forward; a constant for compilers."""
     return issubclass(kind, _BatchNorm) and kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_synchronised(kind: type[nn.Module]) -> bool:
-    """Likewise, whether it is the norm of several processes."""
+    """Whether a batch norm is synchronised across processes; a constant for compilers."""
     return issubclass(kind, nn.SyncBatchNorm)
 
 
 def exchanges(norm: nn.Module | None) -> bool:
-    """Whether a norm's statistics are those of several processes, here and now."""
+    """Whether a norm currently shares its statistics with other processes."""
     return norm is not None and _is_synchronised(type(norm)) and _group_of(norm) is not None
 
 
 def _group_of(norm: nn.Module | None) -> Any:
-    """The processes that a norm exchanges its statistics with; None if this one is alone, or in eval mode."""
+    """The process group with which a norm exchanges its statistics; None for a single process or in eval mode."""
     if not isinstance(norm, nn.SyncBatchNorm) or not norm.training:
         return None
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -101,8 +101,8 @@ def _is_distributed() -> bool:
 
 
 def called_plainly(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward and nothing beside: no hook, and no forward put in place."""
-    # By attribute: a compiler guards everything that it looks up in a module's dictionary.
+    """Whether a call of the module runs its class's forward only: no hook, and no replaced forward."""
+    # By attribute: a compiler guards every lookup in a module's dictionary.
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     replaced = "forward" in module.__dict__ or module._compiled_call_impl is not None
     return not (hooked or replaced or _has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
-"""The programs of a layer: its units' host work, replayed from C++ as long as nothing has changed that it depends on.
+"""The programs of a layer: recordings of its host work, replayed from C++ while their conditions hold.
 
-A program is recorded when a layer is called a second time with the same kind of input. It holds for the same sizes,
-types, layouts and settings of torch, which C++ compares, and as long as the modules of the layer are as they were: the
-same ones, without hooks, with the same attributes. Tensors are looked up anew in every call, so that loading, moving,
-tying, or optimising them needs no notice.
+A program is recorded when a layer is called a second time with the same kind of input. It is valid for the same sizes,
+dtypes, layouts and torch settings, which C++ compares, and while the layer has the same modules, without hooks and with
+the same attributes. Tensors are looked up in every call, so they may be loaded, moved, tied or optimised at any time.
 """
 
 import functools
@@ -31,32 +30,32 @@ _SETTINGS_OF_NORM = ("training", "eps", "momentum", "track_running_stats")
 _OF_NORM = (("_parameters", "weight"), ("_parameters", "bias"), ("_buffers", "running_mean"),
             ("_buffers", "running_var"), ("_buffers", "num_batches_tracked"))  # fmt: skip
 _TRIES = 4
-"""Kinds of calls that could not be recorded, after which a layer is left alone."""
+"""The number of failed recordings after which a layer is no longer recorded."""
 _REMEMBERED = 64
-"""Kinds of calls that a layer has seen once."""
+"""The number of kinds of calls that a layer remembers."""
 
 Condition = tuple[str, Any, str, Any]
 
 
 def replayed(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """z by a program; None where there is none for this call."""
+    """z from a program; None if there is none for this call."""
     programs = layer.__dict__.get("_programs")
     return None if programs is None else programs(layer, x)
 
 
 def recorded(layer: nn.Module, x: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
-    """What a call computes, recorded as a program if such a call was seen before."""
+    """Compute z, and record a program if the layer has been called with this kind of input before."""
     library = host.library() if type(x) is Tensor and reachable(x) else None
     if library is None or not _is_due(layer, x, library):
         return compute()
-    found: list[Recorded] = []
-    recording.units = found
+    units: list[Recorded] = []
+    recording.units = units
     try:
         z = compute()
     finally:
         recording.units = None
     programs = layer.__dict__["_programs"]
-    program = _program(layer, x, found[0], library) if z is not None and len(found) == 1 else None
+    program = _program(layer, x, units[0], library) if z is not None and len(units) == 1 else None
     if program is None:
         programs.failed += 1
     else:
@@ -65,7 +64,7 @@ def recorded(layer: nn.Module, x: Tensor, compute: Callable[[], Tensor | None]) 
 
 
 def _is_due(layer: Any, x: Tensor, library: Any) -> bool:
-    """Whether to record this call: the second of its kind, and nothing that waits for other processes."""
+    """Whether to record this call: it is the second of its kind, and does not communicate with other processes."""
     if exchanges(layer.fusion.norm):
         return False
     programs = layer.__dict__.get("_programs")
@@ -89,14 +88,14 @@ def _autocast(x: Tensor) -> torch.dtype | None:
 
 
 def _program(layer: nn.Module, x: Tensor, unit: Recorded, library: Any) -> Any | None:
-    """A program; None where a unit's tensors are not the layer's own, as those of a drawn pair."""
+    """A program; None if the unit reads tensors that are not the layer's own, such as those of a drawn pair."""
     sources = list(_sources(layer, unit))
     if len(sources) + 1 != len(unit.inputs) or unit.tape is None:
         return None
     if any(place[key] is not tensor for (place, key), tensor in zip(sources, unit.inputs[1:], strict=True)):
         return None
-    given = unit.inputs[0]
-    if given is None or (given is not x and (given.shape != x.shape or given.stride() != x.stride())):
+    first = unit.inputs[0]
+    if first is None or (first is not x and (first.shape != x.shape or first.stride() != x.stride())):
         return None
     return library.Program(
         list(_conditions(layer, unit)), sources, [x, *unit.inputs[1:]], unit.learns, _autocast(x), unit.dtype,
@@ -105,24 +104,24 @@ def _program(layer: nn.Module, x: Tensor, unit: Recorded, library: Any) -> Any |
 
 
 def _sources(layer: Any, unit: Recorded) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where a unit's inputs are looked up, all but the first."""
+    """The dictionary and the key of every input of a unit but the first."""
     yield layer.branch._parameters, "weight"
     yield layer.fusion._parameters, "weight"
     yield layer.fusion._parameters if "bias" in layer.fusion._parameters else vars(layer.fusion), "bias"
     at = 4
     for place, key in _OF_NORM:
-        # A tensor that the norm does not have, or that does not count, is left out.
+        # A tensor that the norm does not have or use is not an input.
         if at < len(unit.inputs) and getattr(layer.fusion.norm, place).get(key) is unit.inputs[at]:
             yield getattr(layer.fusion.norm, place), key
             at += 1
 
 
 def _conditions(layer: Any, unit: Recorded) -> Iterator[Condition]:
-    """What must hold besides the tensors' sizes, types and layouts, and the settings that C++ looks at itself."""
+    """The conditions of a program, beyond sizes, dtypes, layouts and settings, which C++ checks itself."""
     branch, fusion, norm = layer.branch, layer.fusion, layer.fusion.norm
     yield "equal", layer._modules, "branch", branch
     yield "equal", layer._modules, "fusion", fusion
-    yield "equal", None, "branch_activation", None  # None stands for the layer's own dictionary
+    yield "equal", None, "branch_activation", None  # None refers to the layer's own dictionary
     yield "equal", branch._parameters, "bias", None
     if fusion.strategy == "stochastic":
         yield "equal", None, "training", layer.training

@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal, a plain line now and then elsewhere."""
+"""Progress: a bar in a terminal, periodic plain lines elsewhere."""
 
 import codecs
 import os
@@ -17,7 +17,7 @@ __all__ = ["Bar", "error_console", "first_rank", "say_minutes"]
 
 EVERY = 5.0  # seconds between plain lines
 PLAIN = "torch_dcl.plain"
-"""An error handler for `str.encode`: a similar sign for one that a terminal does not have, so that no minus is lost."""
+"""An error handler for `str.encode` that replaces unsupported characters by similar ones, so that no minus is lost."""
 _SIMILAR = dict(zip("−–·•×→…’▾▴†", "---*x>.'v^+", strict=True))
 
 
@@ -31,12 +31,12 @@ codecs.register_error(PLAIN, _similar)
 
 
 def first_rank() -> bool:
-    """Whether this process may speak: with torchrun, the first one alone."""
+    """Whether this process prints: with torchrun, only the first rank."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say_minutes(seconds: float) -> str:
-    """A time for people: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
+    """Format a duration: ``12 s``, ``3:05 min``, ``2:10 h``, ``3.5 days``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -48,20 +48,20 @@ def say_minutes(seconds: float) -> str:
 
 
 class _Lines:
-    """A console that is no terminal, without rich."""
+    """A console without a terminal, and without rich."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
 
     def print(self, line: str, **_: bool) -> None:
-        """Print a line on stderr, with similar signs for those that its encoding does not have."""
+        """Print a line on stderr, with similar characters for those that its encoding does not support."""
         if not self.quiet:
             encoding = sys.stderr.encoding or "utf-8"
             print(line.encode(encoding, PLAIN).decode(encoding), file=sys.stderr, flush=True)
 
 
 def error_console(*, quiet: bool = False) -> "Console | _Lines":
-    """A console on stderr, quiet in all processes but the first. Rich is loaded for a terminal alone."""
+    """A console on stderr, quiet in all ranks but the first. Rich is imported only for a terminal."""
     quiet = quiet or sys.stderr is None or not first_rank()
     if quiet or not sys.stderr.isatty():
         return _Lines(quiet=quiet)
@@ -71,7 +71,7 @@ def error_console(*, quiet: bool = False) -> "Console | _Lines":
 
 
 class Bar:
-    """Progress of a long task, and inside of it of the step that is being done.
+    """Progress of a long task, and of its current step.
 
     ::
 
@@ -80,15 +80,15 @@ class Bar:
             bar.inside(1, 24, "epochs")
             bar.advance(3)
 
-    The time left is shown once a few steps are done, since the first ones say little.
+    The remaining time is shown after a few steps, since the first ones are not representative.
 
     Args:
         on: The console.
-        total: Steps; 0 as long as that is not known.
-        unit: What a step is, in the plural.
+        total: The number of steps; 0 while it is unknown.
+        unit: The name of a step, in the plural.
         every: Seconds between plain lines.
-        by_step: Whether the time left is that of the step that is being done, where steps differ too much to say more.
-        expected: Seconds that all steps will take, where that is known before; `expect` corrects it.
+        by_step: Whether to show the remaining time of the current step only, if steps differ too much.
+        expected: An estimate of the seconds of all steps; `expect` corrects it.
     """
 
     def __init__(
@@ -136,61 +136,61 @@ class Bar:
             self._thread.join()
 
     def now(self, text: str) -> None:
-        """Say what is being done."""
+        """Show a description of the current step."""
         self.text, self.step, self._begun = text, None, None
         self._show()
 
     def inside(self, done: int, total: int, unit: str) -> None:
-        """Say how many parts of the step are done that is being done, and what a part is, in the plural."""
+        """Show the progress of the current step: parts done, their number, and the name of a part in the plural."""
         self.step = (done, total, unit)
-        # What was done before this call says nothing of the time, and a first part takes longer than others.
+        # Parts done before this call have no time, and a first part takes longer than others.
         if self._begun is None and done:
             self._begun = (time.monotonic(), done)
         self._show()
 
     def begin_at(self, done: int, total: int | None = None) -> None:
-        """Steps that were done before this began, and do not count for the time left."""
+        """Set the number of steps done before the start, which do not count for the remaining time."""
         self.done = self.first = float(done)
         self.total = self.total if total is None else total
         self._start = time.monotonic()
         self._show()
 
     def advance(self, steps: int = 1) -> None:
-        """Steps are done."""
+        """Add completed steps."""
         self.reach(self.done + steps)
 
     def reach(self, done: float) -> None:
-        """Set the steps that are done; a part of one counts as a part."""
+        """Set the number of completed steps, possibly fractional."""
         self.done = min(float(self.total), done)
         self._show()
 
     def expect(self, share: float) -> None:
-        """Correct the seconds that are expected by the share of the work that is done, once that is enough to tell."""
+        """Correct the expected time from the fraction of the work that is done, once it is at least a fifth."""
         if share >= 0.2:
             self.expected = (time.monotonic() - self._start) / share
         self._show()
 
     def note(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         (self._live.console if self._live else self.console).print(line, markup=False, soft_wrap=True)
 
     @property
     def left(self) -> float | None:
-        """Seconds that are left, None while that is a guess."""
+        """The remaining seconds; None while an estimate would be unreliable."""
         if self.by_step:
             return self._left_of_step()
-        gone, did = time.monotonic() - self._start, self.done - self.first
+        elapsed, completed = time.monotonic() - self._start, self.done - self.first
         if self.expected is not None:
-            return max(0.0, self.expected - gone)
-        few = did < max(2, 0.05 * (self.total - self.first)) or gone < 3
-        return None if few else gone / did * (self.total - self.done)
+            return max(0.0, self.expected - elapsed)
+        few = completed < max(2, 0.05 * (self.total - self.first)) or elapsed < 3
+        return None if few else elapsed / completed * (self.total - self.done)
 
     def _left_of_step(self) -> float | None:
         if self._begun is None or self.step is None:
             return None
         since, first = self._begun
-        gone, did = time.monotonic() - since, self.step[0] - first
-        return None if not did or gone < 3 else gone / did * (self.step[1] - self.step[0])
+        elapsed, completed = time.monotonic() - since, self.step[0] - first
+        return None if not completed or elapsed < 3 else elapsed / completed * (self.step[1] - self.step[0])
 
     def line(self) -> str:
         """The state as a plain line."""
@@ -210,11 +210,11 @@ class Bar:
         return f"about {say_minutes(left)} left{of}" if left is not None and self.done < self.total else ""
 
     def _show(self) -> None:
-        """Take down how things are. In a terminal they are drawn a few times a second, whatever happens meanwhile."""
+        """Update the display. A terminal redraws it a few times a second in another thread."""
         if self._live is not None and self._outer is not None and self._inner is not None:
             first, second = self._outer.task_ids[0], self._inner.task_ids[0]
             self._outer.update(first, total=self.total, completed=self.done, count=self._count(), eta=self._eta())
-            done, total, unit = self.step or (0, None, "")  # without an end it only shows that something goes on
+            done, total, unit = self.step or (0, None, "")  # without a total it only shows activity
             words = f"{done} of {total} {unit} · {self.text}" if self.step else self.text
             self._inner.update(second, total=total, completed=done, text=words)
         elif time.monotonic() - self._said >= self.every:
@@ -225,7 +225,7 @@ class Bar:
         self.console.print(self.line(), markup=False, soft_wrap=True)
 
     def _beat(self) -> None:
-        """A line when nothing was said for a while, so that a long step does not look like a stop."""
+        """Print a line periodically, so that a long step does not look stuck."""
         while not self._stop.wait(min(1.0, self.every)):
             if time.monotonic() - self._said >= self.every:
                 self._say()

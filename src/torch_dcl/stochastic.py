@@ -1,14 +1,14 @@
-"""The stochastic strategy's step: who counts it, and what the idle branches do meanwhile.
+"""The step of the stochastic strategy: how it advances, and how idle branches are held still.
 
 A layer with ``strategy="stochastic"`` trains one pair of branches a step. The pair is a function of (seed, layer,
 step), which the layer keeps in its state dict; its forward only reads it, so running a forward twice (activation
 checkpointing), several times a step (gradient accumulation) or as a pure function (``torch.func``) changes nothing.
-The owner of the network moves the step on, in one of two ways::
+The training loop advances the step, in one of two ways::
 
     for step, (x, target) in enumerate(batches):
         dcl.advance_branches_(model, step)       # at the start of every step, or
         ...
-    dcl.follow_optimizer(model, optimizer)       # once: every optimizer.step() moves it on
+    dcl.follow_optimizer(model, optimizer)       # once: every optimizer.step() advances it
 
 The paper trains only the active branches in an iteration. A zero gradient alone does not do that: momentum and
 weight decay still move the idle ones. ``follow_optimizer`` therefore holds them still, unless told otherwise.
@@ -30,10 +30,10 @@ __all__ = ["advance_branches_", "follow_optimizer", "seed_branches_"]
 
 
 def seed_branches_(model: nn.Module, seed: int) -> None:
-    """Give every stochastic layer its place in the draw: the seed, its own name, and step 0.
+    """Set the key of every stochastic layer: the seed, its own name, and step 0.
 
-    ``convert_`` has done this for the layers that it made. A network with hand-built layers wants it once, since
-    all of them start out with the same key.
+    ``convert_`` does this for the layers that it creates. Call it once for a network with hand-built layers, which
+    all start with the same key.
 
     Args:
         model: The network.
@@ -48,9 +48,9 @@ def seed_branches_(model: nn.Module, seed: int) -> None:
 
 
 def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> None:
-    """Draw the branches of a training step in every stochastic layer. Nothing else is touched.
+    """Draw the branches of a training step in every stochastic layer.
 
-    Works on the device without waiting for it, so it may stand inside or outside a captured CUDA graph.
+    The draw does not synchronise the device, so it may run inside or outside a captured CUDA graph.
 
     Args:
         model: The network; without a stochastic layer this does nothing.
@@ -71,7 +71,7 @@ def _advance(fusions: Iterable[ConceptFusion], step: int | Tensor | None = None)
 
 
 class Following:
-    """What :func:`follow_optimizer` set up."""
+    """The handle of :func:`follow_optimizer`."""
 
     def __init__(self, layers: Iterable[_DCL], optimizer: torch.optim.Optimizer, *, hold_idle: bool) -> None:
         self._held = set(layers) if hold_idle else set()
@@ -92,7 +92,7 @@ class Following:
         )
 
     def remove(self) -> None:
-        """Take the hooks off the optimiser again."""
+        """Remove the hooks from the optimiser."""
         for hook in self._hooks:
             hook.remove()
         for followings in _FOLLOWINGS.values():
@@ -101,7 +101,7 @@ class Following:
 
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Keep the rows of idle branches, and the optimiser's moments of them."""
+        """Save the rows of idle branches and their moments."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._saved, self._fresh = [], []
         for parameter, idle in _idle_rows(self._held):
@@ -115,7 +115,7 @@ class Following:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Put them back, and draw the next pair."""
+        """Restore them, and draw the next pair."""
         for tensor, old, idle in self._saved:
             tensor.copy_(torch.where(idle, old, tensor))
         for parameter, known, idle in self._fresh:  # moments that this step created: an idle branch has none yet
@@ -132,23 +132,22 @@ _FOLLOWINGS: WeakKeyDictionary[torch.optim.Optimizer, list[Following]] = WeakKey
 def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold_idle: bool = True) -> Following:
     """Advance the branches of ``model`` after every ``optimizer.step()``.
 
-    Call it after the optimiser is made, and that after ``convert_``. A second call for the same optimiser takes the
-    place of the first. Where several optimisers share the layers, call it for each: all of them hold idle branches
-    still, and the one that was given last moves the step on, so it must step last.
+    Call it after creating the optimiser, which must come after ``convert_``. A second call for the same optimiser
+    replaces the first. If several optimisers share the layers, call it for each: all of them hold idle branches still,
+    and the one of the last call advances the step, so it must step last.
 
     Args:
         model: The network; without a stochastic layer this does nothing.
         optimizer: Any torch optimiser that holds its parameters.
-        hold_idle: Whether the branches that were not drawn stay exactly as they are, as in the paper: no momentum,
-            no weight decay, no change of their moments. False lets the optimiser treat them as it treats any
-            parameter with a zero gradient.
+        hold_idle: Whether branches that were not drawn stay unchanged, as in the paper: no momentum, no weight decay,
+            no change of their moments. With False the optimiser treats them as parameters with a zero gradient.
 
     Returns:
         A handle whose ``remove()`` ends it.
 
     Raises:
-        ValueError: the optimiser holds no parameter of the stochastic layers, or ``hold_idle`` is wanted of layers
-            whose parameters do not have their shape, as under FSDP1.
+        ValueError: the optimiser holds no parameter of the stochastic layers, or ``hold_idle`` is set for layers whose
+            parameters do not have their own shape, as under FSDP1.
     """
     layers = {name: layer for name, layer in _layers(model) if layer.strategy == "stochastic"}
     _check_held(layers, optimizer)
@@ -159,13 +158,13 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
                 f"hold_idle=True needs the parameters of {name!r} in their own shape, and fusion.weight is "
                 "flattened, pruned or parametrized; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
             )
-        fusion.active.copy_(draw_pair(fusion.key, fusion.branches))  # which an average of buffers may have mixed up
+        fusion.active.copy_(draw_pair(fusion.key, fusion.branches))  # averaging buffers may have corrupted it
         fusion.advanced = True
     return Following(layers.values(), optimizer, hold_idle=hold_idle)
 
 
 def _check_held(layers: Mapping[str, _DCL], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser that trains none of the layers, although they are there to be trained."""
+    """Raise ValueError if the optimiser holds no parameter of trainable layers."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [p for layer in layers.values() for p in layer.parameters()]
     if any(p.requires_grad for p in parameters) and not any(id(p) in held for p in parameters):
@@ -181,7 +180,7 @@ def _is_moment(state: Any, parameter: Tensor) -> bool:
 
 
 def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
-    """Every parameter of stochastic layers with a mask, broadcast over its shard, of what idle branches own."""
+    """Every parameter of stochastic layers with a mask of the idle branches' rows, broadcast over its shard."""
     rows: list[tuple[Tensor, Tensor]] = []
     for layer in layers:
         fusion = layer.fusion
@@ -200,7 +199,7 @@ def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor that FSDP2 has sharded; any other as it is. Writing to it writes to the tensor."""
+    """This rank's shard of a tensor sharded by FSDP2, as a view; any other tensor itself."""
     shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return shard
 
@@ -214,11 +213,11 @@ def _shard_like(parameter: Tensor, mask: Tensor) -> Tensor:
 
     whole = DTensor.from_local(mask.expand(parameter.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)
     shard = whole.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
-    return _local(shard).to(_local(parameter).device)  # which is the CPU where parameters are offloaded
+    return _local(shard).to(_local(parameter).device)  # the CPU for offloaded parameters
 
 
 def _own_name(name: str) -> str:
-    """The name that a layer has without the wrappers of data parallelism and ``torch.compile``."""
+    """The name of a layer without the prefixes of data parallelism and ``torch.compile``."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 

@@ -384,7 +384,7 @@ def test_an_interruption_anywhere_leaves_the_whole_network_as_it_was(monkeypatch
 
         return maybe
 
-    for name in ("swap", "leave_fast_paths", "seed_branches_"):
+    for name in ("swap", "disable_fast_paths", "seed_branches_"):
         monkeypatch.setattr(apply, name, interrupting(getattr(apply, name)))
     with left_as_it_was(model), pytest.raises(KeyboardInterrupt):
         dcl.convert_(model, plan, init="random", seed=3)

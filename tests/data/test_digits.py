@@ -37,13 +37,13 @@ class PilWriter:
         self.source = segments.original[draw.source].T.tolist()
         self.centre = (draw.centre / 256).permute(2, 1, 0).tolist()
         self.scale = (draw.scale / 256).T.tolist()
-        self.turn = (draw.turn / 2).T.tolist()
+        self.angle = (draw.angle / 2).T.tolist()
 
     def image(self, index):
         placed = []
         for k, digit in enumerate(self.layout.digits):
             picture = self.cut(self.images[self.source[index][k]])
-            turn = self.turn[index][k]
+            turn = self.angle[index][k]
             if turn or digit.mirror:
                 picture = self.turned(picture, turn, digit.mirror)
             (y, x), scale = self.centre[index][k], self.scale[index][k]
@@ -272,7 +272,7 @@ def test_quarter_turns_and_mirrors_are_exact(quarter, mirror, test_digits):
 def test_turned_pixels_are_moved_exactly(turn, test_digits):
     pixels, size = test_digits.pixels, torch.stack([test_digits.height, test_digits.width])
     steps = torch.full((len(pixels),), 2 * turn)
-    turned = digits._turned(pixels, size, digits._wave(steps), torch.ones_like(steps), 30)
+    turned = digits._rotated(pixels, size, digits._wave(steps), torch.ones_like(steps), 30)
     low, new = digits._tight_box(turned)
     for k in range(0, len(pixels), 50):
         h, w = size[:, k]
@@ -328,7 +328,7 @@ def test_random_variation_stays_within_its_range_and_fills_it(test_digits):
         (draw.centre[1] / 256 / 20, 0.5, 0.05),
         (draw.centre[0] / 256 / 20, -0.5, 0.05),
         (draw.scale / 256, 0.8, 0.08),
-        ((draw.turn / 2 + 180) % 360 - 180, -10, 10),
+        ((draw.angle / 2 + 180) % 360 - 180, -10, 10),
     ):
         values = drawn.double()
         assert values.min().item() == pytest.approx(middle - reach, abs=0.004)

@@ -17,7 +17,7 @@ def rounded(x, bits):
 
 
 def turned(pixels, size, wave, sign, reach):
-    """`digits._turned` in 64-bit integers, with four explicit neighbours."""
+    """`digits._rotated` in 64-bit integers, with four explicit neighbours."""
     pixels = torch.nn.functional.pad(pixels.long(), (64, 64, 64, 64))
     step = torch.arange(1 - reach, reach, 2)
     x, y = step[None, None, :], step[None, :, None]
@@ -38,7 +38,7 @@ def test_turning_is_exact(sign):
     turn = torch.arange(1000) * 7 % 720
     size = torch.stack([segments.height, segments.width])
     arguments = segments.pixels, size, digits._wave(turn), torch.full((1000,), sign), 30
-    assert torch.equal(digits._turned(*arguments).long(), turned(*arguments))
+    assert torch.equal(digits._rotated(*arguments).long(), turned(*arguments))
 
 
 @pytest.mark.parametrize("name", ["MNIST-II-01", "MNIST-III-10"])

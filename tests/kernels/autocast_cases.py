@@ -82,7 +82,7 @@ def kept_case(T, P, bias, device, dtype):
 
     In float16 a gradient is rounded and overflows, so that a GradScaler finds it.
     """
-    from torch_dcl.kernels import kept, pointwise
+    from torch_dcl.kernels import pointwise, saved_responses
 
     y, grad = torch.randn(P, T * 24).to(device, dtype), torch.randn(P, 40).to(device, dtype)
     wide = [t.to(device).requires_grad_() for t in (torch.randn(T * 24, 40) / 5, torch.randn(T, 40))]
@@ -90,12 +90,12 @@ def kept_case(T, P, bias, device, dtype):
     z = dispatch.project_and_fuse(y, weight, biases, [24] * T, 0.01, pairs=False, keep=True)
     found = torch.autograd.grad(z, wide[: 1 + bias], grad)
     low = [weight.detach().to(dtype), None if biases is None else biases.detach()]  # a bias is not rounded
-    pre = kept.kept_forward(y, *low, torch.empty_like(grad), T, 0.01, False)
+    pre = saved_responses.forward(y, *low, torch.empty_like(grad), T, 0.01, False)
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, 0.01, pairs=False)[0].double()
     exact = torch.cat([y_t.double().t() @ d for y_t, d in zip(y.split(24, 1), dpre, strict=True)]), dpre.sum(1)
     rounding = 1.0 if dtype == torch.bfloat16 else half(dtype)
     errors = {name: relative(g, e) * rounding for name, g, e in zip(("weight", "bias"), found, exact, strict=False)}
-    dy, *wide_gradients = kept.kept_backward(grad, y, *low, pre, T, 0.01, False, torch.float32)
+    dy, *wide_gradients = saved_responses.backward(grad, y, *low, pre, T, 0.01, False, torch.float32)
     errors |= {f"{n}, wide": relative(g, e) for n, g, e in zip(errors, wide_gradients, exact, strict=False)}
     outputs = torch.cat([d @ w.double().t() for d, w in zip(dpre, low[0].split(24), strict=True)], 1)
     kinds = {g.dtype for g in (*found, *wide_gradients) if g is not None}

@@ -173,8 +173,8 @@ def again_case(device, dtype):
     dpre, parts = torch.full((2, P, N), -1.0).to(device, dtype), torch.full((2, 2 * (M + 1), N), -1.0).to(device)
     kind, where = given[0].dtype, given[0].device
     projection = project.Projection(P, M, 2, N, kind, where, 0.01, False, kind, 0, kind != torch.float32)
-    projection.again(found, out, *given)
-    projection.gradients_again(found, dpre, parts, incoming, *given)
+    projection.redo_forward(found, out, *given)
+    projection.redo_backward(found, dpre, parts, incoming, *given)
     wide = [t.to("cpu", torch.float64).requires_grad_() for t in given]
     pre = [y_t @ W_t + b_t for y_t, W_t, b_t in zip(wide[0].split(M, 1), wide[1].split(M), wide[2], strict=True)]
     z = reference(pre, 0.01, False)
@@ -493,7 +493,7 @@ def blocks_case(device, dtype):
     """Statistics block by block, as for more filters than these."""
     from torch_dcl.kernels import moments
 
-    with mock.patch.multiple(moments, DEEPEST=16, _SIDE=16):
+    with mock.patch.multiple(moments, MAX_FILTERS_IN_REGISTERS=16, _SIDE=16):
         return batch_norm_case("images, many outputs", _norm(nn.BatchNorm2d) | {"width": 40}, 3.0, device, dtype)
 
 
@@ -771,7 +771,7 @@ def turn_case(shape, channels, device, dtype):
         last = x.movedim(channels, -1).contiguous().movedim(-1, channels)
         for name, given, other in (("to the end", x, last), ("back", last, x)):
             own = given.clone(memory_format=torch.preserve_format).requires_grad_()
-            found = ops.turn(own, channels, name == "to the end", dtype)
+            found = ops.transpose(own, channels, name == "to the end", dtype)
             assert found.stride() == other.stride() or 1 in shape or 0 in shape
             assert found.dtype == dtype
             errors[f"{wide} {name}"] = float((found - other.to(dtype)).abs().sum())

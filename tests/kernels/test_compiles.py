@@ -137,7 +137,7 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
     apart = inside and M <= 64 and not (M <= 16 and K2 <= 64)  # where a program has not all outputs
     assert compiled == [
-        "forward", "backward", *(["backward_rows"] if apart else []), *(["add_parts_"] if inside else [])
+        "forward", "backward", *(["backward_rows"] if apart else []), *(["sum_partials_"] if inside else [])
     ]  # fmt: skip
 
 
@@ -152,21 +152,21 @@ def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
     hopper.project_forward(y, weight, biases if bias else None, torch.empty_like(grad), 0.01)
     hopper.project_backward(grad, y, weight, biases if bias else None, 0.01, gradients)
     rows = ["backward_rows"] if M == 64 else []
-    assert compiled == ["_forward", "forward", "_backward", "backward", *rows, "add_parts_"]
+    assert compiled == ["_forward", "forward", "_backward", "backward", *rows, "sum_partials_"]
 
 
 @pytest.mark.parametrize("T", [2, 3])
 @pytest.mark.parametrize("P", [slow(1), 32, slow(256), 1024])
 def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P):
-    from torch_dcl.kernels import kept
+    from torch_dcl.kernels import saved_responses
 
     y, weight, bias = (torch.randn(shape).bfloat16() for shape in ((P, T * 256), (T * 256, 512), (T, 512)))
     z = torch.empty(P, 512).bfloat16()
-    pre = kept.kept_forward(y, weight, bias, z, T, 0.01, False)
-    kept.kept_backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
-    kept.kept_backward(z, y, weight, None, pre, T, 0.01, False, torch.bfloat16)
-    forward = ["_kept_forward" if P <= 128 or (T == 2 and P <= 512) else "_fuse_forward"]
-    backward = ["_fuse_backward", *(["_kept_backward"] if P <= 512 else [])]
+    pre = saved_responses.forward(y, weight, bias, z, T, 0.01, False)
+    saved_responses.backward(z, y, weight, bias, pre, T, 0.01, False, torch.float32)
+    saved_responses.backward(z, y, weight, None, pre, T, 0.01, False, torch.bfloat16)
+    forward = ["_saved_forward" if P <= 128 or (T == 2 and P <= 512) else "_fuse_forward"]
+    backward = ["_fuse_backward", *(["_saved_backward"] if P <= 512 else [])]
     assert compiled == [*forward, *backward, *backward]
 
 
@@ -177,7 +177,7 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
 )
 def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, keep, P, K2):
     """As under autocast, in the sizes of AlexNet's and VGG's layers: twice the bytes must fit on the chip, too."""
-    from torch_dcl.kernels import kept, plans
+    from torch_dcl.kernels import plans, saved_responses
 
     y, weight, M = torch.randn(P, T * 64).bfloat16(), torch.randn(T * 64, K2), 64
     plan = plans.Plan(
@@ -186,7 +186,9 @@ def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, 
     low = plan.forward(y, weight, None, None)[1][0]
     assert (plan.M, low.dtype, low.shape) == (M, torch.bfloat16, weight.shape)
     assert plan.forward(y, weight, None, None, learns=False)[1][0] is None or (keep and P > 128 and T == 3)
-    kernel = ("_kept_forward" if kept.in_one(P, T, y.dtype) else "_fuse_forward") if keep else "forward"
+    kernel = (
+        ("_saved_forward" if saved_responses.uses_one_kernel(P, T, y.dtype) else "_fuse_forward") if keep else "forward"
+    )
     assert compiled == [kernel, kernel]
 
 
@@ -239,9 +241,9 @@ def test_another_layout(compiled, made, dtype, shape):
     from torch_dcl.kernels import elementwise
 
     x = torch.randn(shape)
-    last = elementwise.turn(x, 1, True, dtype)
-    elementwise.turn(last, 1, False, torch.float32)
-    assert compiled == ["_turn", "_turn"]
+    last = elementwise.transpose(x, 1, True, dtype)
+    elementwise.transpose(last, 1, False, torch.float32)
+    assert compiled == ["_transpose", "_transpose"]
     if shape[1] % 64 == 0:  # both ways along the memory, 16 bytes at once
         for kernel in made:
             assert "v4.b32" in kernel.asm["ptx"]
@@ -303,7 +305,7 @@ def test_norms(compiled, T, M, N, bias, affine, fixed):
     plan.backward(grad, y, biases, known, torch.float32)
     assert z.shape == (100, N)
     first = ["_fixed"] if fixed else ["_moments", "_wide_statistics" if M > 128 else "_statistics"]
-    last = ["backward_rows"] if T == 3 or N > 64 else [] if fixed else ["add_through_statistics_"]
+    last = ["backward_rows"] if T == 3 or N > 64 else [] if fixed else ["add_statistics_gradient_"]
     assert compiled == [*first, "forward", "backward", "_gradients", *last]
 
 
@@ -330,7 +332,7 @@ def test_norms_of_several_processes(compiled, monkeypatch, T, M, N, bias, affine
         z, known = plan.forward(y, weight, biases, norm)
         plan.backward(grad, y, biases, known, torch.bfloat16, norm.group)
         assert z.shape == (P, N)
-    last = ["backward_rows"] if T == 3 or N > 64 else ["add_through_statistics_"]
+    last = ["backward_rows"] if T == 3 or N > 64 else ["add_statistics_gradient_"]
     whole = ["_moments", "_statistics", "_combine", "forward", "backward", "_gradients", "_complete", *last]
     assert compiled == [*whole, "_combine", "_gradients", "_complete"]
 

@@ -308,7 +308,7 @@ def test_the_kernels_of_hopper_gpus_take_large_projections_and_leave_the_others(
     hopper = launch._hopper_kernels()
     given = {"T": 2, "dtype": torch.bfloat16, "eps": 0.01, **settings}
     y = torch.empty(P, given["T"] * M, dtype=given["dtype"])
-    assert hopper.takes(y, P, M, N, given["eps"]) == taken
+    assert hopper.accepts(y, P, M, N, given["eps"]) == taken
 
 
 @needs_triton

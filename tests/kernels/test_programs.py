@@ -28,7 +28,7 @@ def test_a_replayed_layer_has_the_bits_of_the_recorded_one(interpreter, name, ha
     if half is None and name in ("convolution in torch's layout", "one dimension"):
         assert found["programs"] == 0  # without tensor cores no kernel takes images whose channels are not last
     elif name == "convolution in torch's layout":  # a unit between two transpositions
-        assert (found["programs"], found["node"]) == (2, "_TurnBackward")
+        assert (found["programs"], found["node"]) == (2, "_TransposeBackward")
     else:
         assert found == {"programs": 2, "failed": 0, "node": "DCLUnitBackward"}
 

@@ -24,11 +24,11 @@ SHARED = {80: 163, 86: 99, 90: 227}
 """KiB of shared memory that a program may take, by compute capability."""
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 WRITTEN = {
-    "_moments": {"parts"}, "_statistics": {"running_mean", "running_var", "known", "low"}, "_fixed": {"known", "low"},
-    "_wide_statistics": {"running_mean", "running_var", "known", "low"}, "_gradients": {"dw", "numbers"},
-    "forward": {"out", "low"}, "backward_rows": {"dy"}, "add_through_statistics_": {"dy"},
-    "add_parts_": {"dbias", "dw"},
-    "_fuse_forward": {"out"}, "_kept_forward": {"pre", "out", "low"}, "_kept_backward": {"dy", "dw", "dbias"},
+    "_moments": {"parts"}, "_statistics": {"running_mean", "running_var", "stats", "low"}, "_fixed": {"stats", "low"},
+    "_wide_statistics": {"running_mean", "running_var", "stats", "low"}, "_gradients": {"dw", "numbers"},
+    "forward": {"out", "low"}, "backward_rows": {"dy"}, "add_statistics_gradient_": {"dy"},
+    "sum_partials_": {"dbias", "dw"},
+    "_fuse_forward": {"out"}, "_saved_forward": {"pre", "out", "low"}, "_saved_backward": {"dy", "dw", "dbias"},
 }  # fmt: skip
 """What a kernel writes to; `backward` and the fusion's write more where more is asked for."""
 
@@ -58,9 +58,9 @@ def gpu(monkeypatch):
     before = getattr(driver, "_active", None)
     driver.set_active(Driver())
     for module in (launcher, moments, project):
-        monkeypatch.setattr(module, "processors", lambda _: 132)
-    monkeypatch.setattr(moments, "has_room", lambda _: True)
-    monkeypatch.setattr(launch, "_hopper_on", lambda _: None)
+        monkeypatch.setattr(module, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(moments, "has_large_shared_memory", lambda _: True)
+    monkeypatch.setattr(launch, "_hopper_kernels_on", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield
     driver._active = before
@@ -201,7 +201,7 @@ def check_what_is_written(launches):
         own = kernel.fn.__name__
         expected = WRITTEN.get(own, {"out"})
         if own == "backward":
-            expected = {"parts"} | ({"dpre"} if given["KEEP"] else set()) | ({"dy"} if given["WHOLE"] else set())
+            expected = {"parts"} | ({"dpre"} if given["KEEP"] else set()) | ({"dy"} if given["FULL"] else set())
         if not given.get("ROUNDED", True):  # weights of the type that is computed in are not written again
             expected = expected - {"low"}
         large = {argument for argument in written if given[argument].numel() > 1}
@@ -222,7 +222,7 @@ def test_the_code_that_a_compiler_writes_for_the_kernels_compiles(name, capabili
 def test_statistics_of_many_filters_fit_on_a_gpu_with_less_shared_memory(gpu, monkeypatch, tmp_path):
     from torch_dcl.kernels import moments
 
-    monkeypatch.setattr(moments, "has_room", lambda _: False)
+    monkeypatch.setattr(moments, "has_large_shared_memory", lambda _: False)
     launches = launches_of("batch norm, deep", torch.bfloat16, LITTLE_ROOM)
     check_what_is_written(launches)
     by_name = {kernel.fn.__name__: (kernel, *rest) for kernel, *rest, _ in launches}

@@ -24,7 +24,7 @@ _LARGEST = 1_000_000  # bytes of a recipe
 
 
 def _first_lines() -> dict[str, str]:
-    """The first line of each recipe's file, which says what it runs. No recipe is loaded for it."""
+    """The first line of each recipe's docstring, read without importing the recipe."""
     lines = {}
     for file in sorted(Path(__file__).parents[1].glob("experiments/recipes/[a-z]*.py")):
         first = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").splitlines()[0]
@@ -231,7 +231,7 @@ def _code_of(asked: Asked) -> dict[str, str]:
 
 
 def _refuse_code(asked: Asked, file: Path, typed: Mapping[str, Any]) -> None:
-    """Refuse a file that names code to run, unless a run of this user wrote it."""
+    """Reject a file that names code to run, unless a run of this user wrote it."""
     code = {key: value for key, value in _code_of(asked).items() if key not in typed}
     if not code:
         return

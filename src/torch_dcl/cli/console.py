@@ -58,7 +58,7 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def _tolerate(stream: Any) -> None:
-    """Print a similar sign where a terminal cannot show − or ▾, instead of failing."""
+    """Print a similar character if a terminal cannot show − or ▾, instead of failing."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     if codecs.lookup(encoding).name != "utf-8" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors=PLAIN)
@@ -73,7 +73,7 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print text as it is, with similar signs for those that the terminal cannot show."""
+    """Print text without markup, with similar characters for those that the terminal cannot show."""
     _tolerate(sys.stdout)
     sys.stdout.write(text)
 
@@ -166,7 +166,7 @@ _DEBUG = inspect.Parameter(
 
 
 def say_state(state: "State") -> str:
-    """A state in words."""
+    """Describe the state of a run."""
     if state.state == "damaged":
         return f"damaged: {state.problem}"
     unit = state.unit if state.total != 1 else {"entries": "entry"}.get(state.unit, state.unit.removesuffix("s"))
@@ -216,7 +216,7 @@ def split(text: str | Sequence[str]) -> list[str]:
 
 
 def check_output(path: Path) -> None:
-    """Refuse a file that cannot be written, before any work goes into its content."""
+    """Raise an error if a file cannot be written, before its content is computed."""
     if not path.parent.is_dir():
         raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():

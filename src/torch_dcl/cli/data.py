@@ -1,4 +1,4 @@
-"""``dcl data``: what is here, multi-digit sets as files, their picture, and a check of prepared files."""
+"""``dcl data``: list and download datasets, write and draw multi-digit sets, check prepared files."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -175,12 +175,12 @@ def prepare(
     for_machines(as_json)
     if name != "imagenet":
         raise UsageError(f"there is nothing to prepare for {name!r}; {nearest(name, ['imagenet'])}")
-    done = prepare_shards(
+    result = prepare_shards(
         source, folder, workers, size=size, shape=shape, per_class=per_class, skip_corrupt=skip_corrupt,
         images_per_shard=images_per_shard,
     )  # fmt: skip
     if as_json:
-        print_json(done)
+        print_json(result)
 
 
 @data_app.command("check", **SETTINGS)
@@ -218,8 +218,8 @@ def check_data(
         raise typer.Exit(1)
 
 
-def what_is_here() -> list[dict[str, Any]]:
-    """Every named set with where it was found, if anywhere, and what to do if not."""
+def available_data() -> list[dict[str, Any]]:
+    """Every named set with its location, or with the remedy if it is missing."""
     from torch_dcl.data.sources import is_here, places, remedy
 
     rows: list[dict[str, Any]] = [
@@ -240,12 +240,12 @@ def what_is_here() -> list[dict[str, Any]]:
 
 
 def show(*, as_json: bool) -> None:
-    """Print the data that is here, and where it is searched."""
+    """Print the available data, and the folders that are searched."""
     from rich.text import Text
 
     from torch_dcl.data.sources import places
 
-    rows = what_is_here()
+    rows = available_data()
     if as_json:
         print_json({"places": [str(place) for place in places()], "data": rows})
         return
@@ -282,20 +282,20 @@ def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) ->
             bar.reach(done)
 
         try:
-            done = prepare_imagenet(source, folder, workers=workers or os.cpu_count() or 1, report=report, **settings)
+            result = prepare_imagenet(source, folder, workers=workers or os.cpu_count() or 1, report=report, **settings)
         except (FileNotFoundError, DataError) as error:
             raise UsageError(str(error)) from error
         except ValueError as error:
             options = ("size", "shape", "per-class", "images-per-shard", "workers")
             raise UsageError(in_options(str(error), options)) from error
-    images = " + ".join(f"{count:,}" for count in done.images.values())
+    images = " + ".join(f"{count:,}" for count in result.images.values())
     screen.print(
-        f"{images} images in {done.shards:,} shards, {done.bytes / 2**30:,.2f} GiB; {done.written:,} written now. "
-        f"Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
+        f"{images} images in {result.shards:,} shards, {result.bytes / 2**30:,.2f} GiB; {result.written:,} written "
+        f"now. Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
     )  # fmt: skip
-    if done.skipped:
-        screen.print(f"{len(done.skipped):,} corrupt images were skipped, such as {done.skipped[0]}", markup=False)
-    return {**dataclasses.asdict(done), "folder": str(folder)}
+    if result.skipped:
+        screen.print(f"{len(result.skipped):,} corrupt images were skipped, such as {result.skipped[0]}", markup=False)
+    return {**dataclasses.asdict(result), "folder": str(folder)}
 
 
 def check_shards(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""``dcl doctor``: what is installed and found here, what is missing, and what to do about it."""
+"""``dcl doctor``: the state of the installation, data and runs, with remedies."""
 
 import os
 import platform
@@ -75,11 +75,11 @@ def _host() -> Check:
 
 
 def _data() -> list[Check]:
-    from torch_dcl.cli.data import what_is_here
+    from torch_dcl.cli.data import available_data
     from torch_dcl.data import mnist_excerpt
 
     rows = []
-    for row in what_is_here():
+    for row in available_data():
         if row["name"] == "mnist-excerpt":
             try:
                 mnist_excerpt("test")

@@ -1,4 +1,4 @@
-"""``dcl run`` and ``dcl demo``: begin or resume a run, print its result, and say how it ended."""
+"""``dcl run`` and ``dcl demo``: start or resume a run, print its result, and return its exit code."""
 
 import dataclasses
 import io
@@ -95,7 +95,7 @@ def _print(screen: Any, shown: "Sequence[Any]") -> None:
 
 
 def _as_text(shown: "Sequence[Any]") -> str:
-    """What a terminal shows of a result, as plain text: the page of a recipe that has no other shows it."""
+    """The terminal's view of a result as plain text, for pages of recipes without a template."""
     from rich.console import Console
 
     text = io.StringIO()  # in plain text also where FORCE_COLOR asks a terminal for more
@@ -104,7 +104,7 @@ def _as_text(shown: "Sequence[Any]") -> str:
 
 
 def _ending(stopped_by: signal.Signals | None, failures: "Sequence[Failure]", *, is_limited: bool) -> tuple[int, str]:
-    """The exit code of a run that is not complete, and why it is not."""
+    """The exit code of an incomplete run, and the reason."""
     if stopped_by is not None:
         return RESUME_ME if stopped_by == signal.SIGTERM else 130, f"Stopped by {stopped_by.name}."
     if not failures:
@@ -206,5 +206,5 @@ class Listener(protocol.Listener):
         self.bar.reach(self._before + at.networks * (at.epoch + at.part) / at.epochs)
 
     def report(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.bar.note(line)

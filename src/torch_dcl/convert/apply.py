@@ -1,4 +1,4 @@
-"""``convert_``: put DCL layers in the places that a plan names."""
+"""``convert_``: replace the units that a plan selects by DCL layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from torch_dcl.convert.trial import Trial
 from torch_dcl.convert.units import (
     AbsorbedNorm,
     build,
-    carry_flags,
-    is_idle,
+    copy_flags,
+    disable_fast_paths,
+    is_removable,
     kind_of,
     layer_weight,
-    leave_fast_paths,
     names_of,
     norm_obstacle,
     obstacle,
-    stand_in,
+    relu_replacement,
     swap,
-    thawed,
+    unfreeze_norm,
 )
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
@@ -36,17 +36,17 @@ __all__ = ["Conversion", "convert_"]
 
 Init = Literal["random", "fit"]
 _Unit = tuple[Row, nn.Module, nn.Module | None, nn.Module | None]
-"""A row, its layer, its batch norm, and its ReLU if that can go."""
+"""A row, its layer, its batch norm, and its ReLU if it is removable."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``convert_`` did. Printed, it is a table."""
+    """The result of ``convert_``. It prints as a table."""
 
     rows: tuple[Row, ...]
     """The rows of the plan that were converted."""
     fits: dict[str, FitReport]
-    """How well the trained weights were met, by name; empty after a random initialisation."""
+    """The errors of the fitted layers, by name; empty after a random initialisation."""
 
     def __str__(self) -> str:
         """One line a layer."""
@@ -76,36 +76,36 @@ def convert_(
 ) -> Conversion:
     """Replace the selected units of ``plan`` in ``model``, in place.
 
-    Either all of them are replaced or, after an error or an interruption, none is. A layer takes over geometry, dtype,
-    device, memory format, training flag and ``requires_grad``. A batch norm behind it moves into the layer, as one norm
-    for all branches with these flags of its own (a ``FrozenBatchNorm2d`` into the weights), and an
-    :class:`AbsorbedNorm` stays in its place. z is positive, so that a ReLU behind it has nothing to do: one that serves
-    this layer alone becomes an :class:`AbsorbedReLU`, one that serves other places too a :class:`SharedReLU`. A module
-    with several names is replaced once and stays shared. A ``nn.TransformerEncoderLayer`` around a replaced layer, and
-    a ``nn.TransformerEncoder`` around that, lose their fused inference path, which would not call the layer. An
-    optimiser made before holds the old parameters: make it after.
+    After an error or an interruption no unit is replaced. A DCL layer keeps geometry, dtype, device, memory format,
+    training flag and ``requires_grad`` of the old layer. A batch norm after the layer moves into it, as one norm for
+    all branches with its own flags (a ``FrozenBatchNorm2d`` into the weights), and an :class:`AbsorbedNorm` replaces
+    it. z is positive, so a ReLU after it is a no-op: a ReLU of this layer alone becomes an :class:`AbsorbedReLU`, a
+    shared one a :class:`SharedReLU`. A module with several names is replaced once and stays shared. A
+    ``nn.TransformerEncoderLayer`` that contains a replaced layer, and its ``nn.TransformerEncoder``, lose their fused
+    inference path, which would not call the layer. Create the optimiser after the conversion: an older one holds the
+    old parameters.
 
     Args:
-        model: The network, on which the plan was made or one of the same architecture.
-        plan: What to convert.
+        model: The planned network, or one of the same architecture.
+        plan: The plan.
         init: "random" to train from scratch, "fit" to start from the trained weights. There is no default, since
-            either is wrong for the other.
-        match: Whether "random" starts at the scale of the layer replaced, so that z has the mean square of its ReLU's
-            output; otherwise at that of torch's default layer. The draws are the same. A row without an ε of its own
-            gets a smaller one where the paper's would be above a fifth of that scale.
+            either is wrong for the other purpose.
+        match: Whether "random" uses the scale of the replaced layer, so that z has the mean square of its ReLU's
+            output; otherwise the scale of torch's default layer. The draws are the same. If the plan sets no ε, it is
+            lowered where the floor of the paper's would be above a fifth of that scale.
         calibration: Batches of inputs for "fit" and ``match``: tensors, tuples that begin with the input, or
-            dictionaries of keyword arguments. A few hundred images are enough. Without them the inputs are taken as
-            white noise, for ``match`` of unit mean square.
-        seed: Of the fit, and of the branch pairs of the stochastic strategy.
-        check: Whether to run the example that the plan was made on, before and after: once in training mode, once in
-            eval mode without gradients. If the converted network fails where the plain one does not, nothing is
-            converted. Flags, buffers and the random state are as before afterwards. A plan that was read from JSON has
-            no example, and one on the meta device nothing to run: nothing is checked.
+            dictionaries of keyword arguments. A few hundred images are enough. Without them the inputs are assumed to
+            be white noise, for ``match`` of unit mean square.
+        seed: The seed of the fit, and of the branch pairs of the stochastic strategy.
+        check: Whether to run the plan's example before and after: once in training mode, once in eval mode without
+            gradients. If only the converted network fails, nothing is converted. Flags, buffers and the random state
+            are restored. A plan from JSON has no example, and a network on the meta device cannot run: neither is
+            checked.
         progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
-            terminal, a line now and then elsewhere. None shows what is expected to take two seconds or more.
+            terminal, periodic lines elsewhere. None shows it if two seconds or more are expected.
 
     Returns:
-        What was done, with the fit's errors.
+        The converted rows, with the errors of the fit.
 
     Raises:
         ValueError: an argument out of its range, a plan that does not fit the network, a unit that cannot be
@@ -123,8 +123,8 @@ def convert_(
     samples = {}
     if calibration is not None and units:
         plain = {row.name: module for row, module, _, _ in units}
-        hear = incoming.hear if match else None
-        samples = collect_samples(model, plain, calibration, seed=seed, hear=hear, progress=progress)
+        on_input = incoming.add if match else None
+        samples = collect_samples(model, plain, calibration, seed=seed, on_input=on_input, progress=progress)
     if init == "fit" or match:
         for row, module, norm, _ in units:
             if match and layer_weight(module).is_meta:
@@ -134,19 +134,19 @@ def convert_(
     with all_or_nothing(model):
         if match:
             for (row, module, norm, _), layer in zip(units, layers, strict=True):
-                trained = None if norm is None else thawed(norm)
+                trained = None if norm is None else unfreeze_norm(norm)
                 match_(
                     layer, module, trained, samples.get(row.name), incoming.of(row.name), keep_eps=row.eps is not None
                 )
         _swap_units(model, units, layers)
         if layers:
-            leave_fast_paths(model)
+            disable_fast_paths(model)
             seed_branches_(model, seed)
         trial.verify(model)  # before the fit, which may take minutes
         if init == "fit":
             fits = _fit_units(units, layers, samples, seed, progress)
         for (_, module, norm, _), layer in zip(units, layers, strict=True):
-            carry_flags(layer, module, norm)
+            copy_flags(layer, module, norm)
     return Conversion(tuple(row for row, *_ in units), fits)
 
 
@@ -179,7 +179,7 @@ def _check(
 
 
 def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
-    """The layer and the batch norm of a row, checked against what the plan says of them; and the ReLU, if it can go."""
+    """The layer and the batch norm of a row, checked against the plan; and the ReLU, if it is removable."""
     other = "the plan was made for another network: plan this one"
     try:
         module = model.get_submodule(row.name)
@@ -192,24 +192,24 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
     weight: Tensor = module.weight  # type: ignore[assignment]
     shape = (row.out_channels, row.in_channels, *row.kernel)
     if kind_of(module) != row.kind or tuple(weight.shape) != shape:
-        found = f"{kind_of(module)} of {tuple(weight.shape)}"
-        raise ValueError(f"{row.name!r} is a {found}, the plan has a {row.kind} of {shape}; {other}")
+        actual = f"{kind_of(module)} of {tuple(weight.shape)}"
+        raise ValueError(f"{row.name!r} is a {actual}, the plan has a {row.kind} of {shape}; {other}")
     relu = dict(model.named_modules(remove_duplicate=False)).get(row.relu or "")
-    return module, norm, relu if is_idle(relu) else None
+    return module, norm, relu if is_removable(relu) else None
 
 
 def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:
-    """Put every layer in the place of its unit."""
+    """Replace every unit by its layer."""
     names = names_of(model)
-    stand_ins: dict[nn.Module, nn.Module] = {}
+    relus: dict[nn.Module, nn.Module] = {}
     for (row, module, norm, relu), layer in zip(units, layers, strict=True):
         swap(model, names[module], layer)
         if norm is not None:
             swap(model, names[norm], AbsorbedNorm().train(norm.training))
         if isinstance(relu, nn.ReLU):
             layer.marks_output = bool(row.shares_relu)  # None in a plan that was edited
-            stand_ins[relu] = stand_in(relu, shared=row.shares_relu)
-    for relu, new in stand_ins.items():
+            relus[relu] = relu_replacement(relu, shared=row.shares_relu)
+    for relu, new in relus.items():
         swap(model, names[relu], new)
 
 
@@ -227,7 +227,7 @@ def _fit_units(
     with Bar(error_console(quiet=not is_shown), len(layers), "layers fitted", expected=sum(times)) as bar:
         for i, ((row, module, norm, _), layer) in enumerate(zip(units, layers, strict=True), 1):
             bar.now(row.name)
-            trained = None if norm is None else thawed(norm)
+            trained = None if norm is None else unfreeze_norm(norm)
             fits[row.name] = fit_(layer, module, trained, samples.get(row.name), seed=seed)
             bar.advance()
             if is_shown:

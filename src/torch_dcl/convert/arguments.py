@@ -1,4 +1,4 @@
-"""The arguments of ``plan``: checked, and made into what it works with."""
+"""The arguments of ``plan``, checked and converted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from torch_dcl.convert.rows import Mode, Phase
 from torch_dcl.functional import check_eps
 from torch_dcl.fusion import Strategy, branch_widths
 
-__all__ = ["Select", "Wish", "check_choice", "check_layers", "check_model", "check_wish", "read_example"]
+__all__ = ["Select", "UnitOptions", "check_choice", "check_layers", "check_model", "check_unit_options", "read_example"]
 
 Select = Literal["smaller", "faster"]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the caller wants of every unit."""
+class UnitOptions:
+    """The options that apply to every unit."""
 
     branches: int
     ratio: float
@@ -29,32 +29,31 @@ class Wish:
     eps: float | None
 
     def widths(self, out_channels: int) -> tuple[int, ...]:
-        """M(t) of a unit of that many output channels."""
+        """M(t) of a unit with this number of output channels."""
         return branch_widths(
             out_channels, branches=self.branches, ratio=self.ratio, width=self.width, round_to=self.round_to
         )
 
 
-def check_wish(wish: Wish, budget: float | None) -> None:
-    """Refuse what no unit could take; what one unit cannot take is said in its row."""
-    given = wish.width if isinstance(wish.width, Sequence) else (wish.width,)
-    numbers = [w for w in given if isinstance(w, int)]
+def check_unit_options(options: UnitOptions, budget: float | None) -> None:
+    """Raise an error for options that fit no unit; a unit that they do not fit says so in its row."""
+    requested = options.width if isinstance(options.width, Sequence) else (options.width,)
+    numbers = [w for w in requested if isinstance(w, int)]
     if min(numbers, default=1) < 1:
         raise ValueError(f"width {min(numbers)} does not fit any layer; a branch has one filter or more")
-    probe = max(numbers, default=1)
-    widths = branch_widths(probe, branches=wish.branches, ratio=wish.ratio, width=wish.width, round_to=wish.round_to)
-    if wish.strategy not in ("deterministic", "stochastic"):
-        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {wish.strategy!r}')
-    if wish.strategy == "stochastic" and len(widths) < 3:
-        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {wish.branches}")
-    check_eps(wish.eps, 2 if wish.strategy == "stochastic" else wish.branches)
+    widths = options.widths(max(numbers, default=1))
+    if options.strategy not in ("deterministic", "stochastic"):
+        raise ValueError(f'strategy must be "deterministic" or "stochastic", got {options.strategy!r}')
+    if options.strategy == "stochastic" and len(widths) < 3:
+        raise ValueError(f"the stochastic strategy needs three or more branches, got branches = {options.branches}")
+    check_eps(options.eps, 2 if options.strategy == "stochastic" else options.branches)
     if budget is not None:
         meaning = "budget is the fraction of the weights to keep, a number above 0 and below 1, for example 0.8"
         if isinstance(budget, bool) or not isinstance(budget, (int, float)):
             raise TypeError(f"{meaning}; got {budget!r}")
         if not 0 < budget < 1:
             raise ValueError(f"{meaning}; got {budget!r}")
-        if wish.width is not None:
+        if options.width is not None:
             raise ValueError("budget chooses the widths itself; leave width out, or leave budget out")
 
 
@@ -82,7 +81,7 @@ def check_choice(model: nn.Module, select: Select, mode: Mode, phase: Phase, bud
 
 
 def check_layers(model: nn.Module, verb: str) -> None:
-    """Refuse what is no network, or one that has no layers any more."""
+    """Raise TypeError unless this is a network whose layers can be accessed."""
     if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
         raise TypeError(
             "an exported network has no layers to convert any more; plan and convert the network itself, and export "
@@ -98,7 +97,7 @@ def check_layers(model: nn.Module, verb: str) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be planned: no network, or one whose layers cannot be replaced."""
+    """Raise an error unless this is a network whose layers can be replaced."""
     check_layers(model, "plan")
     if hasattr(model, "_orig_mod"):
         raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
@@ -110,7 +109,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _is_exported(model: object) -> bool:
-    """Whether this is a graph of operations that calls no layers, as torch.export leaves it."""
+    """Whether this is a graph of operations without layers, as torch.export returns it."""
     nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
     return any(isinstance(node.target, torch._ops.OpOverload) for node in nodes)
 
@@ -128,7 +127,7 @@ def _described(model: object) -> str:
 def read_example(
     model: nn.Module, input_size: Sequence[int] | None, example: Any, batch: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], str]:
-    """The arguments and keyword arguments to run the network with, and how to call them in the table."""
+    """The arguments and keyword arguments for the run, and their description in the table."""
     if (input_size is None) == (example is None):
         raise ValueError("give input_size, for example (3, 224, 224), or example, an input of the network; not both")
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:

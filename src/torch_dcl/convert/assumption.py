@@ -1,10 +1,10 @@
-"""What the outputs of a layer look like when no data show them: their principal components.
+"""The assumed distribution of a layer's outputs without data: their principal components.
 
-Half of the assumed covariance is what white inputs with a common offset give, as behind a ReLU. Half is steeper,
-because training puts weights where the inputs are. A batch norm also knows the variance of every channel. The inputs
-are then assumed to be as close to the first guess as these variances allow, by the Kullback-Leibler divergence. So the
-outputs stay in the column space of the weight. Scaling each channel to its variance would leave that space, and a fit
-to such outputs does not hold for any input.
+Half of the assumed covariance is that of white inputs with a common offset, as after a ReLU. Half is steeper, because
+training aligns weights with inputs. A batch norm also has the variance of every channel; the inputs are then assumed to
+be as close to the first guess as these variances allow, by the Kullback-Leibler divergence, so the outputs stay in the
+column space of the weight. Scaling each channel to its variance would leave that space, and a fit to such outputs would
+hold for no input.
 """
 
 import math
@@ -14,10 +14,10 @@ from torch import Tensor
 
 __all__ = ["TINY", "Components", "assume", "decompose"]
 
-OFFSET = 0.1  # the assumed variance of what inputs have in common, in units of the variance of one
-DOUBT = 0.05  # how far a known variance may be missed, in units of itself, before it outweighs the first guess
+OFFSET = 0.1  # the assumed variance of the inputs' common offset, in units of the variance of one input
+DOUBT = 0.05  # the relative error of a known variance at which it outweighs the first guess
 NEWTON_STEPS = 30
-BLOCK = 512  # rows and columns of a product that are formed at a time
+BLOCK = 512  # the size of the blocks of a product
 TINY = 1e-30
 
 Components = tuple[Tensor, Tensor]
@@ -43,8 +43,8 @@ def assume(weight: Tensor, deviation: Tensor, *, by_channel: bool) -> Components
     variance = deviation.double().square()
     values *= variance.sum() / values.sum().clamp(min=TINY)
     if by_channel:
-        values, turn = _eigen(_match(values.sqrt(), vectors, variance))
-        vectors = vectors @ turn
+        values, rotation = _eigen(_match(values.sqrt(), vectors, variance))
+        vectors = vectors @ rotation
     return _scale(values, vectors)
 
 
@@ -54,7 +54,7 @@ def decompose(moment: Tensor) -> Components:
 
 
 def _square(weight: Tensor) -> Tensor:
-    """``weight·weightᵀ`` in float64: half of it, in blocks, since it is symmetric and a copy in float64 is large."""
+    """``weight·weightᵀ`` in float64, in blocks of its lower half: it is symmetric, and a float64 copy is large."""
     size = len(weight)
     lower = torch.zeros(size, size, dtype=torch.float64, device=weight.device)
     for column in range(0, weight.shape[1], BLOCK):
@@ -66,7 +66,7 @@ def _square(weight: Tensor) -> Tensor:
 
 
 def _eigen(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues in descending order and eigenvectors, as many as the precision of ``moment`` can tell from zero."""
+    """Eigenvalues in descending order and eigenvectors, as many as differ from zero within the precision."""
     values, vectors = torch.linalg.eigh(moment)
     values, vectors = values.flip(0), vectors.flip(1)
     rank = max(1, int((values > 1e-12 * values[0]).sum()))

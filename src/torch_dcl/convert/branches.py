@@ -1,9 +1,9 @@
-"""Branches that imitate a layer before its ReLU, row by row: where they start, and how they are polished.
+"""Branches that approximate the pre-activations of a layer: their initialisation and their optimisation.
 
-To first order z is the mean of the branches, so they start by agreeing on the leading features, and each of the others
-belongs to one branch, with T times the strength. Then Adam on ``(z - relu(a))²``. The residual is exact. Its way back
-takes relu(p) for ``p/2 + √(p²/4 + δ²)``, because the exact slope is steep near zero and vanishes where a branch is
-dead.
+To first order z is the mean of the branches. So all branches start with the leading features, and each further feature
+is assigned to one branch, with T times the strength. Then Adam minimises ``(z - relu(a))²``. The residual is exact; the
+gradient replaces relu(p) by ``p/2 + √(p²/4 + δ²)``, because the exact slope is steep near zero and vanishes where a
+branch is dead.
 """
 
 import math
@@ -22,24 +22,24 @@ __all__ = ["BATCH", "STEPS", "Branches", "Rows", "Task", "is_polished", "relativ
 
 FLOOR = 0.05  # the smallest z, ε^(1/T), in units of the root mean square of relu(a)
 SMOOTH = 0.1  # δ, in the same unit
-SHARES = (0.5, 0.75, 1.0)  # how much of the narrowest branch the branches may agree on at the start
-STRENGTHS = (0.8, 0.6)  # of the features that belong to one branch, in units of T; the start has 1
-NUDGE = 0.01  # how far branches that start alike are pushed apart
+SHARES = (0.5, 0.75, 1.0)  # shared features at the start, as fractions of the narrowest branch
+STRENGTHS = (0.8, 0.6)  # further strengths of the features of one branch, in units of T; the start has 1
+NUDGE = 0.01  # the perturbation that separates branches with equal features
 STEPS, BATCH, RATE, BETAS = 200, 256, 0.2, (0.9, 0.99)  # of Adam
-WORK = 2**28  # no steps where all of them together would touch more than so many weights
+WORK = 2**28  # the most weight updates of all steps together; larger layers are not optimised
 
 Rows = tuple[Tensor, Tensor]
-"""Features u and the pre-activations a that belong to them, row by row."""
+"""Features u and their pre-activations a, row by row."""
 
 
 class Task(NamedTuple):
-    """What to imitate: rows of a, and their features u with ``a = centre + u·basis``."""
+    """The target of a fit: rows of a, and their features u with ``a = centre + u·basis``."""
 
     basis: Tensor  # [R, K2]
     whiten: Tensor  # [K2, R], back to u
     centre: Tensor  # [K2]
     free: bool  # whether a branch can have a constant
-    learns: bool  # and whether the data tell enough to change it
+    learns: bool  # whether the data suffice to train that constant
     data: Rows | None = None  # samples to fit
     assumed: float = 1.0  # the part of a batch that is drawn from the assumption
     factor: Tensor | None = None  # white noise times this is a - centre under the assumption; with data only
@@ -91,10 +91,10 @@ def _mean_square(x: Tensor) -> float:
 
 
 def solve(task: Task, probe: Rows, widths: Sequence[int], pairs: bool, generator: torch.Generator) -> Branches:
-    """The best start, weakened or polished if that made it better on rows that took no part.
+    """The best start, weakened or optimised if that is better on held-out rows.
 
-    A large layer is not polished: the steps that there is time for see too few rows for its many directions. What they
-    add is noise.
+    A large layer is not optimised: in the available steps it sees too few rows for its many directions, which adds
+    noise.
     """
 
     def measured(branches: Branches) -> tuple[float, Branches]:
@@ -105,25 +105,25 @@ def solve(task: Task, probe: Rows, widths: Sequence[int], pairs: bool, generator
     shares = sorted({min(round(share * min(widths)), len(task.basis)) for share in (SHARES if T > 1 else SHARES[-1:])})
     starts = ((*measured(_start(task, widths, s, groups, generator)), s) for s in shares)
     error, start, shared = min(starts, key=itemgetter(0))
-    found = [(error, start)]
-    # The product of the branches adds what none of them means, the more so the stronger the features of one branch are.
+    candidates = [(error, start)]
+    # The product of the branches adds an error that grows with the strength of the features of single branches.
     for strength in STRENGTHS if T > 1 else ():
         weaker = [torch.cat((W[:shared], strength * W[shared:])) for W in start.W]
-        found.append(measured(start._replace(W=weaker)))
+        candidates.append(measured(start._replace(W=weaker)))
     if is_polished(widths, start.W[0].shape[1]):
-        found.append(measured(_polish(start, math.sqrt(error), task, generator)))
-    return min(found, key=itemgetter(0))[1]
+        candidates.append(measured(_polish(start, math.sqrt(error), task, generator)))
+    return min(candidates, key=itemgetter(0))[1]
 
 
 def is_polished(widths: Sequence[int], out_channels: int) -> bool:
-    """Whether a layer is small enough to be polished."""
+    """Whether a layer is small enough to be optimised."""
     return STEPS * sum(widths) * out_channels <= WORK
 
 
 def _start(
     task: Task, widths: Sequence[int], shared: int, groups: Sequence[tuple[int, ...]], generator: torch.Generator
 ) -> Branches:
-    """The first ``shared`` features in every branch, the others dealt out one by one to those with room."""
+    """The first ``shared`` features in every branch; the others are distributed one by one to branches with room."""
     rank, device = len(task.basis), task.basis.device
     owned: list[list[int]] = [list(range(shared)) for _ in widths]
     rest = iter(range(shared, rank))
@@ -132,7 +132,7 @@ def _start(
             own.append(feature)
     start = Branches([], [], [], groups)
     for own, M in zip(owned, widths, strict=True):
-        # A column without a feature looks somewhere and says nothing. Branches that are alike need a nudge to part.
+        # A column without a feature is random and has no weight. Branches with equal features need a perturbation.
         Q = torch.randn(rank, M, generator=generator, device=device, dtype=task.basis.dtype) / math.sqrt(rank)
         Q[:, : len(own)] *= NUDGE if len(own) == shared < rank and len(widths) > 1 else 0.0
         Q[own, range(len(own))] += 1
@@ -146,14 +146,14 @@ def _start(
 
 
 def _polish(start: Branches, error: float, task: Task, generator: torch.Generator) -> Branches:
-    """Adam with a cosine schedule and steps in proportion to the ``error`` of the start, so that none undoes it."""
+    """Adam with a cosine schedule and steps proportional to the ``error`` of the start, so that none destroys it."""
     Q, W, c = ([p.clone() for p in part] for part in start[:3])
     out = start._replace(Q=Q, W=W, c=c)
     strength = task.basis.square().sum(1)
     sizes = [strength.new_tensor(error / math.sqrt(len(W_t))) for W_t in W]
     rates = []
     for W_t, size in zip(W, sizes, strict=True):
-        # A step of Q moves the output in proportion to W. A weak feature cannot explain more than it holds.
+        # A step of Q moves the output in proportion to W, and a weak feature explains only a small part of it.
         weigh = (strength / strength[: len(W_t)][-1].clamp(min=TINY)).clamp(max=1.0)
         lever = W_t.square().mean(1).sqrt().maximum(size).clamp(min=TINY)
         rates.append(size * (weigh / weigh.norm().clamp(min=TINY))[:, None] / lever)
@@ -171,7 +171,7 @@ def _polish(start: Branches, error: float, task: Task, generator: torch.Generato
 
 
 def _gradients(branches: Branches, u: Tensor, a: Tensor) -> list[Tensor]:
-    """Of the squared error by all Q, all W and all c, up to a constant factor, which Adam does not see.
+    """Gradients of the squared error by all Q, all W and all c, up to a constant factor, to which Adam is invariant.
 
     With ``h = √(p²/4 + δ²)`` the smooth response is ``s = p/2 + h`` and its slope ``s / 2h``. So the slope of the
     geometric mean of T of them is that mean over ``2·T·h``.

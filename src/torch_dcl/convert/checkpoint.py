@@ -33,8 +33,8 @@ _GEOMETRY = ("in_features", "in_channels", "kernel_size", "stride", "padding", "
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Write the network's weights and its DCL layers to one safetensors file.
 
-    The file is written aside and renamed, so an interrupted save leaves an older file whole. A network without any
-    DCL layer can be saved too.
+    The file is written to a temporary path and renamed, so an interrupted save leaves an older file intact. A network
+    without any DCL layer can be saved too.
 
     Args:
         model: The network, converted or not, on any device. Of one in ``torch.compile``, ``DataParallel``,
@@ -44,7 +44,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
         path: Where to write, for example ``"vgg16-dcl.safetensors"``.
 
     Raises:
-        TypeError: not a network, or one that keeps something else than tensors in its state dict.
+        TypeError: not a network, or one whose state dict contains anything but tensors.
         ValueError: the network is on the meta device, without values.
     """
     if not isinstance(model, nn.Module):
@@ -64,7 +64,7 @@ def _write(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     shared = _ties(state)
-    # Copies of their own: safetensors refuses two tensors in one storage, and wants them contiguous.
+    # Copies: safetensors rejects tensors that share storage or are not contiguous.
     tensors = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in state.items()
@@ -129,13 +129,13 @@ def _load(
     with all_or_nothing(model):
         for old, new in changes.items():
             units.swap(model, places[old], new)
-        units.leave_fast_paths(model)
+        units.disable_fast_paths(model)
         state = model.state_dict(keep_vars=True)
         for name, own in state.items():
             given = tensors[own_name(name)]
             if own.dtype != given.dtype:
                 own.data = own.data.to(given.dtype)
-            state[name] = given  # in a state that keeps the versions of its modules, that some want to see
+            state[name] = given  # in the network's own state dict, which holds the versions of its modules
         model.load_state_dict(state)
 
 
@@ -169,7 +169,7 @@ def _describe_layer(layer: _DCL) -> dict[str, Any]:
 
 
 def _describe_part(module: nn.Module) -> dict[str, Any]:
-    """A norm or an activation: its class, and whatever numbers and words it was made with."""
+    """A norm or an activation: its class and its settings."""
     kind = own_class(module)
     if kind in NORMS.values():
         return {"type": kind.__name__, **units.norm_settings(module)}
@@ -189,7 +189,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names that stand for the same tensor as an earlier name, with that name."""
+    """Names of tied tensors, with the first name of the same tensor."""
     ties: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
@@ -201,7 +201,7 @@ def _ties(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Refuse what a file of tensors cannot hold."""
+    """Raise an error for a state dict that safetensors cannot hold."""
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
@@ -219,14 +219,14 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> dict[nn.Module, nn.Module]:
-    """What takes the place of which module; the network is not touched."""
+    """The replacement of every module that the file replaces; the network is not changed."""
     changes: dict[nn.Module, nn.Module] = {}
     for entry in content["layers"]:
         module = _place(names, entry["names"], path)
         layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
         if layer is not module:
             changes[module] = layer
-        # ε is state: a layer that is there already takes over the file's. Its ReLU is where the network has it.
+        # ε is state: an existing DCL layer adopts that of the file.
         own = {**_describe_layer(layer), "eps": entry["eps"], "marks_output": entry.get("marks_output")}
         difference = _difference(own, entry)
         if difference:
@@ -245,34 +245,34 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
         )
         if trouble:
             raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
-    _carry_all(changes, norms)
+    _copy_all_flags(changes, norms)
     changes |= {norm: units.AbsorbedNorm().train(norm.training) for norm in norms}
     relus = [(places, False) for places in content["relus"]]
     for places, shared in [*relus, *((places, True) for places in content.get("shared_relus") or ())]:
         relu = _place(names, places, path)
         if not isinstance(relu, nn.ReLU | units.AbsorbedReLU):
             raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
-        if isinstance(relu, nn.ReLU) and units.is_idle(relu):
-            changes[relu] = units.stand_in(relu, shared=shared)
+        if isinstance(relu, nn.ReLU) and units.is_removable(relu):
+            changes[relu] = units.relu_replacement(relu, shared=shared)
     for module, places in names.of.items():
         if isinstance(module, units.AbsorbedNorm) and module not in absorbed:
             raise _misfit(path, f"the batch norm {places[0]!r} is in a DCL layer there, not in the file")
     return changes
 
 
-def _carry_all(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
-    """Give new layers the flags of what they replace; a file names layers and batch norms apart, both in order."""
+def _copy_all_flags(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
+    """Copy the flags of replaced modules; a file lists layers and batch norms separately, in the same order."""
     normed = [layer for layer in layers.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
     common = [norm for norm in norms if not units.is_frozen_norm(norm)]
     sizes = [layer.fusion.out_channels for layer in normed] == [norm.num_features for norm in common]
     pairs = dict(zip(normed, common, strict=True)) if sizes else {}
     for module, layer in layers.items():
         if isinstance(layer, _DCL):
-            units.carry_flags(layer, module, pairs.get(layer))
+            units.copy_flags(layer, module, pairs.get(layer))
 
 
 def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:
-    """The DCL layer of the file, made to take the place of ``module``."""
+    """The DCL layer of the file, built to replace ``module``."""
     name, norm = entry["names"][0], entry["norm"]
     trouble = units.obstacle(module) or ("it is the network itself" if "" in entry["names"] else "")
     if trouble:
@@ -293,7 +293,7 @@ def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -
 
 
 def _difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What differs first, in the keys that both descriptions have; empty if nothing does."""
+    """The first difference in the keys that both descriptions have; empty if there is none."""
     for key in [key for key in wanted if key in found]:
         ours, theirs = found[key], wanted[key]
         if isinstance(ours, dict) and isinstance(theirs, dict):

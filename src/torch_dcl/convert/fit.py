@@ -1,14 +1,14 @@
-"""Start a DCL layer from the trained layer that it replaces; or at random, at the scale of that layer (`match_`).
+"""Fit a DCL layer to the trained layer that it replaces (`fit_`), or match its scale at random weights (`match_`).
 
-The trained unit computes ``relu(a)`` with ``a = A·x + b``, perhaps through a batch norm. A branch sees a linear map of
-rank ``M_t`` of a, so the fit happens among vectors of K2 numbers, whatever the kernel is:
+The trained unit computes ``relu(a)`` with ``a = A·x + b``, possibly with a batch norm. A branch is a linear map of a of
+rank ``M_t``, so the fit only involves vectors of K2 numbers, whatever the kernel:
 
 - features: the principal components u of a, at unit variance;
 - branches: ``pre_t = u·Q_t·W_t + c_t``, fused as in section 3 of the paper, found by `torch_dcl.convert.branches`.
 
-a comes from calibration data, or is taken as normal, with the covariance of `torch_dcl.convert.assumption`. A few
-hundred rows say little about hundreds of directions, so data are mixed with the assumption, the more of it the fewer
-they are (the share is that of Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance
+a comes from calibration data, or is assumed normal, with the covariance of `torch_dcl.convert.assumption`. A few
+hundred rows say little about hundreds of directions, so the covariance of the data is shrunk towards the assumed one,
+the more the fewer rows there are (Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance
 matrices", 2004).
 """
 
@@ -29,13 +29,13 @@ from torch_dcl.module import _DCL
 __all__ = ["FitReport", "check_values", "estimate_seconds", "fit_", "match_", "measure_pace"]
 
 MIN_SAMPLES = 8
-BEYOND = 1e6  # how many times larger than the median, and than 1, a trained value may be
-SHARE = 0.2  # the floor of z in units of its root mean square: the paper's ε has it at torch's default scale
-LARGEST = 1e30  # and how large at all: sums of squares and products of branches have to stay finite
+BEYOND = 1e6  # the maximum of a trained value in units of the median, and of 1
+SHARE = 0.2  # the floor of z in units of its root mean square, as with the paper's ε at torch's default scale
+LARGEST = 1e30  # the maximum of a trained value: sums of squares and products of branches must stay finite
 
 
 class FitReport(NamedTuple):
-    """How close a fitted layer is to the trained one, on data that the fit has not seen."""
+    """The error of a fitted layer, on held-out data."""
 
     error: float
     """``‖z - relu(a)‖² / ‖relu(a)‖²`` of the fused output."""
@@ -49,28 +49,28 @@ class FitReport(NamedTuple):
 def fit_(
     layer: _DCL, plain: nn.Module, norm: nn.Module | None = None, samples: Tensor | None = None, *, seed: int = 0
 ) -> FitReport:
-    """Fill ``layer``, in place, so that it computes nearly what ``plain``, ``norm`` and a ReLU compute in eval.
+    """Fit ``layer``, in place, to ``plain``, ``norm`` and a ReLU in eval mode.
 
     ε is set too: the floor ``ε^(1/T)`` becomes 0.05 of the root mean square of relu(a), and ε = 0 for T = 1. Both
-    factors of a branch get rows of equal length. A norm in a branch gets the statistics of the branch, and a scale and
-    shift that undo them, so that it changes nothing in eval and little in training. Where it has no scale or shift the
-    running statistics make up for them. Where it has no running statistics it is exact for batches like the samples.
+    factors of a branch get rows of equal length. A norm in ``layer`` gets the statistics of the branches, and a scale
+    and shift that undo them, so that it has no effect in eval and little in training. Without scale or shift the
+    running statistics compensate; without running statistics it is exact for batches like the samples.
 
     Args:
         layer: The DCL layer, of the geometry of ``plain``.
         plain: The trained linear or convolutional layer.
         norm: The batch norm between it and its ReLU. If ``layer`` has no norms, it is folded into the weights.
-        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``. A quarter of them is kept for the
-            report. None takes a as normal, with the running statistics of ``norm``; without a norm the scale of the
-            inputs is unknown, so the branches keep the trained bias and the fit holds at any scale.
-        seed: Of the draws. The global random state is left alone.
+        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``. A quarter of them is held out for the
+            report. With None, a is assumed normal, with the running statistics of ``norm``; without a norm the scale of
+            the inputs is unknown, so the branches keep the trained bias and the fit holds at any scale.
+        seed: The seed of the fit. The global random state is not used.
 
     Returns:
         The errors on held-out samples, or on fresh draws. If relu(a) is zero throughout, they are relative to a.
 
     Raises:
         TypeError: a layer or a norm of a kind that cannot be fitted.
-        ValueError: layers or samples that do not belong together, or values that are not finite.
+        ValueError: layers or samples that do not match, or values that are not finite.
     """
     plain, norm = _check(layer, plain, norm, samples)
     fusion = layer.fusion
@@ -80,7 +80,7 @@ def fit_(
         unit = _Unit.of(plain, norm, samples, device)
         free = fusion.norm is not None or fusion.bias is not None
         scaled = norm is not None and norm.running_var is not None
-        task, probe, held = _pose(unit, samples, generator, free=free, scaled=scaled)
+        task, probe, held = _make_task(unit, samples, generator, free=free, scaled=scaled)
         branches = solve(task, probe, fusion.widths, fusion.strategy == "stochastic", generator)
         _write(layer, branches, task, unit)
         error = low_rank_error = relative_error(branches, held)
@@ -100,26 +100,26 @@ def match_(
     *,
     keep_eps: bool = False,
 ) -> float:
-    """Scale the start of a fresh ``layer``, in place: z has the mean square of what ``plain`` and its ReLU put out.
+    """Rescale a freshly initialised ``layer``, in place: z gets the mean square of the output of ``plain`` and ReLU.
 
-    The draws stay; weights, biases and the scales of norms change by factors. Four or more branches that are fused at
-    once start with the responses of three, and z is smaller (`torch_dcl.fusion.response_spread`). Norms in the branches
-    that have no scale keep theirs.
+    The random draws are kept; weights, biases and the scales of norms are multiplied by factors. Four or more branches
+    fused at once start with the responses of three, and z is smaller (`torch_dcl.fusion.response_spread`). Norms
+    without a scale are not changed.
 
     Args:
-        layer: The DCL layer, as it was made.
+        layer: The DCL layer, as initialised.
         plain: The layer that it replaces, trained or not.
-        norm: The batch norm between that and its ReLU. Where ``layer`` has norms, it alone says the scale.
-        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``; None takes its inputs as white noise
-            of unit mean square.
+        norm: The batch norm between that and its ReLU. If ``layer`` has norms, it alone determines the scale.
+        samples: Outputs of ``plain`` on real data, ``[N, K2]``, before ``norm``; None assumes that its inputs are white
+            noise of unit mean square.
         incoming: The mean square of every branch's output on the same data; None for 1.
-        keep_eps: Whether ε stays. Otherwise its floor is lowered to a fifth of z's scale where it is above that.
+        keep_eps: Whether to keep ε. Otherwise its floor is lowered to a fifth of z's scale if it is above that.
 
     Returns:
-        The root mean square that z is to have.
+        The target root mean square of z.
 
     Raises:
-        ValueError: ε stays, and its floor is above that.
+        ValueError: ε is kept, and its floor is above the target.
     """
     fusion = layer.fusion
     seen = samples if fusion.norm is None else None  # a norm undoes the scale of its inputs
@@ -148,7 +148,7 @@ def match_(
 
 
 def measure_pace(layer: _DCL) -> float:
-    """Seconds of an operation in float32 on the device that fits this layer, by one product of matrices."""
+    """Seconds per float32 operation on the device that fits this layer, measured with one matrix product."""
     square = torch.ones(1024, 1024, device=_device_of(layer.branch), dtype=torch.float32)
     square @ square  # the first product of a device takes longer
     begin = time.perf_counter()
@@ -157,9 +157,9 @@ def measure_pace(layer: _DCL) -> float:
 
 
 def estimate_seconds(layer: _DCL, pace: float, *, calibrated: bool, normed: bool) -> float:
-    """About how long `fit_` will take, at the pace of `measure_pace`, with or without samples and a batch norm.
+    """An estimate of the time of `fit_` at the pace of `measure_pace`, with or without samples and a batch norm.
 
-    The factors are those of layers of 512 and of 4096 channels on two cores.
+    The factors were fitted to layers of 512 and 4096 channels on two cores.
     """
     fusion = layer.fusion
     K2, width, inputs = fusion.out_channels, sum(fusion.widths), layer.branch.weight[0].numel()
@@ -170,24 +170,24 @@ def estimate_seconds(layer: _DCL, pace: float, *, calibrated: bool, normed: bool
     if not is_polished(fusion.widths, K2):
         return pace * operations
     operations += 4 * STEPS * BATCH * solutions * (K2 * rank + (2 * rank + 3 * K2) * width)
-    return pace * operations + 1e-3 * STEPS * solutions  # a step is some sixty calls
+    return pace * operations + 1e-3 * STEPS * solutions  # a step has about sixty calls
 
 
 def _device_of(plain: nn.Module) -> torch.device:
-    """Where to fit: eigenvectors want float64, which not every device has."""
+    """The device of the fit: eigenvectors need float64, which not every device supports."""
     weight: Tensor = plain.weight  # type: ignore[assignment]
     return weight.device if weight.is_cuda else torch.device("cpu")
 
 
 class _Unit(NamedTuple):
-    """The trained unit before its ReLU, with the norm in it: ``a = weight·x + constant``, in units of ``scale``."""
+    """The trained unit before its ReLU, including the norm: ``a = weight·x + constant``, in units of ``scale``."""
 
     weight: Tensor  # [K2, K1·kernel]
     constant: Tensor  # [K2]
     gain: Tensor  # [K2]: a = gain · (output of the plain layer) + offset
     offset: Tensor  # [K2]
-    mean: Tensor  # [K2]: of a, where no sample tells
-    deviation: Tensor  # [K2]: of a, likewise
+    mean: Tensor  # [K2]: of a, without samples
+    deviation: Tensor  # [K2]: of a, without samples
     scale: float  # the root mean square of relu(a)
 
     @staticmethod
@@ -212,8 +212,8 @@ class _Unit(NamedTuple):
             a = samples.to(zero) * gain + offset
             second, alive = a.square(), a.relu().square()
         scale = float(alive.mean().sqrt()) or float(second.mean().sqrt()) or 1.0
-        parts = (gain * b + offset, gain, offset, gain * mean + offset, (gain * deviation).abs())
-        constant, gain, offset, mean, deviation = ((part / scale).float() for part in parts)
+        values = (gain * b + offset, gain, offset, gain * mean + offset, (gain * deviation).abs())
+        constant, gain, offset, mean, deviation = ((value / scale).float() for value in values)
         return _Unit(gain[:, None] * A, constant, gain, offset, mean, deviation, scale)
 
 
@@ -224,13 +224,13 @@ def _normal_moments(mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
     return second, second * torch.special.ndtr(ratio) + mean * deviation * density
 
 
-def _pose(
+def _make_task(
     unit: _Unit, samples: Tensor | None, generator: torch.Generator, *, free: bool, scaled: bool
 ) -> tuple[Task, Rows, Rows]:
-    """The task, rows to choose by, and rows for the report; the fit sees neither of the two."""
+    """The task, rows for model selection, and rows for the report; the fit uses neither of the latter two."""
     basis, whiten = assume(unit.weight, unit.deviation, by_channel=scaled)
     if samples is None:
-        # A mean that no inputs could give is moved to the nearest that some could.
+        # Project the mean onto those that some input can produce.
         centre = unit.constant + (unit.mean - unit.constant) @ whiten @ basis
         task = Task(basis, whiten, centre, free, free and scaled)
         return task, task.rows(1024, generator), task.rows(2048, generator)
@@ -240,20 +240,20 @@ def _pose(
     fit = a[probe + held :]
     centre = fit.mean(0) if free else unit.constant
     x = (fit - centre).double()
-    found = x.t() @ x / len(x)
+    covariance = x.t() @ x / len(x)
     prior = (basis.t() @ basis).double()
-    strength = found.trace() / prior.trace().clamp(min=TINY)
+    strength = covariance.trace() / prior.trace().clamp(min=TINY)
     prior *= strength
-    noise = (x.square().sum(1).square().mean() - found.square().sum()) / len(x)
-    assumed = float((noise / (found - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
+    noise = (x.square().sum(1).square().mean() - covariance.square().sum()) / len(x)
+    assumed = float((noise / (covariance - prior).square().sum().clamp(min=TINY)).clamp(0, 1))
     factor = strength.sqrt().float() * basis
-    basis, whiten = decompose((1 - assumed) * found + assumed * prior)
+    basis, whiten = decompose((1 - assumed) * covariance + assumed * prior)
     choose, report, data = (((part - centre) @ whiten, part) for part in (a[:probe], a[probe : probe + held], fit))
     return Task(basis, whiten, centre, free, free, data, assumed, factor), choose, report
 
 
 def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
-    """Put the branches into the layer: ``θ_t = (whiten·Q_t)ᵀ·A``, and what is constant into biases or norms."""
+    """Write the branches to the layer: ``θ_t = (whiten·Q_t)ᵀ·A``, and constants to biases or norms."""
     fusion = layer.fusion
     fusion.eps = branches.floor and max(branches.floor * unit.scale ** len(branches.groups[0]), 1e-300)
     for t in range(fusion.branches):
@@ -262,7 +262,7 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
         Q, W, root = branches.Q[t], branches.W[t], math.sqrt(unit.scale)
         P = task.whiten @ Q
         filters = P.t() @ unit.weight
-        # Rows of equal length. A filter of zeros could not learn: it stays as it was drawn, without a say.
+        # Rows of equal length. A filter of zeros could not train: it keeps its initial values, with weight 0.
         long, wide = filters.norm(dim=1, keepdim=True), W.norm(dim=1, keepdim=True)
         ratio = torch.where((long > 0) & (wide > 0), (wide / long.clamp(min=TINY)).sqrt(), 1.0)
         theta.copy_(torch.where(long > 0, filters * ratio * root, theta.flatten(1).to(filters)).view(theta.shape))
@@ -272,7 +272,7 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
         if fusion.norm is not None:
             seen = Q if task.data is None else task.data[0] @ Q / math.sqrt(len(task.data[0]))
             statistics = (unit.scale * mean, unit.scale**2 * (seen @ W).double().square().sum(0))
-            _settle(fusion.norm, t, *statistics, unit.scale * constant)  # type: ignore[arg-type]
+            _set_norm(fusion.norm, t, *statistics, unit.scale * constant)  # type: ignore[arg-type]
             constant = torch.zeros_like(constant)
         if fusion.bias is not None:
             fusion.bias[t].copy_(unit.scale * constant)
@@ -281,7 +281,7 @@ def _write(layer: _DCL, branches: Branches, task: Task, unit: _Unit) -> None:
             raise ValueError(f"the fitted {name} leaves the range of {tensor.dtype}; convert the network in float32")
 
 
-def _settle(norm: _BatchNorm, t: int, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
+def _set_norm(norm: _BatchNorm, t: int, mean: Tensor, variance: Tensor, constant: Tensor) -> None:
     """Let the batch norm of branch t, with these statistics, add ``constant`` in eval, and do nothing else."""
     own = slice(t * len(mean), (t + 1) * len(mean))
     if norm.affine:
@@ -300,7 +300,7 @@ def _settle(norm: _BatchNorm, t: int, mean: Tensor, variance: Tensor, constant: 
 def _check(
     layer: _DCL, plain: nn.Module, norm: nn.Module | None, samples: Tensor | None
 ) -> tuple[nn.Linear | _ConvNd, _BatchNorm | None]:
-    """Refuse what cannot be fitted, with the remedy."""
+    """Raise an error with the remedy for arguments that cannot be fitted."""
     if not isinstance(plain, nn.Linear | _ConvNd) or isinstance(plain, _ConvTransposeNd):
         raise TypeError(f"a {type(plain).__name__} has no DCL layer to start; use Linear, Conv1d, Conv2d or Conv3d")
     for each in (norm, layer.fusion.norm):
@@ -326,11 +326,10 @@ def _check(
 def check_values(
     plain: nn.Module, norm: nn.Module | None = None, samples: Tensor | None = None, *, name: str = "the layer"
 ) -> None:
-    """Refuse a unit whose values no fit can start from: a layer, the batch norm behind it, and the layer's outputs.
+    """Check the values of a unit that is to be fitted: of a layer, its batch norm, and the layer's outputs.
 
     Raises:
-        ValueError: a value that is not finite, a negative variance, or one value so far beyond the others that nothing
-            else would be seen.
+        ValueError: a value that is not finite, a negative variance, or one value that dominates all others.
     """
     tensors = {part: getattr(plain, part, None) for part in ("weight", "bias")}
     parts = ("weight", "bias", "running_mean", "running_var")
@@ -342,7 +341,7 @@ def check_values(
 
 def _trouble(what: str, tensor: Tensor) -> str:
     """What is wrong with the values of a tensor; empty if nothing is."""
-    low, high = (float(end) for end in tensor.aminmax())  # both are NaN where one value is
+    low, high = (float(end) for end in tensor.aminmax())  # NaN if any value is NaN
     if not math.isfinite(low + high):
         return f"holds {low if math.isfinite(high) else high}"
     if what.startswith("running_var"):
@@ -350,7 +349,7 @@ def _trouble(what: str, tensor: Tensor) -> str:
             return f"holds the negative variance {low:.3g}"
         tensor, high = tensor.sqrt(), math.sqrt(high)
     if what.startswith("bias"):
-        tensor, low = tensor.clamp(min=0), 0.0  # far below zero it only switches a channel off
+        tensor, low = tensor.clamp(min=0), 0.0  # a large negative bias only disables a channel
     largest = max(-low, high)
     if largest > LARGEST:
         return f"holds {largest:.3g}, and a fit can start from values up to {LARGEST:g}"

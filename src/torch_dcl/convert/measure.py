@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.rows import Comparison, Mode, Phase, Plan, Row, Timing
 from torch_dcl.convert.trace import Call, evaluating
-from torch_dcl.convert.units import build, carry_flags, is_channels_last, kind_of, layer_weight, norm_settings
+from torch_dcl.convert.units import build, copy_flags, is_channels_last, kind_of, layer_weight, norm_settings
 from torch_dcl.fusion import ConceptFusion
 from torch_dcl.kernels import host
 
@@ -35,7 +35,7 @@ __all__ = [
 
 ROUNDS = 5
 SECONDS = 0.02
-"""How long each contender runs in a round; at least one call."""
+"""The time of each contender in a round; at least one call."""
 BRIEFLY = 0.002
 """The same for a captured unit on a GPU. Large products without a pause reach an H200's power limit after 60 to 190 ms
 and lower its clock; how far depends on what the other contenders draw, and not all slow down alike."""
@@ -51,7 +51,7 @@ def race(
     from torch.utils.benchmark import Timer  # it looks for a compiler when it is imported
 
     if torch.cuda.is_available():
-        host.wait()  # a network runs with it but for its first seconds on a machine
+        host.wait()  # networks run with it, except in their first seconds on a machine
     seconds = SECONDS if seconds is None else seconds
     timers = {
         name: Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
@@ -94,13 +94,13 @@ def compare(
 
 
 def signature(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> tuple[object, ...]:
-    """What the time of a unit depends on: units with equal signatures are timed once."""
+    """Everything that the time of a unit depends on: units with equal signatures are timed once."""
     weight = layer_weight(module)
     settings = None if norm is None else (type(norm).__name__, *_settings(norm))
     flags = tuple(p.requires_grad for part in (module, norm) if part is not None for p in part.parameters())
-    given = (call.input_shape, call.dtype, call.channels_last, call.needs_grad)
+    inputs = (call.input_shape, call.dtype, call.channels_last, call.needs_grad)
     tensor = (weight.dtype, weight.device, is_channels_last(weight))
-    return kind_of(module), module.extra_repr(), *tensor, flags, settings, *given, row.widths, row.strategy, row.eps
+    return kind_of(module), module.extra_repr(), *tensor, flags, settings, *inputs, row.widths, row.strategy, row.eps
 
 
 def compare_unit(
@@ -180,7 +180,7 @@ def _contenders(module: nn.Module, norm: nn.Module | None, row: Row, call: Call)
         "low_rank": build(module, widths=(row.low_rank_width,), eps=0.0, norm=norm),
     }
     for layer in layers.values():
-        carry_flags(layer, module, norm)
+        copy_flags(layer, module, norm)
     networks: dict[str, nn.Module] = {"plain": nn.Sequential(*plain), **layers}
     for network in networks.values():
         _silence_warnings(network)

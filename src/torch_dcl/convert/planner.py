@@ -1,4 +1,4 @@
-"""``plan``: find the units of a network that DCL can replace, and say what that costs and saves."""
+"""``plan``: find the units of a network that DCL can replace, with their cost before and after."""
 
 import math
 import weakref
@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_dcl.convert.arguments import Select, Wish, check_choice, check_model, check_wish, read_example
+from torch_dcl.convert.arguments import Select, UnitOptions, check_choice, check_model, check_unit_options, read_example
 from torch_dcl.convert.measure import device_name, measure_network, measure_unit, signature
 from torch_dcl.convert.rows import GROWS, Mode, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
-from torch_dcl.convert.units import SharedReLU, build, is_idle, kind_of, names_of, norm_obstacle, obstacle
+from torch_dcl.convert.units import SharedReLU, build, is_removable, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.module import _DCL
 
@@ -41,46 +41,46 @@ def plan(
 ) -> Plan:
     """Find the units worth converting: a Conv or Linear with the ReLU, or batch norm and ReLU, that follows it.
 
-    The network is run once on an example, in eval mode and without gradients, and is left as it was.
+    The network runs once on an example, in eval mode and without gradients, and is not changed.
 
     Args:
         model: The network, on any device.
-        input_size: The size of one input without the batch, for example ``(3, 224, 224)``; random values are used.
-        example: The input itself instead: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        batch: How many inputs of ``input_size`` to run and to measure with; as many as you train with says the most.
+        input_size: The size of one input without the batch, for example ``(3, 224, 224)``; its values are random.
+        example: An input instead of a size: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        batch: The number of inputs of ``input_size`` for the run and for timings; best the batch size of your training.
         branches: T of every unit.
         ratio: Filters of one branch as a fraction of the unit's output channels.
         width: The exact number of filters instead: one number, or one for each branch. A unit that it does not fit
-            is left alone and says so.
+            is not converted.
         strategy: "deterministic", or "stochastic" for three or more branches.
         eps: ε; None takes the paper's.
-        round_to: What ``ratio`` is rounded to a multiple of.
-        budget: The fraction of the network's weights to keep at most. Picks units and their widths: the widest
-            common ratio that meets it, on as few units as it takes.
+        round_to: The number of filters from ``ratio`` is rounded to a multiple of this.
+        budget: The maximum fraction of the network's weights to keep. It selects units and their widths: the widest
+            common ratio that meets it, on as few units as possible.
         measure: Whether to time every unit and the whole network, plain and converted, on the model's device.
-        select: "smaller" selects every unit that has fewer weights as a DCL layer. "faster" times these, in the mode
-            and the phase below and in place of what ``measure`` times, and selects those that are faster. Then it times
-            the network and leaves out the slowest of them until the network is not slower than the plain one, within
-            the spread of the measurement. A caller's autocast holds.
+        select: "smaller" selects every unit that has fewer weights as a DCL layer. "faster" times these units in the
+            mode and the phase below (instead of the timings of ``measure``) and selects those that are faster. Then it
+            times the network and deselects the slowest units until the network is not slower than the plain one, within
+            the spread of the measurement. A caller's autocast applies.
         mode: How the network will run: "eager", "compile" (``torch.compile``), "reduce-overhead" (the same with CUDA
             graphs), or "graph", captured as a CUDA graph without a compiler.
-        phase: What is to be faster: "train", a forward with its backward in training mode, or "infer", a forward in
+        phase: The step to speed up: "train", forward and backward in training mode, or "infer", a forward pass in
             eval mode without gradients.
 
     Returns:
-        The plan, to print, to narrow down, and to hand to ``convert_``.
+        The plan, to print, to narrow down, and to pass to ``convert_``.
 
     Raises:
         ValueError: an argument out of its range, an input that does not fit the model, a budget out of reach.
         TypeError: an argument of the wrong kind.
     """
-    wish = Wish(branches, ratio, width, round_to, strategy, eps)
-    check_wish(wish, budget)
+    options = UnitOptions(branches, ratio, width, round_to, strategy, eps)
+    check_unit_options(options, budget)
     check_model(model)
     check_choice(model, select, mode, phase, budget)
     args, kwargs, description = read_example(model, input_size, example, batch)
-    seen = _run(model, args, kwargs, description, sized=example is None)
-    rows, modules = _rows(model, seen, wish)
+    traced = _run(model, args, kwargs, description, sized=example is None)
+    rows, modules = _rows(model, traced, options)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
         rows=tuple(rows),
@@ -91,10 +91,10 @@ def plan(
         inputs=(args if input_size is None else (args[0][:1].clone(),), kwargs),
     )
     if budget is not None:
-        result = _meet_budget(result, wish, budget, model)
+        result = _meet_budget(result, options, budget, model)
     if select == "faster":
-        return select_faster(result, model, seen, (args, kwargs), mode, phase)
-    return _measured(result, model, seen, args, kwargs) if measure else result
+        return select_faster(result, model, traced, (args, kwargs), mode, phase)
+    return _measured(result, model, traced, args, kwargs) if measure else result
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str, *, sized: bool) -> Trace:
@@ -109,7 +109,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
         raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
 
 
-def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[str, nn.Module]]:
+def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
@@ -118,22 +118,22 @@ def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[st
     for module, (name, *aliases) in names.items():
         if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
             continue
-        calls = seen.calls.get(module.branch if isinstance(module, _DCL) else module, [])
+        calls = traced.calls.get(module.branch if isinstance(module, _DCL) else module, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
         if not refusal and sharers[id(module.weight)] > 1:
             refusal = "its weight is shared with another module"
-        if not refusal and module in seen.functional:
+        if not refusal and module in traced.functional:
             refusal = "its weight is used functionally, without calling it"
-        norm, reason = (None, refusal) if refusal else _unit(calls, seen)
-        row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, wish)
+        norm, reason = (None, refusal) if refusal else _unit(calls, traced)
+        row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, options)
         if not reason:
-            relu, shares = _relu_behind(calls, seen, names)
+            relu, shares = _relu_behind(calls, traced, names)
             row = replace(row, relu=relu, shares_relu=shares)
         if not reason and not row.widths:
-            reason = f"width {wish.width} does not fit its {row.out_channels} output channels"
+            reason = f"width {options.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
             reason = f"{GROWS} ({row.weights:,} → {row.weights_after:,} weights)"
-            row = replace(row, paying_ratio=_paying_ratio(row, wish.round_to))
+            row = replace(row, paying_ratio=_paying_ratio(row, options.round_to))
         refused = bool(refusal) or not row.widths
         status: Status = "refused" if refused else "left" if reason else "pays"
         rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
@@ -141,7 +141,7 @@ def _rows(model: nn.Module, seen: Trace, wish: Wish) -> tuple[list[Row], dict[st
     return rows, modules
 
 
-def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
+def _unit(calls: Sequence[Call], traced: Trace) -> tuple[nn.Module | None, str]:
     """The batch norm of the unit, and the reason if the layer is not one."""
     if not calls:
         return None, "not called in the run (in eval mode)"
@@ -154,13 +154,13 @@ def _unit(calls: Sequence[Call], seen: Trace) -> tuple[nn.Module | None, str]:
         return None, "its calls are followed by different batch norms"
     if norm is None:
         return None, ""
-    if seen.part_calls[norm] != len(calls):
+    if traced.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
 
 
 def _paying_ratio(row: Row, round_to: int) -> float | None:
-    """The largest ratio at which a unit shrinks, in as few digits as give that width; None where there is none."""
+    """The largest ratio at which a unit shrinks, with as few digits as yield that width; None if there is none."""
     per_filter = row.in_channels * math.prod(row.kernel) + row.out_channels
     fixed = row.weights_after - per_filter * sum(row.widths)  # of the batch norm of the branches
     width = (row.weights - fixed - 1) // (per_filter * row.branches) // round_to * round_to
@@ -170,19 +170,19 @@ def _paying_ratio(row: Row, round_to: int) -> float | None:
     return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
-def _relu_behind(calls: Sequence[Call], seen: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
-    """The name of the ReLU behind a unit, if it is a module without hooks; whether it serves other places too."""
+def _relu_behind(calls: Sequence[Call], traced: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
+    """The name of the ReLU after a unit, if it is removable; whether other layers share it."""
     relu = calls[0].relu
-    if relu is None or any(call.relu is not relu for call in calls) or not is_idle(relu):
+    if relu is None or any(call.relu is not relu for call in calls) or not is_removable(relu):
         return None, False
-    shares = isinstance(relu, SharedReLU) or seen.part_calls[relu] != len(calls)
-    if shares and any(call.moved for call in calls):  # it would not know the tensor
+    shares = isinstance(relu, SharedReLU) or traced.part_calls[relu] != len(calls)
+    if shares and any(call.moved for call in calls):  # the ReLU receives another tensor, without the mark
         return None, False
     return names[relu][0], shares
 
 
 def _weight_sharers(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each weight; a shared module counts once."""
+    """The number of modules that hold each weight; a shared module counts once."""
     sharers: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -198,9 +198,9 @@ def _row(
     calls: Sequence[Call],
     norm: nn.Module | None,
     names: dict[nn.Module, list[str]],
-    wish: Wish,
+    options: UnitOptions,
 ) -> Row:
-    """The numbers of one layer, as it is and as it would be; whether to convert it is settled by the caller."""
+    """The numbers of one layer before and after a conversion; the caller decides whether to convert it."""
     weight: Tensor = module.branch.weight if isinstance(module, _DCL) else module.weight  # type: ignore[assignment]
     transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
     out_channels = int(getattr(module, "out_channels", getattr(module, "out_features", 0)))
@@ -214,11 +214,11 @@ def _row(
     widths: tuple[int, ...] = ()
     if not obstacle(module):
         try:
-            widths = wish.widths(out_channels)
+            widths = options.widths(out_channels)
         except ValueError:
             widths = ()
     if widths:
-        layer = build(module, widths=widths, strategy=wish.strategy, eps=wish.eps, norm=norm, device="meta")
+        layer = build(module, widths=widths, strategy=options.strategy, eps=options.eps, norm=norm, device="meta")
         after = [(n, p.numel()) for n, p in layer.named_parameters()]
         macs_after = positions * sum(widths) * (weight[0].numel() + out_channels)
     return Row(
@@ -234,8 +234,8 @@ def _row(
         reason="",
         selected=False,
         widths=widths,
-        strategy=wish.strategy,
-        eps=wish.eps,
+        strategy=options.strategy,
+        eps=options.eps,
         weights=sum(n for key, n in before if not key.endswith("bias")),
         weights_after=sum(n for key, n in after if not key.endswith("bias")),
         parameters=sum(n for _, n in before),
@@ -246,14 +246,14 @@ def _row(
     )
 
 
-def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Plan:
-    """The widest common ratio that meets the budget, then as few units as it takes."""
-    units = [row for row in given.rows if row.is_unit]
-    allowed = budget * given.weights
-    smallest = given.weights
+def _meet_budget(planned: Plan, options: UnitOptions, budget: float, model: nn.Module) -> Plan:
+    """Select the widest common ratio that meets the budget, then as few units as possible."""
+    units = [row for row in planned.rows if row.is_unit]
+    allowed = budget * planned.weights
+    smallest = planned.weights
     names = names_of(model)
-    for ratio in _ratios(units, wish):
-        tried = replace(wish, ratio=ratio)
+    for ratio in _ratios(units, options):
+        tried = replace(options, ratio=ratio)
         resized = {}
         for row in units:
             module = model.get_submodule(row.name)
@@ -265,7 +265,7 @@ def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Pl
             new = replace(row, **changed, macs_after=macs, status="pays", reason="", selected=True, paying_ratio=None)
             if new.saved > 0:
                 resized[row.name] = new
-        after = given.weights - sum(row.saved for row in resized.values())
+        after = planned.weights - sum(row.saved for row in resized.values())
         smallest = min(smallest, after)
         if after > allowed:
             continue
@@ -274,52 +274,52 @@ def _meet_budget(given: Plan, wish: Wish, budget: float, model: nn.Module) -> Pl
             if row.saved <= slack:
                 slack -= row.saved
                 resized[row.name] = replace(row, selected=False)
-        rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in given.rows)
-        return replace(given, rows=rows)
-    raise ValueError(f"budget {budget} is out of reach: {_shortfall(given, smallest, wish)}")
+        rows = tuple(resized.get(row.name, replace(row, selected=False)) for row in planned.rows)
+        return replace(planned, rows=rows)
+    raise ValueError(f"budget {budget} is out of reach: {_shortfall(planned, smallest, options)}")
 
 
-def _ratios(units: Sequence[Row], wish: Wish) -> Iterator[float]:
-    """Ratios to try, from all of the channels down to where every branch is as narrow as ``round_to`` allows."""
+def _ratios(units: Sequence[Row], options: UnitOptions) -> Iterator[float]:
+    """Ratios to try, from all channels down to the narrowest branch that ``round_to`` allows."""
     steps = 64
-    yield from (step / steps / wish.branches for step in range(steps, 0, -1))
-    ratio, widest = 1 / steps / wish.branches, max((row.out_channels for row in units), default=0)
-    while ratio * widest >= 1.5 * wish.round_to:
+    yield from (step / steps / options.branches for step in range(steps, 0, -1))
+    ratio, widest = 1 / steps / options.branches, max((row.out_channels for row in units), default=0)
+    while ratio * widest >= 1.5 * options.round_to:
         ratio /= 2
         yield ratio
 
 
-def _shortfall(given: Plan, smallest: int, wish: Wish) -> str:
-    """Why no budget, or not this one, can be met, and what to do about it."""
-    reasons = Counter(row.reason for row in given.rows if not row.is_unit)
+def _shortfall(planned: Plan, smallest: int, options: UnitOptions) -> str:
+    """Why this budget, or any, cannot be met, and the remedy."""
+    reasons = Counter(row.reason for row in planned.rows if not row.is_unit)
     why = ", ".join(f"{reason} ({n})" for reason, n in reasons.most_common(3)) or "it has no Conv and no Linear"
-    if not any(row.is_unit for row in given.rows):
+    if not any(row.is_unit for row in planned.rows):
         return f"no layer of the network can be converted: {why}. Plan without a budget for the whole list"
-    branches = "1 branch" if wish.branches == 1 else f"{wish.branches} branches"
-    narrower = [f"lower round_to (now {wish.round_to})"] if wish.round_to > 1 else []
-    narrower += [f"take fewer branches (now {wish.branches})"] if wish.branches > 1 else []
-    if smallest == given.weights:
+    branches = "1 branch" if options.branches == 1 else f"{options.branches} branches"
+    narrower = [f"lower round_to (now {options.round_to})"] if options.round_to > 1 else []
+    narrower += [f"take fewer branches (now {options.branches})"] if options.branches > 1 else []
+    if smallest == planned.weights:
         remedy = " or ".join(narrower) or "leave the budget out"
-        return f"with {branches} of {wish.round_to} filters no unit of the network gets smaller; {remedy}"
-    least = math.ceil(1000 * smallest / given.weights) / 1000
+        return f"with {branches} of {options.round_to} filters no unit of the network gets smaller; {remedy}"
+    least = math.ceil(1000 * smallest / planned.weights) / 1000
     remedy = ", or ".join(["allow more", *narrower])
     rest = f" (not converted: {why})" if reasons else ""
     return f"with {branches} the least that can be kept is {least}{rest}; {remedy}"
 
 
-def _measured(given: Plan, model: nn.Module, seen: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    known: dict[tuple[object, ...], dict[str, Timing]] = {}
+def _measured(planned: Plan, model: nn.Module, traced: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    timings: dict[tuple[object, ...], dict[str, Timing]] = {}
     rows = []
-    for row in given.rows:
+    for row in planned.rows:
         if row.status != "pays":
             rows.append(row)
             continue
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
-        call = seen.calls[module][0]
-        alike = signature(module, norm, row, call)
-        if alike not in known:
-            known[alike] = measure_unit(module, norm, row, call)
-        rows.append(replace(row, timings=known[alike]))
-    measured = replace(given, rows=tuple(rows), device=device_name(model))
+        call = traced.calls[module][0]
+        key = signature(module, norm, row, call)
+        if key not in timings:
+            timings[key] = measure_unit(module, norm, row, call)
+        rows.append(replace(row, timings=timings[key]))
+    measured = replace(planned, rows=tuple(rows), device=device_name(model))
     return replace(measured, timings=measure_network(model, measured, args, kwargs) if measured.selected else None)

@@ -1,4 +1,4 @@
-"""The plan as data: a row for every layer, what it is now and what it would become."""
+"""The plan as data: a row for every layer, with its numbers before and after a conversion."""
 
 import difflib
 import json
@@ -22,9 +22,9 @@ Status = Literal["pays", "left", "refused"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a network."""
 GROWS = "would not shrink"
-"""How the reason of a unit begins that has no fewer weights as a DCL layer."""
+"""The prefix of the reason for a unit that has no fewer weights as a DCL layer."""
 SLOWER = "slower"
-"""How the reason of a unit begins that takes more time as a DCL layer."""
+"""The prefix of the reason for a unit that is slower as a DCL layer."""
 UNCAPTURED = "cannot be captured as a CUDA graph"
 Mode = Literal["eager", "compile", "reduce-overhead", "graph"]
 Phase = Literal["train", "infer"]
@@ -32,14 +32,14 @@ Pattern = str | Callable[[str, nn.Module], bool]
 
 
 class Timing(NamedTuple):
-    """Milliseconds of a forward, and of a forward with its backward (None where nothing can be differentiated)."""
+    """Milliseconds of a forward pass, and of forward and backward (None if nothing can be differentiated)."""
 
     forward: float
     full: float | None
 
 
 class Comparison(NamedTuple):
-    """Median milliseconds of a plain and of a converted unit or network, and how far the ratio varied."""
+    """Median milliseconds of a plain and of a converted unit or network, and the spread of their ratio."""
 
     plain: float
     dcl: float
@@ -63,17 +63,17 @@ class Comparison(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How the units of a plan were chosen by time."""
+    """The settings and the result of a selection by time."""
 
     mode: Mode
     phase: Phase
     network: Comparison | None
-    """Of the whole network with the units selected. Where none is left: the best that was seen. None where no unit is
+    """The comparison of the whole network with the selected units, or the best one if none is left. None if no unit is
     faster by itself, and after the selection has changed."""
 
     @property
     def step(self) -> str:
-        """What was timed, in words."""
+        """The timed step in words."""
         what = "training step" if self.phase == "train" else "forward"
         return {
             "eager": f"eager {what}", "compile": f"compiled {what}", "graph": f"{what} as a CUDA graph",
@@ -94,19 +94,19 @@ class Row:
     out_channels: int
     kernel: tuple[int, ...]
     norm: str | None
-    """The batch norm that goes into the DCL layer."""
+    """The batch norm that moves into the DCL layer."""
     calls: int
     status: Status
-    """"pays": a unit that shrinks; "left": left alone for a reason; "refused": cannot be converted."""
+    """"pays": a unit that shrinks; "left": not converted for a reason; "refused": cannot be converted."""
     reason: str
-    """Why the layer is left alone or refused."""
+    """Why the layer is not or cannot be converted."""
     selected: bool
     widths: tuple[int, ...]
     """M(t)."""
     strategy: Strategy
     eps: float | None
     weights: int
-    """All parameters but biases, of the layer and the batch norm that goes with it."""
+    """All parameters but biases, of the layer and of its batch norm."""
     weights_after: int
     parameters: int
     parameters_after: int
@@ -116,19 +116,19 @@ class Row:
     timings: Mapping[str, Timing] | None = None
     """Measured "plain", "dcl" and "low_rank"."""
     channels_last: bool = True
-    """Whether the channels of its output are last in memory, as the kernels of a GPU take them."""
+    """Whether its output is in channels_last, the layout of the GPU kernels."""
     relu: str | None = None
-    """The ReLU behind this layer, which z, being positive, does not need."""
+    """The ReLU after this layer, which is a no-op after conversion."""
     shares_relu: bool = False
-    """Whether that ReLU serves other places too."""
+    """Whether other layers share that ReLU."""
     paying_ratio: float | None = None
-    """Of a unit that would not shrink: the largest ratio at which it would, if there is one."""
+    """For a unit that would not shrink: the largest ratio at which it would, if there is one."""
     comparison: Comparison | None = None
-    """The time of the unit, where units are chosen by time."""
+    """The times of the unit in a selection by time."""
 
     @property
     def is_unit(self) -> bool:
-        """Whether DCL can stand for it: a layer with its ReLU, also where it would not shrink, or is slower."""
+        """Whether DCL can replace it: a layer with its ReLU, even if it would not shrink or is slower."""
         without_gain = self.status == "left" and self.reason.startswith((GROWS, SLOWER, UNCAPTURED))
         return self.status == "pays" or without_gain
 
@@ -161,9 +161,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers of a network to convert, what that saves, and why the others are left alone.
+    """The layers of a network to convert, the savings, and the reasons for all other layers.
 
-    Print it; narrow it with :meth:`only` and :meth:`without`; hand it to ``convert_``.
+    Print it, narrow it with :meth:`only` and :meth:`without`, and pass it to ``convert_``.
     """
 
     rows: tuple[Row, ...]
@@ -172,19 +172,18 @@ class Plan:
     parameters: int
     """All parameters of the network."""
     example: str
-    """What the network was run on."""
+    """A description of the input of the run."""
     device: str | None = None
-    """Where it was measured."""
+    """The device of the timings."""
     timings: Mapping[str, Timing] | None = None
-    """Of the whole network as it runs, "plain" and "dcl", and on a GPU "plain, captured" and "dcl, captured", as CUDA
+    """Timings of the whole network, "plain" and "dcl", and on a GPU "plain, captured" and "dcl, captured", as CUDA
     graphs. None after the selection has changed."""
     choice: Choice | None = None
-    """How the units were chosen, if by time."""
+    """The selection by time, if there was one."""
     modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
-    """The layers that the rows speak of, for predicates; not part of the JSON."""
+    """The layers of the rows, for predicates; not part of the JSON."""
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
-    """What the network was run on, one input where a size was given, for the check of ``convert_``; not part of the
-    JSON."""
+    """The input of the run, a single one if a size was given, for the check of ``convert_``; not part of the JSON."""
 
     @property
     def selected(self) -> tuple[Row, ...]:
@@ -218,18 +217,18 @@ class Plan:
             *patterns: Names, globs (``"features.2*"``), a predicate on (name, module), or a list of these. Globs and
                 predicates choose among the units that pay. An exact name also takes a unit that would not shrink or
                 is slower.
-            force: Whether an exact name also takes a layer that was left alone for another reason. No ReLU follows
-                such a layer, or not a ReLU alone, so a DCL layer in its place computes something else.
+            force: Whether an exact name also selects a layer that is not a unit. Such a layer is not followed by a ReLU
+                alone, so a DCL layer in its place computes something else.
 
         Raises:
-            ValueError: a pattern matches nothing, or a named layer is left alone or cannot be converted.
+            ValueError: a pattern matches nothing, or a named layer is not a unit or cannot be converted.
             TypeError: a pattern of the wrong kind.
         """
         chosen = self._match(patterns, among=lambda row: row.status == "pays", force=force)
         return self._select(chosen)
 
     def without(self, *patterns: Pattern | Iterable[Pattern]) -> "Plan":
-        """Leave these units out of the selection.
+        """Deselect these units.
 
         Args:
             *patterns: As in :meth:`only`, matched against the units that are selected.
@@ -279,8 +278,8 @@ class Plan:
         """The table as ``print`` shows it.
 
         Args:
-            width: Columns to fit it into: what does not fit is shortened or left out, the least important first. None
-                takes the terminal's, and as many as it takes where the output is no terminal.
+            width: The number of characters per line: what does not fit is shortened or left out, the least important
+                first. None uses the width of the terminal, or no limit if the output is not a terminal.
         """
         return render(self, width)
 
@@ -297,12 +296,12 @@ class Plan:
     def _match(
         self, patterns: tuple[Pattern | Iterable[Pattern], ...], among: Callable[[Row], bool], force: bool | None = None
     ) -> set[str]:
-        """The names of the rows that match; without ``force`` given, an exact name takes no others than ``among``."""
-        given = list(_flat(patterns))
-        if not given:
+        """The names of the rows that match; with ``force`` None, an exact name too must be in ``among``."""
+        flat = list(_flat(patterns))
+        if not flat:
             raise ValueError("no pattern given; name units, globs or a predicate on (name, module)")
         chosen: set[str] = set()
-        for pattern in given:
+        for pattern in flat:
             if isinstance(pattern, str):
                 found = self._named(pattern, among, force)
             elif callable(pattern) and not isinstance(pattern, nn.Module):

@@ -1,4 +1,4 @@
-"""Listen to the layers of a network while calibration data runs through it."""
+"""Collect outputs of layers while calibration data runs through a network."""
 
 import math
 import sys
@@ -16,7 +16,7 @@ from torch_dcl.progress import Bar, error_console
 
 __all__ = ["QUICK", "Incoming", "collect_samples"]
 
-QUICK = 2.0  # seconds that a conversion may take without a word
+QUICK = 2.0  # seconds that a conversion may take without showing its progress
 
 
 @torch.no_grad()
@@ -27,22 +27,22 @@ def collect_samples(
     *,
     limit: int = 4096,
     seed: int = 0,
-    hear: Callable[[str, Tensor], None] | None = None,
+    on_input: Callable[[str, Tensor], None] | None = None,
     progress: bool | None = False,
 ) -> dict[str, Tensor]:
-    """What the ``layers`` put out on calibration data, at positions drawn evenly from all of it.
+    """Outputs of the ``layers`` on calibration data, at positions sampled uniformly from all batches.
 
-    The model runs in eval and is left as it was, with its training flags and without our hooks.
+    The model runs in eval mode; its training flags are restored.
 
     Args:
         model: The network.
-        layers: The linear and convolutional layers to listen to, by name.
+        layers: The linear and convolutional layers to sample, by name.
         calibration: Batches: tensors, tuples or lists that begin with the input, or dictionaries of keyword arguments.
             They are moved to the device of the model. One tensor or dictionary is one batch.
-        limit: The most rows to keep of a layer, over all batches.
-        seed: Of the draw. The global random state is left alone.
-        hear: Called with the name and the input of a layer whenever it runs.
-        progress: Whether to show how far it is; None shows what is expected to take two seconds or more.
+        limit: The maximum number of rows per layer, over all batches.
+        seed: The seed of the sampling. The global random state is not used.
+        on_input: Called with the name and the input of a layer whenever it runs.
+        progress: Whether to show progress; None shows it if it is expected to take two seconds or more.
 
     Returns:
         For each name a float32 tensor ``[rows, K2]``.
@@ -53,14 +53,14 @@ def collect_samples(
     kept: dict[str, tuple[Tensor, Tensor]] = {}
     generator = torch.Generator().manual_seed(seed)
 
-    def listen(name: str, layer: nn.Module) -> Any:
+    def add_hook(name: str, layer: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
-            if hear is not None:
-                hear(name, inputs[0] if inputs else named["input"])
+            if on_input is not None:
+                on_input(name, inputs[0] if inputs else named["input"])
             spatial = module.weight.dim() - 2  # type: ignore[operator]
             spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
             size = math.prod(spots.shape[:-1])
-            # Every row draws a number. The rows with the largest stay, so that each is as likely as any other.
+            # Every row draws a number, and the rows with the largest numbers are kept: a uniform sample.
             number, pick = torch.rand(size, generator=generator, dtype=torch.float32).topk(min(limit, size))
             rows = spots[torch.unravel_index(pick.to(spots.device), spots.shape[:-1])].float()
             if name in kept:
@@ -72,12 +72,12 @@ def collect_samples(
         return layer.register_forward_hook(hook, with_kwargs=True)
 
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    handles = [listen(name, layer) for name, layer in layers.items()]
+    handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
         with evaluating(model), _uncompiled():
-            given = [calibration] if isinstance(calibration, Tensor | dict) else calibration
-            for batch in _with_bar(given, progress):
+            batched = [calibration] if isinstance(calibration, Tensor | dict) else calibration
+            for batch in _with_bar(batched, progress):
                 batches += 1
                 inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
                 model(**inputs) if isinstance(inputs, dict) else model(inputs)
@@ -92,29 +92,29 @@ def collect_samples(
 
 
 class Incoming:
-    """The mean square of every DCL layer's branch outputs y, on the inputs that the layers replaced see."""
+    """The mean square of every DCL layer's branch outputs y, on the inputs of the layers that it replaces."""
 
     def __init__(self, layers: Mapping[str, _DCL]) -> None:
         self._layers = layers
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, int] = {}
 
-    def hear(self, name: str, x: Tensor) -> None:
-        """Take in a batch of inputs of a layer."""
+    def add(self, name: str, x: Tensor) -> None:
+        """Add a batch of inputs of a layer."""
         layer = self._layers[name]
-        parts = [y.double().square() for y in layer.fusion.split(layer.branch(x))]
-        rows = parts[0].numel() // layer.fusion.widths[0]
-        sums = torch.stack([part.sum() for part in parts]) / torch.tensor(layer.fusion.widths, device=x.device)
+        squares = [y.double().square() for y in layer.fusion.split(layer.branch(x))]
+        rows = squares[0].numel() // layer.fusion.widths[0]
+        sums = torch.stack([square.sum() for square in squares]) / torch.tensor(layer.fusion.widths, device=x.device)
         self._sums[name] = self._sums.get(name, 0) + sums
         self._rows[name] = self._rows.get(name, 0) + rows
 
     def of(self, name: str) -> list[float] | None:
-        """The mean squares of a layer's branches; None where no input was heard."""
+        """The mean squares of a layer's branches; None without inputs."""
         return [float(s) / self._rows[name] for s in self._sums[name]] if name in self._sums else None
 
 
 def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
-    """The batches, with a bar above them from when it is known to be worth one."""
+    """Iterate over the batches, with a progress bar as soon as they are expected to take long."""
     total = len(batches) if isinstance(batches, Sized) else None
     start = time.monotonic()
     with ExitStack() as open_bar:
@@ -134,8 +134,8 @@ def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run parts that were compiled as they were written: compiled before, they do not call our hooks."""
-    compiles = "torch._dynamo" in sys.modules  # where nothing is compiled, do not load the compiler
+    """Run compiled parts eagerly, since compiled code does not call new hooks."""
+    compiles = "torch._dynamo" in sys.modules  # do not import the compiler
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 

@@ -13,17 +13,17 @@ from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.measure import compare, compare_unit, device_name, network_step, signature
 from torch_dcl.convert.rows import SLOWER, UNCAPTURED, Choice, Comparison, Inputs, Mode, Phase, Plan, Row
 from torch_dcl.convert.trace import Trace
-from torch_dcl.convert.trial import undisturbed
+from torch_dcl.convert.trial import temporary_mode
 from torch_dcl.progress import EVERY, error_console, say_minutes
 
 __all__ = ["select_faster"]
 
 ROUNDS = 7
 TURN = 5
-"""The turn of a network is this many times as long as that of a unit."""
+"""The time of a network in a round, in units of that of a unit."""
 
 
-def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mode: Mode, phase: Phase) -> Plan:
+def select_faster(planned: Plan, model: nn.Module, traced: Trace, inputs: Inputs, mode: Mode, phase: Phase) -> Plan:
     """Keep the selected units of a plan that are faster by themselves and do not make the network slower together.
 
     The network is not changed.
@@ -32,10 +32,10 @@ def select_faster(given: Plan, model: nn.Module, seen: Trace, inputs: Inputs, mo
         ValueError: The network does not run in the mode and the phase.
     """
     choice, progress = Choice(mode, phase, None), _Progress()
-    with undisturbed(model, training=phase == "train"), torch.enable_grad():
-        _try(model, inputs, choice, given.example)
-        rows = _time_units(given.rows, model, seen, choice, progress)
-        timed = replace(given, rows=rows, device=device_name(model), choice=choice)
+    with temporary_mode(model, training=phase == "train"), torch.enable_grad():
+        _try(model, inputs, choice, planned.example)
+        rows = _time_units(planned.rows, model, traced, choice, progress)
+        timed = replace(planned, rows=rows, device=device_name(model), choice=choice)
         return _time_network(timed, model, inputs, progress)
 
 
@@ -43,13 +43,13 @@ class _Progress:
     """A line on stderr now and then, between measurements: a bar that moves would be measured too."""
 
     def __init__(self) -> None:
-        self._start = self._said = time.monotonic()
+        self._start = self._last = time.monotonic()
 
     def say(self, what: str) -> None:
-        """Say what is done, if nothing was said for a while."""
+        """Print what is done, if nothing was printed for a while."""
         now = time.monotonic()
-        if now - self._said >= EVERY:
-            self._said = now
+        if now - self._last >= EVERY:
+            self._last = now
             error_console().print(f"{what} · {say_minutes(now - self._start)}", markup=False, soft_wrap=True)
 
 
@@ -70,7 +70,7 @@ def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None
 
 
 def _time_units(
-    rows: Sequence[Row], model: nn.Module, seen: Trace, choice: Choice, progress: _Progress
+    rows: Sequence[Row], model: nn.Module, traced: Trace, choice: Choice, progress: _Progress
 ) -> tuple[Row, ...]:
     """The rows with the time of every selected unit; those that are not faster are no longer selected."""
     units = {}
@@ -78,15 +78,15 @@ def _time_units(
         if row.selected:
             module = model.get_submodule(row.name)
             norm = None if row.norm is None else model.get_submodule(row.norm)
-            call = seen.calls[module][0]
+            call = traced.calls[module][0]
             units[row.name] = signature(module, norm, row, call), (module, norm, row, call)
-    alike = dict(units.values())
-    known: dict[tuple[object, ...], Comparison | None] = {}
-    for key, unit in alike.items():
-        known[key] = compare_unit(*unit, choice.mode, choice.phase)
-        progress.say(f"{len(known)} of {len(alike)} kinds of units timed, {choice.step}")
+    distinct = dict(units.values())
+    comparisons: dict[tuple[object, ...], Comparison | None] = {}
+    for key, unit in distinct.items():
+        comparisons[key] = compare_unit(*unit, choice.mode, choice.phase)
+        progress.say(f"{len(comparisons)} of {len(distinct)} kinds of units timed, {choice.step}")
     return tuple(
-        _keep_if_faster(replace(row, comparison=known[units[row.name][0]]), choice) if row.selected else row
+        _keep_if_faster(replace(row, comparison=comparisons[units[row.name][0]]), choice) if row.selected else row
         for row in rows
     )
 
@@ -127,15 +127,14 @@ def _time_network(timed: Plan, model: nn.Module, inputs: Inputs, progress: _Prog
         progress.say(f"network with {count} of {len(units)} faster units timed, {comparison} of plain")
         return comparison
 
-    kept, found = _bisect(len(units), compared)
+    faster, comparisons = _bisect(len(units), compared)
     deselected = {}
-    for place, row in enumerate(units[kept:], kept):
-        count = min(n for n in found if n > place)
+    for place, row in enumerate(units[faster:], faster):
+        count = min(n for n in comparisons if n > place)
         among = "this unit" if count == 1 else f"the {count} fastest units"
-        deselected[row.name] = _deselect(
-            row, f"{SLOWER} in the network: {found[count]} with {among}, by itself {row.comparison}, {choice.step}"
-        )
-    network = found[kept] if kept else min(found.values(), key=lambda time: time.ratio)
+        times = f"{comparisons[count]} with {among}, by itself {row.comparison}"
+        deselected[row.name] = _deselect(row, f"{SLOWER} in the network: {times}, {choice.step}")
+    network = comparisons[faster] if faster else min(comparisons.values(), key=lambda time: time.ratio)
     rows = tuple(deselected.get(row.name, row) for row in timed.rows)
     return replace(timed, rows=rows, choice=choice._replace(network=network))
 
@@ -146,15 +145,15 @@ def _bisect(count: int, compared: Callable[[int], Comparison]) -> tuple[int, dic
     All units are tried first, then bisection follows down to an eighth of them or to one: at most log2(count) + 1
     networks, each of which may have to be compiled.
     """
-    found: dict[int, Comparison] = {}
-    kept, slower, tried = 0, count + 1, count
-    while kept < tried < slower:
-        found[tried] = compared(tried)
-        if found[tried].is_slower:
+    comparisons: dict[int, Comparison] = {}
+    faster, slower, tried = 0, count + 1, count
+    while faster < tried < slower:
+        comparisons[tried] = compared(tried)
+        if comparisons[tried].is_slower:
             slower = tried
         else:
-            kept = tried
-        if kept and slower - kept <= count // 8:
+            faster = tried
+        if faster and slower - faster <= count // 8:
             break
-        tried = (kept + slower) // 2
-    return kept, found
+        tried = (faster + slower) // 2
+    return faster, comparisons

@@ -1,4 +1,4 @@
-"""Parameters that several processes hold in parts (``fully_shard``, DTensor), gathered to be written once."""
+"""Sharded parameters (``fully_shard``, DTensor), gathered to be written by one process."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ __all__ = ["Shards", "is_sharded", "own_class"]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor; torch loads that class for those who use it."""
+    """Whether this is a DTensor, without importing that class."""
     return hasattr(tensor, "full_tensor")
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without the one that ``fully_shard`` derives from it."""
+    """The class of a module, ignoring the subclass that ``fully_shard`` creates."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
@@ -33,8 +33,8 @@ class Shards:
         self.writes = all(place is not None and not any(place) for place in places)
 
     def gather(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict with whole tensors on the CPU in the place of the sharded ones; empty where nobody writes."""
-        gathered: dict[int, Tensor] = {}  # by identity: tied parameters are one, and stay one
+        """The state dict with sharded tensors gathered on the CPU; empty tensors in processes that do not write."""
+        gathered: dict[int, Tensor] = {}  # by identity, so that tied parameters stay tied
         for tensor in state.values():
             if is_sharded(tensor) and id(tensor) not in gathered:
                 sharded: Any = tensor.detach()
@@ -44,7 +44,7 @@ class Shards:
 
     @contextmanager
     def one_writer(self) -> Iterator[bool]:
-        """Whether this process writes. All leave together, and all fail where the writer fails.
+        """Whether this process writes. All processes leave the block together, and all fail if the writer fails.
 
         Raises:
             RuntimeError: in the other processes, after an error of the writer.
@@ -59,7 +59,7 @@ class Shards:
             raise RuntimeError("the first process of the mesh could not write the network; see its error")
 
     def _count(self, failed: bool) -> int:
-        """In how many processes this holds, and at the latest when all have answered."""
+        """The number of processes that failed, after a barrier."""
         if self._mesh is None:
             return int(failed)
         count = torch.tensor(int(failed), device=self._mesh.device_type)

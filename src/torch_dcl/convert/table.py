@@ -1,4 +1,4 @@
-"""The plan as a table to read in a terminal."""
+"""The plan as a table for the terminal."""
 
 import shutil
 import sys
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 __all__ = ["count", "render", "tabulate"]
 
 WIDTH = 112
-"""Of what is wrapped, where the terminal is not narrower."""
+"""The maximum width of wrapped text."""
 
 
 def render(plan: "Plan", width: int | None = None) -> str:
-    """The table of a plan: what is converted, what could be, and why the rest is left alone.
+    """The table of a plan: the selected units, the units that could be converted, and reasons for all other layers.
 
-    Without a width it has the terminal's, and as many columns as it takes where there is no terminal.
+    Without a width it has that of the terminal, or no limit without a terminal.
     """
     width = shutil.get_terminal_size((sys.maxsize, 0)).columns if width is None else width
     chosen = plan.selected
@@ -66,7 +66,7 @@ def _times(plan: "Plan") -> list[str]:
 
 
 def _notes(chosen: Sequence["Row"]) -> list[str]:
-    """What to know about the units that are selected."""
+    """Remarks about the selected units."""
     notes = []
     if any(not row.within_half for row in chosen):
         notes.append("* ΣM is above K2/2, the paper's rule of thumb (which its own three branches of K2/5 break).")
@@ -85,11 +85,11 @@ def _notes(chosen: Sequence["Row"]) -> list[str]:
 
 
 _SHORTER = ("MACs", "≤", "weights", "fwd ms", "fwd+bwd", "layer")
-"""What goes from a table that is too wide, one after the other: a column, or all but the ratio of three."""
+"""The order in which a table that is too wide is reduced: a column, or a group of three columns to its ratio."""
 
 
 def _units(rows: Sequence["Row"], width: int, *, times: Sequence[str]) -> tuple[str, bool]:
-    """The table of units in at most ``width`` columns, and whether the column of the inequality is in it."""
+    """The table of units in at most ``width`` characters, and whether it has the column of the inequality."""
     for dropped in range(len(_SHORTER) + 1):
         lines, left = _cells(rows, _SHORTER[:dropped], times=times)
         excess = max(map(len, tabulate(lines, left).splitlines())) - width
@@ -102,7 +102,7 @@ def _units(rows: Sequence["Row"], width: int, *, times: Sequence[str]) -> tuple[
 
 
 def _cells(rows: Sequence["Row"], dropped: Sequence[str], *, times: Sequence[str]) -> tuple[list[list[str]], int]:
-    """The cells, two lines a unit below the head, and how many columns are aligned left."""
+    """The cells, a head and two lines per unit, and the number of left-aligned columns."""
     head = ["unit"] + ([] if "layer" in dropped else ["layer"]) + ["becomes"]
     left = len(head)
     groups = ["weights", "MACs", *times]
@@ -133,7 +133,7 @@ def _cells(rows: Sequence["Row"], dropped: Sequence[str], *, times: Sequence[str
 
 
 def _before_and_after(row: "Row", group: str, contender: str) -> tuple[str, str, str]:
-    """What a unit has or takes before and after, and the ratio."""
+    """The value of a unit before and after, and the ratio."""
     if group == "weights":
         return count(row.weights), count(row.weights_after), ratio(row.weights_after, row.weights)
     if group == "MACs":
@@ -189,7 +189,7 @@ def _network_latency(plan: "Plan") -> list[str]:
 
 
 def _against(plain: "Timing", dcl: "Timing") -> tuple[str, list[str]]:
-    """Both times before and after, and which of them got longer."""
+    """Both times before and after, and the names of those that increased."""
     parts, slower = [], []
     for what, before, after in zip(("forward", "forward + backward"), plain, dcl, strict=True):
         if before is not None and after is not None:
@@ -221,7 +221,7 @@ def _left_alone(rows: Sequence["Row"], width: int) -> str:
 
 
 def _paying_ratios(rows: Sequence["Row"], width: int) -> str:
-    """The ratios at which units would shrink that do not, the widest first."""
+    """The ratios at which further units would shrink, the largest first."""
     ratios: dict[float, list[str]] = {}
     for row in rows:
         if row.paying_ratio is not None:
@@ -237,7 +237,7 @@ def _wrapped(head: str, names: Sequence[str], width: int) -> str:
 
 
 def _fitted(text: str, width: int) -> str:
-    """A note as it is written, unless a line of it is too long."""
+    """The text itself, or wrapped if one of its lines is too long."""
     return text if max(map(len, text.split("\n"))) <= width else _filled(text, width)
 
 
@@ -247,7 +247,7 @@ def _filled(text: str, width: int) -> str:
 
 
 def tabulate(lines: Sequence[Sequence[str]], left: int) -> str:
-    """Columns under a ruled head; the first ``left`` are aligned left, the others right."""
+    """Columns under a ruled head; the first ``left`` columns are left-aligned, the others right-aligned."""
     sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = []
     for line in lines:
@@ -270,7 +270,7 @@ def _ms(milliseconds: float) -> str:
 
 
 def ratio(after: float, before: float) -> str:
-    """After over before, to two digits behind the point."""
+    """After over before, with two decimals."""
     return f"{after / before:.2f}" if before else "–"
 
 

@@ -1,8 +1,8 @@
-"""Run a network once and see what follows each of its layers.
+"""Run a network once and record what follows each of its layers.
 
-The network itself is the only description that is always right: modules may be shared, activations functional,
-branches taken in Python. So it is run on an example, and every operation is noted with the tensors that it reads
-and makes. From that the question of the planner is answered: does a ReLU, and nothing else, follow this layer?
+Only a run describes a network reliably: modules may be shared, activations functional, and control flow in Python. It
+is run on an example, and every operation is recorded with the tensors that it reads and writes. The record answers the
+planner's question: is this layer followed by a ReLU, and by nothing else?
 """
 
 import gc
@@ -26,7 +26,7 @@ __all__ = ["Call", "Trace", "trace"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# ReLU commutes with what only moves or selects values, so a unit may have such a step inside it.
+# ReLU commutes with operations that only move or select values, so a unit may contain them.
 _MOVES = re.compile(
     r"view|_unsafe_view|reshape|_reshape_alias|permute|transpose|t|flatten|unflatten|squeeze|unsqueeze|contiguous|clone|"
     r"alias|detach|_to_copy|expand|repeat|roll|slice|select|split|split_with_sizes|chunk|unbind|"
@@ -52,11 +52,11 @@ _KEPT = "its output is kept after the call, as an attribute or by a hook"
 
 @dataclass(eq=False)
 class _Event:
-    """One step of the run: a layer, a norm, or an operation, with the values that it reads and makes."""
+    """One step of the run: a layer, a norm, or an operation, with the values that it reads and writes."""
 
     op: str
     reads: tuple[int, ...]
-    makes: tuple[int, ...]
+    writes: tuple[int, ...]
     module: nn.Module | None = None
 
 
@@ -68,57 +68,57 @@ class Call:
     output_shape: tuple[int, ...]
     dtype: torch.dtype
     channels_last: bool
-    """Whether its input is."""
+    """Whether its input is in channels_last."""
     gives_channels_last: bool = True
     """Whether the channels of its output are last in memory."""
     norm: nn.Module | None = None
     """The batch norm between the layer and its ReLU."""
     relu: nn.Module | None = None
-    """The ReLU, where it is a module and the only one."""
+    """The ReLU, if it is a module and the only one."""
     moved: bool = False
-    """Whether something moves or selects values before the ReLU, so that it gets another tensor."""
+    """Whether an operation moves or selects values before the ReLU, which then receives another tensor."""
     needs_grad: bool = True
-    """Whether a backward pass goes on through its input; not so in the first layer."""
+    """Whether its input requires a gradient; False in the first layer."""
     reason: str = ""
-    """Why this call is not a unit of the paper's; empty if it is one."""
+    """Why this call is not a unit as in the paper; empty if it is one."""
 
 
 @dataclass
 class Trace:
-    """What a run showed: the calls of every layer, and the layers whose weights were used without a call."""
+    """The result of a run: the calls of every layer, and the layers whose weights were used without a call."""
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict)
     functional: set[nn.Module] = field(default_factory=set)
     part_calls: dict[nn.Module, int] = field(default_factory=lambda: defaultdict(int))
-    """How often batch norms and ReLUs were called."""
+    """The number of calls of batch norms and ReLUs."""
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a layer's output before its ReLU is looked at from outside."""
+        """Whether a layer's output before its ReLU is visible outside of the network."""
         return any(call.reason in (_OUTPUT, _KEPT) for calls in self.calls.values() for call in calls)
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    """Run ``model`` once in eval mode, without gradients, and say what follows each layer.
+    """Run ``model`` once in eval mode, without gradients, and find out what follows each layer.
 
-    The training flags, the parameters and buffers, and the random state are as before afterwards.
+    Training flags, parameters, buffers and the random state are restored.
     """
     recorder = _Recorder(model)
     with evaluating(model), torch.no_grad(), _without_fast_paths(), _restored_rng(model), _restored_buffers(model):
-        with recorder.watching():
+        with recorder.recording():
             outputs = [model(*args, **kwargs)]
-        seen = recorder.conclude(recorder.live())
-        if seen.has_outputs:
-            gc.collect()  # garbage in reference cycles is alive too
+        result = recorder.analyse(recorder.live())
+        if result.has_outputs:
+            gc.collect()  # reference cycles keep garbage alive
             live = recorder.live()
             outputs.clear()
-            seen = recorder.conclude(live, recorder.live())
-    return seen
+            result = recorder.analyse(live, recorder.live())
+    return result
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, module by module as it was afterwards."""
+    """Set eval mode inside the block, and restore the flag of every module afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -129,7 +129,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every operation outside of a watched layer, and every watched layer as one step."""
+    """Records every layer as one step, and every operation outside of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
 
     def value(self, tensor: Tensor, *, new: bool = False) -> int:
-        """The number of a tensor's present content; an operation in place makes a new one."""
+        """The number of a tensor's current content; an in-place operation creates a new one."""
         if new or tensor not in self._values:
             self._count += 1
             self._values[tensor] = self._count
@@ -153,21 +153,21 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def live(self) -> set[int]:
-        """The values that somebody still holds: after the call these are outputs, whatever object they are in.
+        """The values that are still referenced: after the call these are outputs, whatever object contains them.
 
-        Two kinds of tensors may be held by C++ alone and do not count. One is the base of a view that is alive: the
-        view speaks for it. The other is what a graph has saved, in a network that enables gradients by itself.
+        Two kinds of tensors that C++ alone references are excluded: the base of a live view, which the view
+        represents, and tensors saved by a graph, in a network that enables gradients itself.
         """
         tensors = list(self._values)
-        silent = {id(t._base) for t in tensors if t._base is not None}
+        excluded = {id(t._base) for t in tensors if t._base is not None}
         in_graph = [t for t in tensors if t.grad_fn is not None]
         if in_graph:
             holders = [h for h in gc.get_referrers(*in_graph) if h is not tensors and h is not in_graph]
-            silent |= {id(t) for t in in_graph} - {id(t) for h in holders for t in gc.get_referents(h)}
-        return {self.value(t) for t in tensors if id(t) not in silent}
+            excluded |= {id(t) for t in in_graph} - {id(t) for h in holders for t in gc.get_referents(h)}
+        return {self.value(t) for t in tensors if id(t) not in excluded}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         handles = []
         for module in (*self.layers, *self.norms, *self.relus):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
@@ -185,20 +185,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.inside.pop()
         atomic = isinstance(module, LAYERS) or is_plain_norm(module)
-        given = args[0] if args else kwargs.get("input")
-        if not atomic or self._hidden() or not isinstance(given, Tensor) or not isinstance(output, Tensor):
+        x = args[0] if args else kwargs.get("input")
+        if not atomic or self._is_in_layer() or not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return
-        reads = (self.value(given),)
+        reads = (self.value(x),)
         op = "layer" if isinstance(module, LAYERS) else "batch_norm"
         event = _Event(op, reads, (self.value(output, new=True),), module)
         self.events.append(event)
         if op == "layer":
-            shapes = tuple(given.shape), tuple(output.shape)
+            shapes = tuple(x.shape), tuple(output.shape)
             channels = 1 - layer_weight(module).dim()  # from the end: a filter has as many dimensions as an image
             last = output.stride(channels) == 1
-            self.calls.append((event, Call(*shapes, given.dtype, is_channels_last(given), last)))
+            self.calls.append((event, Call(*shapes, x.dtype, is_channels_last(x), last)))
 
-    def _hidden(self) -> bool:
+    def _is_in_layer(self) -> bool:
         return any(isinstance(m, LAYERS) or is_plain_norm(m) for m in self.inside)
 
     def __torch_dispatch__(
@@ -212,26 +212,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if owner is not None and owner not in self.inside:
                 self.functional.add(owner)
         op = func._schema.name.split("::")[-1]
-        if self._hidden():
+        if self._is_in_layer():
             return func(*args, **kwargs)
         reads = tuple(self.value(t) for t in read)
         result = func(*args, **kwargs)
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        made = made[:1] if op.startswith("max_pool") else made
+        written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        written = written[:1] if op.startswith("max_pool") else written
         changes = func._schema.is_mutable
         if _is_clamp_at_zero(op, args):
             op = "relu"
         if "batch_norm" in op:
-            op, made = "batch_norm", made[:1]
-        module = self.inside[-1] if self.inside and _is_done_by(op, self.inside[-1]) else None
-        self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in made), module))
+            op, written = "batch_norm", written[:1]
+        module = self.inside[-1] if self.inside and _is_op_of(op, self.inside[-1]) else None
+        self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in written), module))
         return result
 
-    def conclude(self, live: set[int], kept: Set[int] = frozenset()) -> Trace:
-        """Follow the output of every call to the ReLU, or to the reason why there is none.
+    def analyse(self, live: set[int], kept: Set[int] = frozenset()) -> Trace:
+        """Follow the output of every call to its ReLU, or to the reason why there is none.
 
         Args:
-            live: The values that are outputs, or kept somewhere.
+            live: The values that are outputs, or are still referenced.
             kept: Those of them that outlive the outputs.
         """
         readers: dict[int, list[_Event]] = defaultdict(list)
@@ -240,25 +240,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 readers[value].append(event)
         onward: set[int] = set()  # values from which another layer is reached
         for event in reversed(self.events):
-            if event.op in ("layer", "mm", "addmm", "bmm", "convolution") or onward.intersection(event.makes):
+            if event.op in ("layer", "mm", "addmm", "bmm", "convolution") or onward.intersection(event.writes):
                 onward.update(event.reads)
         result = Trace(functional=self.functional)
         trained = {self.value(tensor) for tensor in self._values if tensor.requires_grad}
         for event in self.events:
             if _is_trained(event.module) or trained.intersection(event.reads):
-                trained.update(event.makes)
+                trained.update(event.writes)
             if event.op != "layer" and event.module is not None:
                 result.part_calls[event.module] += 1
         for event, call in self.calls:
             module = event.module
             if module is None:
                 continue
-            call.norm, relus, call.reason, call.moved = _follow(event.makes[0], readers, live, kept)
+            call.norm, relus, call.reason, call.moved = _follow(event.writes[0], readers, live, kept)
             call.relu = relus.pop() if len(relus) == 1 else None
             call.needs_grad = not trained.isdisjoint(event.reads)
             if not call.reason and call.norm is not None and len(call.output_shape) != layer_weight(module).dim():
                 call.reason = "its batch norm normalises another dimension than its channels"
-            if call.reason and event.makes[0] not in onward:
+            if call.reason and event.writes[0] not in onward:
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
         return result
@@ -268,15 +268,15 @@ def _is_trained(module: nn.Module | None) -> bool:
     return module is not None and any(p.requires_grad for p in module.parameters())
 
 
-def _is_done_by(op: str, module: nn.Module) -> bool:
-    """Whether an operation is what this batch norm or ReLU is there for."""
+def _is_op_of(op: str, module: nn.Module) -> bool:
+    """Whether an operation is the one that this batch norm or ReLU performs."""
     return op.removesuffix("_") == "relu" if isinstance(module, nn.ReLU) else op == "batch_norm"
 
 
 def _follow(
     value: int, readers: dict[int, list[_Event]], live: set[int], kept: Set[int]
 ) -> tuple[nn.Module | None, set[nn.Module | None], str, bool]:
-    """From a value to its ReLU: the batch norm, the ReLUs, the reason if something else is met, whether it moves."""
+    """Follow a value: its batch norm, its ReLUs, the reason if there is another reader, whether values are moved."""
     norm: nn.Module | None = None
     relus: set[nn.Module | None] = set()
     todo, moved, scaled = [value], False, False
@@ -295,13 +295,13 @@ def _follow(
                 if event.module is None:
                     return norm, relus, "its batch norm is used functionally", moved
                 norm = event.module
-                todo.extend(event.makes)
+                todo.extend(event.writes)
             elif _MOVES.fullmatch(op):
                 moved = True
-                todo.extend(event.makes)
+                todo.extend(event.writes)
             elif op in ("mul", "div") and len(event.reads) == 1:
                 moved = scaled = True
-                todo.extend(event.makes)
+                todo.extend(event.writes)
             elif op.startswith("_scaled_dot_product") or "attention" in op:
                 return norm, relus, "feeds attention", moved
             else:
@@ -319,7 +319,7 @@ def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def _without_fast_paths() -> Iterator[None]:
-    """Attention's fused inference path hides the layers that training calls."""
+    """Disable attention's fused inference path, which does not call the layers that training calls."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -337,12 +337,12 @@ def _restored_rng(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """A network may count its calls, or keep what it saw last: all buffers are as before afterwards."""
+    """Restore all buffers after the block: a network may count its calls, or store its last input."""
     saved = [(m, name, b, None if b is None else b.clone()) for m in model.modules() for name, b in m._buffers.items()]
     try:
         yield
     finally:
         for module, name, buffer, content in saved:
             if buffer is not None and content is not None and not buffer.is_inference():
-                buffer.data.copy_(content)  # whether its version says so or not: batch norms change theirs in silence
+                buffer.data.copy_(content)  # regardless of its version, which batch norms do not increase
             module._buffers[name] = buffer

@@ -1,4 +1,4 @@
-"""Run the plan's example through the plain and through the converted network: a conversion must break neither mode."""
+"""Trial runs of the plan's example through the plain and the converted network, in training and in eval mode."""
 
 import random
 import warnings
@@ -16,16 +16,15 @@ from torch_dcl.convert.snapshot import Snapshot
 from torch_dcl.convert.trace import _restored_rng
 from torch_dcl.convert.units import names_of
 
-__all__ = ["Trial", "undisturbed"]
+__all__ = ["Trial", "temporary_mode"]
 
 
 class Trial:
     """Runs of one example, in training mode, and in eval mode without gradients.
 
-    The plain network runs when the trial is made. A mode in which it fails says nothing and is not tried again: a
-    detector wants targets in training, a network may have moved to another dtype since the plan was made. Nor is
-    anything run without an example, or on the meta device. Each run leaves modules, attributes, flags, buffers and
-    the random state as they were.
+    The plain network runs in the constructor. A mode in which it fails is skipped: a detector needs targets in
+    training, and a network may have another dtype than when it was planned. Nothing runs without an example or on the
+    meta device. Each run restores modules, attributes, flags, buffers and the random state.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs | None) -> None:
@@ -39,7 +38,7 @@ class Trial:
                 continue
             if _failure(model, inputs, training=training) is None:
                 self._runs.append((training, inputs))
-            elif training:  # a batch norm wants more than one value a channel
+            elif training:  # a batch norm needs more than one value per channel
                 twice = tree_map_only(Tensor, lambda t: torch.cat((t, t)) if t.dim() else t, inputs)
                 if _failure(model, twice, training=True) is None:
                     self._runs.append((True, twice))
@@ -57,16 +56,16 @@ class Trial:
             mode = "training mode" if training else "eval mode"
             raise ValueError(
                 f"the converted network fails on the plan's example in {mode}, the plain one does not. "
-                f"{_place_of(error, model)}{type(error).__name__}: {error}. Nothing was changed. "
+                f"{_failing_module(error, model)}{type(error).__name__}: {error}. Nothing was changed. "
                 "Leave out the layer with plan.without(...), or convert all the same with check=False"
             ) from error
 
 
 def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception | None:
-    """What a run raises, if it does."""
+    """The exception of a run; None if it succeeds."""
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop() if len(devices) == 1 else None
-    with undisturbed(model, training=training), torch.set_grad_enabled(training):
+    with temporary_mode(model, training=training), torch.set_grad_enabled(training):
         try:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), inputs)
             model(*args, **kwargs)
@@ -76,10 +75,10 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
 
 
 @contextmanager
-def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the mode of every module, and have everything as before afterwards. No warning is shown.
+def temporary_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the mode of every module inside the block, without warnings, and restore the network afterwards.
 
-    The flags are set as such: a ``train()`` of a network's own may do more, for example merge weights.
+    The flags are set directly: a network's own ``train()`` may do more, for example merge weights.
     """
     before, flags = Snapshot(model), [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
@@ -103,8 +102,8 @@ def _communicates(model: nn.Module) -> bool:
     return distributed and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
-def _place_of(error: Exception, model: nn.Module) -> str:
-    """The innermost module of the network that the error came through."""
+def _failing_module(error: Exception, model: nn.Module) -> str:
+    """The innermost module of the network in the traceback, as the start of a message."""
     names, place, step = names_of(model), "", error.__traceback__
     while step is not None:
         module: Any = step.tb_frame.f_locals.get("self")

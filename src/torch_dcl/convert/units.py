@@ -1,4 +1,4 @@
-"""What can stand in for what: plain layers, the DCL layers that replace them, and what forbids a replacement."""
+"""Plain layers, the DCL layers that replace them, and the obstacles to a replacement."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,15 +19,15 @@ __all__ = [
     "AbsorbedReLU",
     "SharedReLU",
     "build",
-    "carry_flags",
-    "is_idle",
+    "copy_flags",
+    "disable_fast_paths",
+    "is_removable",
     "kind_of",
-    "leave_fast_paths",
     "names_of",
     "norm_obstacle",
     "norm_settings",
     "obstacle",
-    "stand_in",
+    "relu_replacement",
     "swap",
 ]
 
@@ -44,44 +44,44 @@ _NORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv3d: nn.BatchNorm3d,
 }
 _FAST_PATHS = {"activation_relu_or_gelu": 0, "use_nested_tensor": False}
-"""The attributes by which torch's transformers, and copies of them, choose their inference path, and "off"."""
+"""The attributes that enable the inference path of torch's transformers and of their copies, with the value for off."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class AbsorbedNorm(nn.Identity):
-    """Stands where a batch norm stood that now works inside the DCL layer before it."""
+    """Replaces a batch norm that was moved into the DCL layer before it."""
 
 
 class AbsorbedReLU(nn.Identity):
-    """Stands where a ReLU stood behind a layer that is a DCL layer now, whose output is positive by itself."""
+    """Replaces a ReLU after a DCL layer, whose output is positive already."""
 
 
 class SharedReLU(nn.ReLU):
-    """Stands where a ReLU stood that serves DCL layers and other places too, as the one of a residual block does.
+    """Replaces a ReLU that DCL layers share with other layers, for example in a residual block.
 
-    What comes straight from such a DCL layer is positive and passes as it is; everything else is rectified.
+    The unmodified output of such a DCL layer is positive and passes through; any other input is rectified.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """The input where it is positive by itself, else its ReLU."""
+        """The input itself if a DCL layer marked it as positive, else its ReLU."""
         return input if passes_relu(input) else F.relu(input, self.inplace)
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether somebody hooked into a module, who would miss it."""
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, which a replacement would lose."""
     return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
-def is_idle(module: nn.Module | None) -> bool:
+def is_removable(module: nn.Module | None) -> bool:
     """Whether this is a ReLU without hooks, which is a no-op after conversion."""
-    return type(module) in RELUS and not is_watched(module)  # type: ignore[arg-type]
+    return type(module) in RELUS and not has_hooks(module)  # type: ignore[arg-type]
 
 
 RELUS = (nn.ReLU, SharedReLU)
 
 
-def stand_in(relu: nn.ReLU, *, shared: bool) -> nn.Module:
-    """What takes the place of a ReLU behind a DCL layer: itself, where it is a stand-in already."""
+def relu_replacement(relu: nn.ReLU, *, shared: bool) -> nn.Module:
+    """The module that replaces a ReLU after a DCL layer; the ReLU itself if it is a replacement already."""
     if isinstance(relu, SharedReLU):
         return relu
     return (SharedReLU(relu.inplace) if shared else AbsorbedReLU()).train(relu.training)
@@ -100,9 +100,9 @@ def plain_type(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _stands_for(module: nn.Module) -> type[nn.Module] | None:
-    """The torch class that a layer of this library computes the same as, if it says so of its own class."""
-    found: type[nn.Module] | None = vars(type(module)).get("stands_for")
-    return found
+    """The torch class that a layer of this library declares to be equivalent to, without inheritance."""
+    equivalent: type[nn.Module] | None = vars(type(module)).get("stands_for")
+    return equivalent
 
 
 def kind_of(module: nn.Module) -> str:
@@ -111,7 +111,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def obstacle(module: nn.Module) -> str:
-    """Why this layer cannot be replaced at all, whatever follows it; empty if it can."""
+    """Why this layer cannot be replaced, whatever follows it; empty if it can."""
     kind = type(module).__name__
     if isinstance(module, _DCL):
         return "already a DCL layer"
@@ -123,16 +123,16 @@ def obstacle(module: nn.Module) -> str:
         return f"a {kind} with a forward of its own"
     if getattr(module, "groups", 1) != 1:
         return f"grouped ({module.groups} groups)"
-    return _hooked(module)
+    return _hook_obstacle(module)
 
 
 def is_frozen_norm(module: nn.Module) -> bool:
-    """Whether this is torchvision's batch norm of detection networks, which is fixed to its statistics."""
+    """Whether this is the batch norm with fixed statistics of torchvision's detection networks."""
     return type(module).__name__ == "FrozenBatchNorm2d" and "running_var" in dict(module.named_buffers(recurse=False))
 
 
-def thawed(norm: nn.Module) -> nn.Module:
-    """A frozen batch norm as a common one that computes the same in eval; any other as it is."""
+def unfreeze_norm(norm: nn.Module) -> nn.Module:
+    """A frozen batch norm as an ordinary one that computes the same in eval; any other norm itself."""
     if not is_frozen_norm(norm):
         return norm
     state = dict(norm.named_buffers(recurse=False))
@@ -142,23 +142,23 @@ def thawed(norm: nn.Module) -> nn.Module:
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether this is a batch norm and nothing more."""
+    """Whether this is a batch norm with torch's own forward, or a frozen one."""
     forward = type(module).forward
-    usual = isinstance(module, _BatchNorm) and forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    return usual or is_frozen_norm(module)
+    is_torch = isinstance(module, _BatchNorm) and forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return is_torch or is_frozen_norm(module)
 
 
 def norm_obstacle(norm: nn.Module) -> str:
-    """Why a batch norm cannot be taken into a DCL layer; empty if it can."""
+    """Why a batch norm cannot be moved into a DCL layer; empty if it can."""
     fused = hasattr(norm, "act") and isinstance(getattr(norm, "drop", None), nn.Identity)
     if not is_plain_norm(norm) and not fused:
         return f"its batch norm is a {type(norm).__name__} with a forward of its own"
-    hooked = _hooked(norm)
-    return f"its batch norm {hooked}" if hooked else ""
+    hooks = _hook_obstacle(norm)
+    return f"its batch norm {hooks}" if hooks else ""
 
 
-def _hooked(module: nn.Module) -> str:
-    return "carries hooks, which would be lost: remove them first" if is_watched(module) else ""
+def _hook_obstacle(module: nn.Module) -> str:
+    return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
 
 
 def build(
@@ -171,15 +171,15 @@ def build(
     bias: bool | None = None,
     device: str | None = None,
 ) -> _DCL:
-    """The DCL layer that takes the place of ``module`` and, with ``norm``, of the batch norm behind it.
+    """The DCL layer that replaces ``module`` and, with ``norm``, the batch norm after it.
 
-    A frozen batch norm has nothing to train: it becomes part of the weights and of the bias.
+    A frozen batch norm has no parameters to train: it is folded into weights and bias.
     """
     plain = plain_type(module)
     if plain is None:
         raise TypeError(f"a {type(module).__name__} cannot be replaced by a DCL layer: {obstacle(module)}")
-    given = {"device": device, "bias": bias}
-    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {"device": device, "bias": bias}
+    changed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if norm is not None and is_frozen_norm(norm):
         norm, changed = None, {**changed, "bias": True}
     layer = REPLACEMENTS[plain].like(
@@ -195,7 +195,7 @@ def build(
 
 
 def layer_weight(module: nn.Module) -> Tensor:
-    """The weight of a plain layer, as what it is for the type checker."""
+    """The weight of a plain layer, typed as a tensor."""
     weight = module.weight
     if not isinstance(weight, Tensor):
         raise TypeError(f"a {type(module).__name__} has no weight")
@@ -203,20 +203,20 @@ def layer_weight(module: nn.Module) -> Tensor:
 
 
 def is_channels_last(tensor: Tensor) -> bool:
-    """Whether a batch of images, or the filters of a Conv2d, lies in channels_last and in no other format."""
+    """Whether a batch of images, or the filters of a Conv2d, is in channels_last and no other memory format."""
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def norm_factory(plain: type[nn.Module], norm: nn.Module) -> Callable[[int], nn.Module]:
-    """Makes batch norms with the settings of ``norm``, fit for the output of a ``plain`` layer."""
+    """A factory of batch norms with the settings of ``norm``, for the output of a ``plain`` layer."""
     kind = nn.SyncBatchNorm if isinstance(norm, nn.SyncBatchNorm) else _NORMS[plain]
     return partial(kind, **norm_settings(norm))
 
 
 def norm_settings(norm: nn.Module) -> dict[str, Any]:
-    """The arguments that make another batch norm like ``norm``, without its size."""
+    """The arguments of a batch norm like ``norm``, without its size."""
     settings = {name: getattr(norm, name) for name in ("eps", "momentum", "affine", "track_running_stats")}
-    if norm.affine and norm.bias is None:  # as torch has it from 2.15 on
+    if norm.affine and norm.bias is None:  # possible since torch 2.15
         settings["bias"] = False
     return settings
 
@@ -230,7 +230,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
-    """Put ``new`` in every place of ``names``.
+    """Replace the modules of these names by ``new``.
 
     Raises:
         ValueError: a layer that is compiled by itself.
@@ -245,8 +245,8 @@ def swap(model: nn.Module, names: list[str], new: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, new)
 
 
-def carry_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
-    """Take over ``requires_grad`` of the old parameters, and ``training`` of the old batch norm."""
+def copy_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
+    """Copy ``requires_grad`` of the old parameters, and ``training`` of the old batch norm."""
     weight = layer_weight(module)
     for name, parameter in layer.named_parameters():
         if name.startswith("fusion.norm"):
@@ -258,10 +258,10 @@ def carry_flags(layer: _DCL, module: nn.Module, norm: nn.Module | None) -> None:
         layer.fusion.norm.train(layer.training if norm is None else norm.training)
 
 
-def leave_fast_paths(model: nn.Module) -> None:
-    """Switch off the inference path of every transformer layer and encoder that holds a DCL layer.
+def disable_fast_paths(model: nn.Module) -> None:
+    """Disable the inference path of every transformer layer and encoder that contains a DCL layer.
 
-    That path hands the weights of its layers to one fused operation and does not call them.
+    That path passes the weights of its layers to one fused operation and does not call the layers.
     """
     for module in model.modules():
         flags = _FAST_PATHS.keys() & vars(module).keys()

@@ -1,4 +1,4 @@
-"""Modules around modules, which put a part of their own into every name below them, and the names without it."""
+"""Wrappers of modules, which add a prefix to every name below them, and names without these prefixes."""
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -8,7 +8,7 @@ from torch_dcl.convert.units import names_of
 __all__ = ["OwnNames", "bare"]
 
 _INNER = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where ``torch.compile`` and activation checkpointing keep the module that they wrap."""
+"""The attributes in which ``torch.compile`` and activation checkpointing store the wrapped module."""
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -18,7 +18,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 class OwnNames:
-    """The names that the modules and tensors of a network have whatever parts of it are wrapped."""
+    """The names of modules and tensors of a network without the prefixes of wrappers."""
 
     def __init__(self, model: nn.Module) -> None:
         places = names_of(model)
@@ -27,16 +27,16 @@ class OwnNames:
         self.of = {module: [self(name) for name in names] for module, names in places.items()}
         """All own names of every module."""
         self.modules = {name: module for module, names in self.of.items() if not _inner(module) for name in names}
-        """The module of a name: what is inside, where it is wrapped."""
+        """The module of a name, unwrapped."""
 
     def __call__(self, name: str) -> str:
         """The own name of a module or tensor."""
-        parts = name.split(".")
-        return ".".join(part for i, part in enumerate(parts) if ".".join(parts[: i + 1]) not in self._wrapped)
+        path = name.split(".")
+        return ".".join(part for i, part in enumerate(path) if ".".join(path[: i + 1]) not in self._wrapped)
 
 
 def _inner(module: nn.Module) -> str:
-    """Under which name a wrapper keeps the module that it wraps; empty if it is none."""
+    """The attribute in which a wrapper stores the wrapped module; empty if this is no wrapper."""
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | AveragedModel):
         return "module"
     return next((name for name in _INNER if name in module._modules), "")

@@ -197,8 +197,8 @@ class _Draw:
     source: Tensor  # which digit of the split
     centre: Tensor  # [2, K, N]: downwards and to the right, in 1/256 pixel
     scale: Tensor  # in 1/256
-    turn: Tensor  # clockwise, in half degrees from 0 to 719
-    wave: Tensor  # [2, K, N]: cosine and sine of the turn, in 1/2^14
+    angle: Tensor  # clockwise, in half degrees from 0 to 719
+    wave: Tensor  # [2, K, N]: cosine and sine of the angle, in 1/2^14
 
     def part(self, which: slice) -> "_Draw":
         """The draws of some of the images."""
@@ -220,16 +220,16 @@ def _draw(layout: Layout, stream: _Stream, digits: Segments, index: Tensor, numb
     y = declared([digit.y for digit in layout.digits], DIGIT * 256) + _within(bits("y"), shift)
     x = declared([digit.x for digit in layout.digits], DIGIT * 256) + _within(bits("x"), shift)
     size = declared([digit.scale for digit in layout.digits], 256) * (256 + _within(bits("scale"), scale))
-    turn = declared([digit.rotation for digit in layout.digits], 2)
-    turn = (turn + _within(bits("rotation"), round(layout.effective("rotation") * 2))) % _TURN_STEPS
-    return _Draw(digits.draw(value, bits("source")), torch.stack([y, x]), (size + 128) >> 8, turn, _wave(turn))
+    angle = declared([digit.rotation for digit in layout.digits], 2)
+    angle = (angle + _within(bits("rotation"), round(layout.effective("rotation") * 2))) % _TURN_STEPS
+    return _Draw(digits.draw(value, bits("source")), torch.stack([y, x]), (size + 128) >> 8, angle, _wave(angle))
 
 
-def _wave(turn: Tensor) -> Tensor:
+def _wave(angle: Tensor) -> Tensor:
     """Look up cosine and sine of half degrees, in 1/2^14: int64 `[2, ...]`."""
     angles = [math.radians(step / 2) for step in range(_TURN_STEPS)]
     table = [[round(wave(angle) * (1 << 14)) for angle in angles] for wave in (math.cos, math.sin)]
-    return torch.tensor(table, device=turn.device)[:, turn]
+    return torch.tensor(table, device=angle.device)[:, angle]
 
 
 # Images. K digits of B images are laid out one after the other as K·B digits.
@@ -245,7 +245,7 @@ def _images(layout: Layout, digits: Segments, draw: _Draw) -> Tensor:
     else:
         mirror = torch.tensor([-1 if digit.mirror else 1 for digit in layout.digits], device=source.device)
         sign = mirror[:, None].expand(shape).flatten()
-        pixels = _turned(digits.pixels[source], size, draw.wave.flatten(1), sign, _reach(layout, digits))
+        pixels = _rotated(digits.pixels[source], size, draw.wave.flatten(1), sign, _reach(layout, digits))
         low, size = _tight_box(pixels)
     # Edges of the digits and of the whole number, in 1/512 pixel.
     extent = 2 * size.view(2, *shape) * draw.scale
@@ -272,7 +272,7 @@ def _reach(layout: Layout, digits: Segments) -> int:
     return 2 * math.floor(farthest * spread + 0.5)
 
 
-def _turned(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int) -> Tensor:
+def _rotated(pixels: Tensor, size: Tensor, wave: Tensor, sign: Tensor, reach: int) -> Tensor:
     """Mirror digits where `sign` is -1 and rotate them, on a grid that contains every digit at every angle.
 
     The centre is kept. Positions on the digit are rounded to 1/256 pixel, and the frame that is sampled has 32 pixels a

@@ -50,7 +50,7 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
     A DataError where the archive is damaged or far larger than it may be, or a file is missing, there twice, no regular
     file or of another size.
     """
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     announced, most = 0, sum(expected.values()) + _MAX_OTHERS
     with archive.open("rb") as packed:
         try:
@@ -67,19 +67,19 @@ def read_members(archive: Path, expected: Mapping[str, int]) -> dict[str, bytes]
                     if member.name not in expected:
                         _skip(file, size + -size % _BLOCK)
                         continue
-                    if member.name in found:
+                    if member.name in contents:
                         raise DataError(f"{archive} holds {member.name} twice; remove it and fetch it again")
                     _check_member(archive, member, expected[member.name])
-                    found[member.name] = content = file.read(size)
+                    contents[member.name] = content = file.read(size)
                     _skip(file, size - len(content) + -size % _BLOCK)
         except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             raise DataError(
                 f"{archive} is not a whole gzipped tar archive ({error}); remove it and fetch it again"
             ) from error
-    missing = [name for name in expected if name not in found]
+    missing = [name for name in expected if name not in contents]
     if missing:
         raise DataError(f"{archive} lacks {', '.join(missing)}; remove it and fetch it again")
-    return found
+    return contents
 
 
 def write_members(archive: Path, expected: Mapping[str, int], folder: Path) -> None:

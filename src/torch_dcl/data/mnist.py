@@ -23,7 +23,7 @@ FILES = {
     split: (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
     for split, prefix in (("train", "train"), ("test", "t10k"))
 }
-"""The idx files of each split, images and labels; each may be gzipped, with `.gz` behind its name."""
+"""The idx files of each split, images and labels; each may be gzipped, with the suffix `.gz`."""
 RAW = Path("MNIST", "raw")
 """The folder that downloads go to, as torchvision has it."""
 _FOLDERS = (RAW, Path("mnist"), Path())

@@ -96,8 +96,8 @@ def load(
     }
     looked = places(root)
     for place in looked:
-        if (found := readers[name](place)) is not None:
-            return _examined(found)
+        if (dataset := readers[name](place)) is not None:
+            return _examined(dataset)
     if download:
         target = looked[0] if root is not None or os.environ.get("TORCH_DCL_DATA") else _cache()
         _fetch(name, target, extra)
@@ -135,7 +135,7 @@ def _cache() -> Path:
 
 
 def _check_name(name: str, prefix: str, has_path: bool, path: str) -> None:
-    """Refuse a name that is none, with the nearest one."""
+    """Raise an error for an unknown name, with the nearest known one."""
     if has_path and prefix in PREFIXES:
         if not path:
             raise ValueError(f"{name!r} names no path; write {prefix}:PATH")
@@ -274,11 +274,11 @@ def examine(dataset: Dataset) -> str:
         )
     in_order = True
     for position, split in enumerate(("train", "test")):
-        found, order = content_hashes(*dataset.splits[split])
-        if found != known.content[position]:
+        digest, order = content_hashes(*dataset.splits[split])
+        if digest != known.content[position]:
             raise DataError(
                 f"{dataset.source}: the {split} split is damaged or not {known.title}: the SHA-256 of its content is "
-                f"{found}, expected {known.content[position]}; fetch the files again, or load another set of this "
+                f"{digest}, expected {known.content[position]}; fetch the files again, or load another set of this "
                 "form as arrays:PATH"
             )
         in_order &= known.order is None or order == known.order[position]
@@ -290,10 +290,10 @@ def content_hashes(images: Tensor, labels: Tensor) -> tuple[str, str]:
 
     Both are over the SHA-256 of each label (two bytes, the lower first) and image, for the first of them sorted.
     """
-    found: list[bytes] = []
+    digests: list[bytes] = []
     for start in range(0, len(images), _CHUNK):
         some, these = images[start : start + _CHUNK], labels[start : start + _CHUNK, None]
         rows = torch.cat([(these % 256).byte(), (these // 256).byte(), some.reshape(len(some), -1)], 1).cpu()
         content, width = rows.numpy().tobytes(), rows.shape[1]
-        found += [hashlib.sha256(content[at : at + width]).digest() for at in range(0, len(content), width)]
-    return sha256_bytes(*sorted(found)), sha256_bytes(*found)
+        digests += [hashlib.sha256(content[at : at + width]).digest() for at in range(0, len(content), width)]
+    return sha256_bytes(*sorted(digests)), sha256_bytes(*digests)

@@ -1,4 +1,4 @@
-"""What the paper reports, and the runs and tables that answer it."""
+"""The paper's results, and the recipes and tables that reproduce them."""
 
 from torch_dcl.experiments.claims import Finding, findings, judge
 from torch_dcl.experiments.paper_numbers import TABLE1, TABLE2, Reported

@@ -29,7 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 EXTRAS = ("A4S", "A5S", "A4D", "A5D", "AB2")
-"""Tried beside the table: more branches in the first layer, and both layers replaced."""
+"""Networks outside of the table: more branches in the first layer, and both layers replaced."""
 
 MODELS = ("baseline", "oracle", *VARIANTS, *CONTROLS)
 """The columns in the order of the table."""
@@ -84,7 +84,7 @@ def _plain_filters(column: str, classes: int) -> int:
 
 @functools.cache
 def _plans(column: str, classes: int, filters: int | None) -> tuple[Plan, ...]:
-    """What turns the baseline into the network of a column."""
+    """The conversion of the baseline into the network of a column."""
     model = lenet(classes)
     if column == "low-rank":
         return (plan(model, model.input_size, branches=1, width=2 * _FC1 // 5, eps=0.0).only("fc1"),)
@@ -112,7 +112,7 @@ DECAY = 5e-4
 
 
 class Trial(NamedTuple):
-    """What is tuned: the learning rate, a bound on the gradient's norm, and the weight decay."""
+    """The tuned settings: learning rate, maximum norm of the gradient, and weight decay."""
 
     lr: float
     clip: float = math.inf
@@ -176,7 +176,7 @@ def find_choice(path: str, wanted: Iterable[tuple[str, int]]) -> Choice:
 
 
 def stored_choice() -> Choice:
-    """What the search chose when it was last run for this release."""
+    """The choice of the last search for this release."""
     return read_choice(_stored()["choice"])
 
 

@@ -1,4 +1,4 @@
-"""Which class a fused filter responds to, and which digits its branches respond to: section 4.1.4 of the paper.
+"""Responses of fused filters by class, and of their branches by digit: section 4.1.4 of the paper.
 
 Labelled images go through a converted network. The responses of one DCL layer, z and every v(t), are averaged over the
 images of each class, and, when the classes are numbers, over the images with each digit at each position.
@@ -68,7 +68,7 @@ class ClassResponses:
 
 @dataclass(frozen=True)
 class Complementary:
-    """One filter of a DCL layer: what its fusion responds to, and what its branches respond to."""
+    """One filter of a DCL layer: the responses of its fusion by class, and of its branches by digit."""
 
     layer: str
     """The layer's name in the network."""
@@ -109,7 +109,7 @@ def class_responses(
 ) -> ClassResponses:
     """Average the responses of a DCL layer over the images of each class.
 
-    The network runs in eval and is left as it was. A convolutional layer, or a linear one on a sequence, is first
+    The network runs in eval mode and is not changed. A convolutional layer, or a linear one on a sequence, is first
     averaged over its positions. With the stochastic strategy z is what eval computes: the mean over all pairs.
 
     Args:
@@ -231,7 +231,7 @@ def complementary(
     *,
     batch: int = 500,
 ) -> Complementary:
-    """Look at one filter of a DCL layer: its fused response by class, and its branches by digit.
+    """The responses of one filter of a DCL layer: of its fusion by class, and of its branches by digit.
 
     ::
 
@@ -271,7 +271,7 @@ _TENSORS = ("fused", "branches", "by_digit")
 
 
 def as_plain(response: Complementary, title: str) -> dict[str, Any]:
-    """What a filter and its branches respond to, as JSON has it, with the title of its figure."""
+    """The responses of a filter and its branches as JSON, with the title of the figure."""
     plain = {f.name: getattr(response, f.name) for f in fields(response)}
     plain |= {name: plain[name].tolist() for name in _TENSORS}
     return {"title": title, **finite(plain)}

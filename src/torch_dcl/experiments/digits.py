@@ -332,16 +332,16 @@ class DigitRecipe(Recipe[C]):
 
     def outcomes(self, jobs: Sequence[Job], trained: Trained) -> list[Outcome]:
         """The outcomes; an oracle is right where all of its digits are, and its losses are sums."""
-        fleet, seen = trained.fleet, trained.evaluation
-        losses, last, stopped = seen.losses.tolist(), fleet.history.train_loss[-1], fleet.history.stopped
+        fleet, evaluation = trained.fleet, trained.evaluation
+        losses, last, stopped = evaluation.losses.tolist(), fleet.history.train_loss[-1], fleet.history.stopped
         outcomes, first = [], 0
         for job in jobs:
             rows = range(first, first + self.networks(job))
             first = rows.stop
-            labels = self.sets_of([job]).judge[self.set_of(job)][1].to(seen.predictions.device)
+            labels = self.sets_of([job]).judge[self.set_of(job)][1].to(evaluation.predictions.device)
             number = torch.zeros_like(labels)
             for row in rows:
-                number = 10 * number + seen.predictions[row] if len(rows) > 1 else seen.predictions[row]
+                number = 10 * number + evaluation.predictions[row] if len(rows) > 1 else evaluation.predictions[row]
             share = len(rows) / len(fleet)
             by_epoch = {"train_loss": fleet.history.train_loss, "test_loss": trained.losses} if trained.losses else {}
             curves = {kind: [sum(epoch[row] for row in rows) for epoch in of] for kind, of in by_epoch.items()}

@@ -1,4 +1,4 @@
-"""The images of Table 2 and of the chart, read from where they lie or generated, and the settings that both share."""
+"""The images of Table 2 and of the chart, read or generated, and the settings that both share."""
 
 import abc
 import dataclasses
@@ -108,7 +108,7 @@ class NaturalConfig(TrainingConfig):
 
 
 def read_data(given: str | Sequence[str], known: Sequence[str], *, one: bool = False) -> tuple[list[str], str | None]:
-    """What ``--data`` says: names of sets, a folder to look for them in, or both, between commas.
+    """Parse ``--data``: names of sets, a folder to search for them, or both, separated by commas.
 
     A word that is a set's name is that set, also where a folder is called so; ``./cifar10`` is the folder.
     """
@@ -217,7 +217,7 @@ def generate_images(name: str, train: int, test: int) -> Dataset:
 
 
 def departures(sources: Iterable[str], images: Sequence[int | None] | None, batches: Iterable[int]) -> list[str]:
-    """How a run departs from the protocol, by its images and batches, in sentences."""
+    """The deviations of a run from the protocol in images and batches, in sentences."""
     sentences = []
     if any(source.startswith(("synthetic", "made-up")) for source in sources):
         sentences.append("The images are synthetic: the errors show that the path runs, and nothing else.")

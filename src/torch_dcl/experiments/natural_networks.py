@@ -1,6 +1,6 @@
 """Section 4.2.1 as networks, recipes and a table: the LeNet variant, BigNet and Wide ResNet on CIFAR and SVHN.
 
-A column is a network's name, with ``+dcl`` behind it for the paper's DCL network (two branches, each with a quarter of
+A column is a network's name, with the suffix ``+dcl`` for the paper's DCL network (two branches, each with a quarter of
 the filters, in place of the first fully-connected layer) and ``+dcl3s`` for three branches with the stochastic
 strategy, which section 4.1 promises for natural images and section 4.2 does not use. In a Wide ResNet the first
 fully-connected layer is the classifier, and a quarter of ten outputs is no filter count that anyone would choose. So

@@ -1,4 +1,4 @@
-"""A network by the name that people type: of torchvision, of timm, or one's own function."""
+"""Networks by name: of torchvision, of timm, or from a function of the user."""
 
 import importlib
 import importlib.util

@@ -1,7 +1,6 @@
-"""What the paper reports, as plain data: its tables, its numbers on ImageNet, the weight counts that its text states.
+"""The paper's numbers as plain data: its tables, its results on ImageNet, the weight counts in its text.
 
-Errors are in percent. Nothing here was computed; a number stands as the paper prints it, also where its text and its
-tables disagree.
+Errors are in percent. Nothing here was computed; every number is as printed, even if text and tables disagree.
 """
 
 import re

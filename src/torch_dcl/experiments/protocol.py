@@ -1,4 +1,4 @@
-"""What a recipe is: one file in `torch_dcl.experiments.recipes` with a config and a class, run by `runner.run`.
+"""The interface of a recipe: one file in `torch_dcl.experiments.recipes` with a config and a class for `runner.run`.
 
 The class names the jobs (which may depend on the outcomes of earlier ones), builds a fleet for some of them, and
 computes a result from all outcomes.
@@ -155,7 +155,7 @@ class Workload(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a run would take: in words, by topic, and as plain data."""
+    """The estimated cost of a run: in words, by topic, and as plain data."""
 
     words: Mapping[str, str]
     plain: Mapping[str, Any]
@@ -220,11 +220,11 @@ class Recipe(abc.ABC, Generic[C]):
         return config
 
     def follow(self, should_stop: Callable[[], bool]) -> bool:
-        """Do what the first rank says until it ends; whether it ended well."""
+        """Obey the first rank until it ends; return whether it succeeded."""
         raise NotImplementedError
 
     def leading(self, path: "str | os.PathLike[str]", should_stop: Callable[[], bool]) -> AbstractContextManager[Any]:
-        """What surrounds a run in the folder."""
+        """A context manager around a run in the folder."""
         del path, should_stop
         return nullcontext()
 
@@ -261,7 +261,7 @@ class Recipe(abc.ABC, Generic[C]):
         return Estimate({"recipe": self.name, **words}, settings)
 
     def workloads(self) -> list[Workload]:
-        """What is trained, for an estimate; empty where nothing is."""
+        """The trainings of the run, for an estimate; empty if there are none."""
         return []
 
     def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
@@ -320,7 +320,7 @@ class Recipe(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def shown(self, result: Any, width: int) -> Shown:
-        """What a terminal of this width shows of the result."""
+        """The result as shown in a terminal of this width."""
 
     @property
     def at_once(self) -> int:

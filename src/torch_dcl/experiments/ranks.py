@@ -2,11 +2,11 @@
 
 `Rank`: ``torchrun`` starts all processes, and each trains a fixed share of the fleets.
 
-`Worker`: any number of processes run the same command with ``--join``, and take fleets that nobody trains. A fleet is
-claimed by creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file
-systems too; no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose
-counter did not change for a while, on the clock of the process that looks, is stale, and is taken over by creating the
-next file; the fleet is then resumed from its last checkpoint. Clocks of machines are never compared. Where a holder was
+`Worker`: any number of processes run the same command with ``--join``, and claim free fleets. A fleet is claimed by
+creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file systems too;
+no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose counter did
+not change for a while, on the clock of the process that checks it, is stale: another process takes over by creating
+the next file, and resumes the fleet from its last checkpoint. Clocks of machines are never compared. If a holder was
 only slow, two processes train the same fleet, to the same outcomes.
 """
 
@@ -40,7 +40,7 @@ PATIENCE = (
 )  # seconds: a rank that ends early waits for the longest fleet; one that dies is noticed at once
 BEAT = 5.0  # seconds between two increments of a claim's counter, at most
 STALE = 600.0  # seconds without an increment after which a claim is stale
-POLL = 1.0  # seconds between two looks of a worker that has nothing to do
+POLL = 1.0  # seconds between two polls of an idle worker
 
 
 class Rank(NamedTuple):
@@ -95,7 +95,7 @@ class Rank(NamedTuple):
         return self.number == 0
 
     def watch(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """What is called before every step."""
+        """The function to call before every step."""
         return should_stop
 
     def wait(self) -> None:
@@ -203,7 +203,7 @@ class Worker(Rank):
         return self._part
 
     def take(self, fleets: Sequence[str], left: Collection[str]) -> list[str]:
-        """The first fleet that nobody trains; none where all are claimed."""
+        """Claim the first free fleet; none if all are claimed."""
         taken = next((key for key in fleets if key in left and self.claims.take(key)), None)
         return [] if taken is None else [taken]
 

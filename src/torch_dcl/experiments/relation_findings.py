@@ -1,4 +1,4 @@
-"""What the cells of ``relations.json`` say: differences to DCL with their tests, hypotheses, exponents, the answer.
+"""Findings from the cells of ``relations.json``: differences to DCL with tests, hypotheses, exponents, the answer.
 
 The tests are those of `docs/protocol.md`: a paired t-test over seeds against DCL-A2 for every other column and every
 number of images, corrected by Holm's method over all comparisons of a task.
@@ -101,7 +101,7 @@ def answer(result: Mapping[str, Any]) -> str:
 
 
 class Hypothesis(NamedTuple):
-    """A hypothesis of the protocol, and what the cells say about it."""
+    """A hypothesis of the protocol, and its evidence from the cells."""
 
     name: str
     said: str

@@ -1,4 +1,4 @@
-"""BigNet with its first fully-connected layer replaced, in all the ways that a reader asks for, at the same weights.
+"""BigNet with its first fully-connected layer replaced by DCL and its rivals, at equal weights.
 
 The budget is that of DCL with two branches. The others have as many weights, to within one filter.
 """

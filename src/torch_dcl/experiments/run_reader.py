@@ -31,7 +31,7 @@ DAMAGE = (RunError, ValueError, LookupError, TypeError, AttributeError, OSError,
 
 @dataclass(frozen=True)
 class State:
-    """How a run stands."""
+    """The state of a run."""
 
     path: str
     recipe: str
@@ -75,7 +75,7 @@ def find_runs(root: str | os.PathLike[str]) -> list[State]:
 
 
 def state_of(path: str | os.PathLike[str]) -> State:
-    """How one run stands. A run that cannot be read is damaged, and its problem says why."""
+    """The state of one run. A run that cannot be read is damaged, with the reason in its problem."""
     place = os.fspath(path)
     try:
         pid = lock_holder(path)

@@ -40,7 +40,7 @@ class Failure(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """How a call of `run` ended."""
+    """The outcome of a call of `run`."""
 
     complete: bool
     """Whether all jobs are done; on another rank than the first, whether its share is."""
@@ -69,8 +69,8 @@ def run(
         recipe: What to run. The rank's own GPU takes the place of ``cuda``.
         path: The run folder.
         resume: Whether to resume the run that the folder holds.
-        join: Whether to share the run with other processes that were started like this; the first one begins it. Each
-            takes fleets that nobody trains, until all are done, and the one that finishes makes the result.
+        join: Whether to share the run with other processes started with the same command; the first one creates it.
+            Each claims free fleets until all are done, and the last one to finish writes the result.
         seconds: Stop at the first end of an epoch after this time. Every call trains at least one epoch.
         every: Seconds between two checkpoints; None for what the recipe says.
         should_stop: Called before every step; when it returns True the fleets are saved and the run ends.
@@ -104,7 +104,7 @@ def run(
         failures = tuple(sweep.failures)
         if not complete or not rank.makes_result:
             return Summary(complete, None, failures)
-        sweep.kept.forget_all()
+        sweep.checkpoints.forget_all()
         return Summary(True, recipe.result(folder), failures)
 
 
@@ -181,7 +181,7 @@ class _Sweep:
     """Seconds that the last fleets took, for each network."""
 
     def __post_init__(self) -> None:
-        self.kept = Checkpoints(self.folder.path / "fleets", self.report)
+        self.checkpoints = Checkpoints(self.folder.path / "fleets", self.report)
 
     def report(self, line: str) -> None:
         self.folder.log(line, self.rank.part)
@@ -198,20 +198,20 @@ class _Sweep:
         recipe, begun, settled = self.recipe, False, set[str]()
         while True:
             # Every rank sees the same outcomes here: each has waited for the others.
-            known = outcomes_of(self.folder)
-            fleets = plan_fleets(recipe.jobs(known), recipe.group, recipe.at_once, recipe.networks)
+            outcomes = outcomes_of(self.folder)
+            fleets = plan_fleets(recipe.jobs(outcomes), recipe.group, recipe.at_once, recipe.networks)
             by_key = {key_of(fleet): fleet for fleet in fleets}
-            left = [key for key, fleet in by_key.items() if any(job not in known for job in fleet)]
+            left = [key for key, fleet in by_key.items() if any(job not in outcomes for job in fleet)]
             if not begun:
-                self._begin(fleets, known)
+                self._begin(fleets, outcomes)
                 begun = True
             if not left:
                 return True
             if settled.issuperset(left):
                 return False
             taken = self.rank.take(list(by_key), [key for key in left if key not in settled])
-            known = outcomes_of(self.folder)  # another worker may have finished a fleet before its claim was given back
-            rests = [[job for job in by_key[key] if job not in known] for key in taken]
+            outcomes = outcomes_of(self.folder)  # another worker may have finished a fleet
+            rests = [[job for job in by_key[key] if job not in outcomes] for key in taken]
             self._train_phase(list(filter(None, rests)))
             if self.should_stop():
                 return False  # the other ranks were told to stop as well
@@ -220,14 +220,14 @@ class _Sweep:
     def _is_late(self) -> bool:
         return self.started and time.perf_counter() > self.until
 
-    def _begin(self, fleets: Sequence[Sequence[Job]], known: Mapping[Job, Outcome]) -> None:
-        self.listener.begin(sum(map(self.recipe.networks, known)), self.recipe.total_networks())
-        if known:
-            self.report(f"{len(known)} of {self.recipe.total()} {self.recipe.unit} are done already")
+    def _begin(self, fleets: Sequence[Sequence[Job]], outcomes: Mapping[Job, Outcome]) -> None:
+        self.listener.begin(sum(map(self.recipe.networks, outcomes)), self.recipe.total_networks())
+        if outcomes:
+            self.report(f"{len(outcomes)} of {self.recipe.total()} {self.recipe.unit} are done already")
         if isinstance(self.rank, Worker) or self.rank.number:
             return
-        keys = {key_of([job for job in fleet if job not in known]) for fleet in fleets}
-        for file in self.kept.others(keys):
+        keys = {key_of([job for job in fleet if job not in outcomes]) for fleet in fleets}
+        for file in self.checkpoints.others(keys):
             self.report(f"{file.name} belongs to no fleet of this run; was the setting most changed?")
 
     def _train_phase(self, fleets: Sequence[Sequence[Job]]) -> None:
@@ -278,7 +278,7 @@ class _Sweep:
         shown = f"{number}/{count} {name}, {networks} network{'s' if networks > 1 else ''}"
         at = Progress(number, count, name, networks, 0, max(fleet.epochs for fleet in fleets))
         self.listener.on_epoch(at)
-        loaded = [self.kept.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
+        loaded = [self.checkpoints.load(key, fleet) for key, fleet in zip(keys, fleets, strict=True)]
         spent, losses = [seconds for seconds, _ in loaded], [by_epoch for _, by_epoch in loaded]
         if any(fleet.epoch or fleet.step for fleet in fleets):
             self.report(f"{shown}: resumed after epoch {_slowest(fleets).epoch} of {at.epochs}")
@@ -290,7 +290,7 @@ class _Sweep:
 
         def save() -> None:
             for i, key in enumerate(keys):
-                self.kept.save(key, fleets[i], seconds_of(i), losses[i])
+                self.checkpoints.save(key, fleets[i], seconds_of(i), losses[i])
             self.note_minutes()
 
         while any(fleet.epoch < fleet.epochs for fleet in fleets):
@@ -321,7 +321,7 @@ class _Sweep:
         """Write the outcomes of a fleet as one line, and remove its checkpoints."""
         plain = [finite(dataclasses.asdict(outcome)) for outcome in outcomes]
         self.folder.append(f"outcomes{self.rank.part}", {"fleet": key, "outcomes": plain})
-        self.kept.forget(key)
+        self.checkpoints.forget(key)
 
     def _report_epoch(self, at: Progress, fleets: Sequence[Fleet], *, write: bool = True) -> None:
         slowest = _slowest(fleets)

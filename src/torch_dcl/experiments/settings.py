@@ -1,4 +1,4 @@
-"""What people write, checked: the settings of a recipe, and the content of JSON files.
+"""Validation of user input: the settings of a recipe, and the content of JSON files.
 
 Settings are a frozen dataclass whose fields carry help, the value of a smoke run, and bounds.
 """
@@ -31,10 +31,10 @@ class Setting(NamedTuple):
 
     help: str
     smoke: Any = None
-    """What takes its place in a smoke run; None for the default."""
+    """The value in a smoke run; None for the default."""
     choices: tuple[str, ...] = ()
     what: str = ""
-    """What a choice is called, in the singular."""
+    """The name of a choice, in the singular."""
     prefix: str = ""
     """What may be typed before a choice, or left out of it."""
     of: type = str

@@ -1,4 +1,4 @@
-"""Tables as they were run here: made of outcomes, written, read and checked, and printed in a terminal.
+"""Result tables: built from outcomes, written, read and checked, and printed in a terminal.
 
 `torch_dcl.report` shows them as pages for the browser.
 """
@@ -131,7 +131,7 @@ class Table:
     deviations: tuple[str, ...] = ()
 
     against: ClassVar[str] = "the baseline"
-    """What differences are to."""
+    """The column to which differences are computed."""
     known_sets: ClassVar[tuple[str, ...]] = SETS
     known_columns: ClassVar[tuple[str, ...]] = (*COLUMNS, *CONTROLS, *MORE)
 
@@ -160,7 +160,7 @@ class Table:
 
     @classmethod
     def read_more(cls, read: "Reader") -> dict[str, Any]:
-        """The fields that a kind of table has beside the common ones."""
+        """The additional fields of a kind of table."""
         return {}
 
     def cell(self, name: str, column: str) -> Cell | None:
@@ -168,15 +168,15 @@ class Table:
         return next((cell for cell in self.cells if (cell.set, cell.column) == (name, column)), None)
 
     def errors(self) -> dict[str, dict[str, dict[int, float]]]:
-        """Set to column to seed to error: what `claims.judge` takes."""
+        """Errors by set, column and seed, for `claims.judge`."""
         return {name: {cell.column: cell.runs for cell in self.cells if cell.set == name} for name in self.sets}
 
     def weights(self) -> dict[str, dict[str, int]]:
-        """Set to column to weights: what `claims.fewer_weights` takes."""
+        """Weights by set and column, for `claims.fewer_weights`."""
         return {name: {cell.column: cell.weights for cell in self.cells if cell.set == name} for name in self.sets}
 
     def losses(self, name: str) -> dict[str, Losses]:
-        """Column to final losses on one set: what `claims.loss_gap_shrinks` takes.
+        """Final losses by column on one set, for `claims.loss_gap_shrinks`.
 
         Only columns that noted them are there, and only the seeds that all of these have.
         """
@@ -267,7 +267,7 @@ def _kind(data: Mapping[str, Any]) -> type[Table]:
 
 
 def run_facts(folder: "RunFolder") -> dict[str, Any]:
-    """Hardware, versions and command of a run: what every table says of itself."""
+    """Hardware, versions and command of a run, for its table."""
     starts = folder.read("environment")
     machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
     versions, command = (starts[-1]["versions"], starts[0]["command"]) if starts else ({}, "")
@@ -323,17 +323,17 @@ def _cell(read: Reader, kind: type[Table]) -> Cell:
         "commit": (is_text, "text, or leave it out", ""),
         "recipe": (is_text, "text, or leave it out", ""),
     }
-    given = {key: read.get(key, *rule) for key, rule in rules.items()}
+    fields = {key: read.get(key, *rule) for key, rule in rules.items()}
     if len(set(seeds)) != len(seeds):
         read.refuse(f"seeds {seeds} names one twice; give each run its own")
-    if len(given["errors"]) != len(seeds):
-        read.refuse(f"{len(given['errors'])} errors and {len(seeds)} seeds; give one error per seed")
-    paper, reported = (given["paper"], given["paper_std"]), kind.paper_of(column, name)
+    if len(fields["errors"]) != len(seeds):
+        read.refuse(f"{len(fields['errors'])} errors and {len(seeds)} seeds; give one error per seed")
+    paper, reported = (fields["paper"], fields["paper_std"]), kind.paper_of(column, name)
     if paper[0] is not None and paper != reported:
         has = "no such column" if reported[0] is None else notation(reported[0], reported[1])
         read.refuse(f"paper is {paper[0]} with {paper[1]}, but the paper has {has}; correct it")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return Cell(set=name, column=column, seeds=tuple(seeds), **given)
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Cell(set=name, column=column, seeds=tuple(seeds), **fields)
 
 
 # In a terminal
@@ -347,7 +347,7 @@ class Line(NamedTuple):
     is_last: bool = False
     """Whether a rule follows in a terminal."""
     note: str = ""
-    """What explains the first cell on a page."""
+    """The explanation of the first cell on a page."""
 
 
 class Grid(NamedTuple):
@@ -367,17 +367,17 @@ class Grid(NamedTuple):
 
         plain = [head.removeprefix("<") for head in self.heads]
         sizes = [max(len(head), *(len(line.cells[i]) for line in self.lines)) for i, head in enumerate(plain)]
-        kept = list(range(len(plain)))
+        shown = list(range(len(plain)))
         for head in self.optional:
-            if sum(sizes[i] + 3 for i in kept) - 1 > width:
-                kept.remove(plain.index(head))
-        is_tight = sum(sizes[i] + 3 for i in kept) - 1 > width
+            if sum(sizes[i] + 3 for i in shown) - 1 > width:
+                shown.remove(plain.index(head))
+        is_tight = sum(sizes[i] + 3 for i in shown) - 1 > width
         table = RichTable(box=None, padding=(0, 1, 0, 0)) if is_tight else RichTable(box=SIMPLE_HEAD, pad_edge=False)
-        for i in kept:
+        for i in shown:
             side = "left" if self.heads[i].startswith("<") else "right"
             table.add_column(plain[i], justify=side, overflow="fold", no_wrap=not is_tight)  # type: ignore[arg-type]
         for line in self.lines:
-            table.add_row(*(Text(line.cells[i]) for i in kept), style=line.style, end_section=line.is_last)
+            table.add_row(*(Text(line.cells[i]) for i in shown), style=line.style, end_section=line.is_last)
         return table
 
 

@@ -34,7 +34,7 @@ class UnitRecipe(Recipe[C]):
 
     @property
     def points(self) -> Sequence[Any]:
-        """What is compared: the units."""
+        """The units."""
         units: Sequence[str] = self.config.units  # type: ignore[attr-defined]
         return units
 

@@ -67,15 +67,15 @@ class Inputs:
 
     def describe(self) -> dict[str, Any]:
         """The settings as plain data, which a checkpoint must agree with."""
-        given: object = self.normalise
-        if isinstance(given, Tensor):
-            content = given.detach().cpu().contiguous().numpy().tobytes()
-            given = f"mean image {list(given.shape)}, SHA-256 {hashlib.sha256(content).hexdigest()}"
-        elif callable(given):
-            given = f"{given.__module__}.{getattr(given, '__qualname__', type(given).__qualname__)}"
-        elif given is not None:
-            given = [[float(value) for value in values] for values in self.normalise]  # type: ignore[union-attr]
-        return {"normalise": given, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
+        described: object = self.normalise
+        if isinstance(described, Tensor):
+            content = described.detach().cpu().contiguous().numpy().tobytes()
+            described = f"mean image {list(described.shape)}, SHA-256 {hashlib.sha256(content).hexdigest()}"
+        elif callable(described):
+            described = f"{described.__module__}.{getattr(described, '__qualname__', type(described).__qualname__)}"
+        elif described is not None:
+            described = [[float(value) for value in values] for values in self.normalise]  # type: ignore[union-attr]
+        return {"normalise": described, "crop": self.crop, "pad": self.pad, "flip": self.flip, "average": self.average}
 
 
 class Augmenter:
@@ -123,8 +123,8 @@ class Augmenter:
 
     def kernel_accepts(self, images: Tensor, dtype: torch.dtype) -> bool:
         """Whether a kernel can produce inputs of this type on the device of the images."""
-        known = dtype in (torch.bfloat16, torch.float16, torch.float32)
-        return known and self._function is None and kernels.reachable(images)
+        is_supported = dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return is_supported and self._function is None and kernels.reachable(images)
 
     def gather(
         self, images: Tensor, image_of: Tensor, labels: Tensor, label_of: Tensor, index: Tensor, dtype: torch.dtype

@@ -30,15 +30,15 @@ class DeviceData:
         train: bool = False,
     ) -> None:
         images: dict[tuple[object, ...], int] = {}
-        kept: list[Tensor] = []
+        stored: list[Tensor] = []
         labels: dict[str, int] = {}
         for name in dict.fromkeys(names):
-            given = data[name][0]
-            if _identity(given) not in images:
-                images[_identity(given)] = len(kept)
-                kept.append(given.to(device).contiguous())
+            pixels = data[name][0]
+            if _identity(pixels) not in images:
+                images[_identity(pixels)] = len(stored)
+                stored.append(pixels.to(device).contiguous())
             labels[name] = len(labels)
-        self.images = kept[0][None] if len(kept) == 1 else torch.stack(kept)
+        self.images = stored[0][None] if len(stored) == 1 else torch.stack(stored)
         if self.images.dim() == 4:
             self.images = self.images[:, :, None]
         self.labels = torch.stack([data[name][1].to(device) for name in labels])

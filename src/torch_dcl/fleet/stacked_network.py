@@ -274,9 +274,9 @@ def _check_alike(networks: Sequence[nn.Module]) -> None:
     for i, network in enumerate(networks[1:], 1):
         if network.training != first.training:
             raise ValueError(f"network {i} of the stack is not in the mode of network 0; call train() or eval() on all")
-        found = _settings(network)
-        if found != wanted:
-            where = next((a[0] for a, b in zip(found, wanted, strict=False) if a != b), "")
+        settings = _settings(network)
+        if settings != wanted:
+            where = next((a[0] for a, b in zip(settings, wanted, strict=False) if a != b), "")
             raise ValueError(
                 f"network {i} of the stack has another architecture than network 0"
                 f"{f' (layer {where!r})' if where else ''}; use one stack for each architecture"

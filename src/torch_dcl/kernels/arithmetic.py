@@ -1,11 +1,11 @@
 """The fusion's arithmetic inside a kernel, in float32, for two and for three responses.
 
-It is that of `torch_dcl.functional`: ``z = (Π v_t + ε)^(1/T)``, gradients from the other branches; nothing overflows on
-the way to a result that does not. As long as all values of a tile are of moderate size, as they are unless a training
-is about to diverge, the product is formed as it stands. Otherwise the geometric mean is formed first, and ε joins it
-through the larger of the two. `fused` and `gradients` look at the values first. A kernel that is short of registers
-goes the quick way everywhere, adds up what `quick` and `quick_gradients` give it to look at, and goes the careful way
-once more if the sum is not finite.
+It matches `torch_dcl.functional`: ``z = (Π v_t + ε)^(1/T)``, with gradients from the other branches and no intermediate
+overflow. There are two versions. The quick one multiplies the responses directly and is safe for moderate values, which
+all are unless training is about to diverge. The careful one forms the geometric mean first, then adds ε relative to the
+larger of the two. `fused` and `gradients` choose per tile. A kernel short of registers runs the quick version
+throughout, sums the range checks that `quick` and `quick_gradients` return, and repeats its tiles with the careful
+version if the sum is not finite.
 """
 
 import functools
@@ -17,18 +17,18 @@ import triton.language as tl
 
 __all__ = [
     "OPTIONS",
+    "as_float32",
     "careful",
     "careful_gradients",
     "constants",
     "fixed_statistics",
     "fused",
     "gradients",
-    "know",
     "quick",
     "quick_gradients",
-    "respond",
+    "relu",
     "scale_and_shift",
-    "single",
+    "store_norm",
     "track_",
 ]  # fmt: skip
 
@@ -39,15 +39,15 @@ _LEAST_EPS = 1e-20
 
 
 OPTIONS = {"enable_fp_fusion": True}
-"""What every kernel is compiled with: a product and a sum may be one instruction. Triton's own default is to change."""
+"""Compiler options of every kernel: allow fused multiply-add, whose default in Triton is about to change."""
 
 
 @functools.cache
 def constants(eps: float, count: int, dtype: torch.dtype) -> Mapping[str, object]:
-    """What a kernel is told about ε, and about the type that it writes.
+    """The arguments of a kernel that depend on ε and on the dtype of its result.
 
-    ``QUICK`` is 0 where ε is so small that it could be lost beside a product that underflows; then the geometric mean
-    is always formed first. Else it is the number of Newton's steps that a cube root takes.
+    ``QUICK`` is the number of Newton steps of a cube root, or 0 if ε is too small for the quick version: next to a
+    product that underflows it could be lost.
     """
     floor = max(float(eps ** (1 / count)), float(torch.finfo(torch.float32).tiny))
     steps = 3 if dtype == torch.float32 else 2
@@ -56,36 +56,36 @@ def constants(eps: float, count: int, dtype: torch.dtype) -> Mapping[str, object
 
 
 @triton.jit
-def single(x):
-    """A number in float32: a compiler that traces a launch may give it in float64, and all that it meets with it."""
+def as_float32(x):
+    """Cast a scalar to float32: a compiler that traces a launch may pass float64, which would promote every operand."""
     return tl.cast(x, tl.float32)
 
 
 @triton.jit
-def respond(x):
-    """relu; NaN stays."""
+def relu(x):
+    """ReLU that propagates NaN."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _narrow(x, LARGEST: tl.constexpr):
-    """Saturate at the largest number of the type that is written."""
+def _saturate(x, LARGEST: tl.constexpr):
+    """Saturate at the largest number of the result's dtype."""
     return tl.maximum(
         tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL), -LARGEST, propagate_nan=tl.PropagateNan.ALL
     )
 
 
 @triton.jit
-def _fitted(x, LARGEST: tl.constexpr):
-    """Saturate where moderate values can be too large, which is in float16 alone."""
+def _saturate_float16(x, LARGEST: tl.constexpr):
+    """Saturate if moderate values can exceed the dtype, which only float16 does."""
     if LARGEST < 1e30:
-        x = _narrow(x, LARGEST)
+        x = _saturate(x, LARGEST)
     return x
 
 
 @triton.jit
 def _inverse_cube_root(x, STEPS: tl.constexpr):
-    """x^(-1/3) of a normal number: a first guess from its exponent, good to 4 %, then 1e-5 after two steps."""
+    """x^(-1/3) of a normal number: an initial guess from its exponent (4 % error), then 1e-5 after two Newton steps."""
     y = (0x54A20000 - x.to(tl.int32, bitcast=True) // 3).to(tl.float32, bitcast=True)
     third = x * (1.0 / 3.0)
     for _ in tl.static_range(STEPS):
@@ -158,21 +158,21 @@ def _careful3(a, b, c, floor):
 @triton.jit
 def _slope2(g, z, other):
     """g · other / z."""
-    return _narrow(_narrow(g / z, _MAX) * other, _MAX)
+    return _saturate(_saturate(g / z, _MAX) * other, _MAX)
 
 
 @triton.jit
 def _slope3(g, z, b, c):
     """g · (b / z) · (c / z), through square roots: b / z alone may be out of range."""
     half = (tl.sqrt(b) / tl.sqrt(z)) * (tl.sqrt(c) / tl.sqrt(z))
-    return _narrow(g * half * half, _MAX)
+    return _saturate(g * half * half, _MAX)
 
 
 @triton.jit
 def _careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
-    a = _narrow(a, _MAX)
-    b = _narrow(b, _MAX)
-    c = _narrow(c, _MAX)
+    a = _saturate(a, _MAX)
+    b = _saturate(b, _MAX)
+    c = _saturate(c, _MAX)
     if T == 2:
         return _careful2(a, b, floor)
     elif PAIRS:
@@ -183,9 +183,9 @@ def _careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
-    a = _narrow(a, _MAX)
-    b = _narrow(b, _MAX)
-    c = _narrow(c, _MAX)
+    a = _saturate(a, _MAX)
+    b = _saturate(b, _MAX)
+    c = _saturate(c, _MAX)
     if T == 2:
         z = _careful2(a, b, floor)
         return _slope2(g / 2, z, b), _slope2(g / 2, z, a), c
@@ -202,29 +202,29 @@ def _careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _alive(a, b, c, da, db, dc, LARGEST: tl.constexpr):
-    """Gradients before the ReLU, zero where a response is, in the range of the type that is written."""
-    da = tl.where(a == 0, 0.0, _narrow(da, LARGEST))
-    db = tl.where(b == 0, 0.0, _narrow(db, LARGEST))
-    return da, db, tl.where(c == 0, 0.0, _narrow(dc, LARGEST))
+def _through_relu(a, b, c, da, db, dc, LARGEST: tl.constexpr):
+    """Backward of the ReLU: zero where a response is zero, saturated at the largest number of the dtype."""
+    da = tl.where(a == 0, 0.0, _saturate(da, LARGEST))
+    db = tl.where(b == 0, 0.0, _saturate(db, LARGEST))
+    return da, db, tl.where(c == 0, 0.0, _saturate(dc, LARGEST))
 
 
 @triton.jit
 def careful(a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr):
-    """z of any responses that there are."""
-    return _narrow(_careful(a, b, c, floor, T, PAIRS), LARGEST)
+    """z of responses of any size."""
+    return _saturate(_careful(a, b, c, floor, T, PAIRS), LARGEST)
 
 
 @triton.jit
 def careful_gradients(g, a, b, c, floor, T: tl.constexpr, PAIRS: tl.constexpr, LARGEST: tl.constexpr):
-    """Gradients of the responses before their ReLU, whatever the responses are."""
+    """Gradients of the pre-activations, for responses of any size."""
     da, db, dc = _careful_gradients(g, a, b, c, floor, T, PAIRS)
-    return _alive(a, b, c, da, db, dc, LARGEST)
+    return _through_relu(a, b, c, da, db, dc, LARGEST)
 
 
 @triton.jit
-def _look(a, b, c, T: tl.constexpr, PAIRS: tl.constexpr):
-    """A number that is finite as long as products of these responses can be trusted."""
+def _range_check(a, b, c, T: tl.constexpr, PAIRS: tl.constexpr):
+    """A number that is finite if the direct product of these responses is accurate."""
     if T == 2:
         return a * b
     elif PAIRS:
@@ -235,26 +235,26 @@ def _look(a, b, c, T: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def quick(a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, LARGEST: tl.constexpr):
-    """z of moderate responses, and a number that is not finite where they are not moderate."""
-    return _fitted(_quick(a, b, c, eps, T, PAIRS, STEPS), LARGEST), _look(a, b, c, T, PAIRS)
+    """z of moderate responses, and the range check: not finite where a response is too large."""
+    return _saturate_float16(_quick(a, b, c, eps, T, PAIRS, STEPS), LARGEST), _range_check(a, b, c, T, PAIRS)
 
 
 @triton.jit
 def quick_gradients(g, a, b, c, eps, T: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, LARGEST: tl.constexpr):
-    """Gradients for moderate responses, and the number of `quick`; look at the gradients as well."""
+    """Gradients for moderate responses, and the range check of `quick`; the caller must check the gradients as well."""
     da, db, dc = _quick_gradients(g, a, b, c, eps, T, PAIRS, STEPS)
-    da = tl.where(a == 0, 0.0, _fitted(da, LARGEST))
-    db = tl.where(b == 0, 0.0, _fitted(db, LARGEST))
-    return da, db, tl.where(c == 0, 0.0, _fitted(dc, LARGEST)), _look(a, b, c, T, PAIRS)
+    da = tl.where(a == 0, 0.0, _saturate_float16(da, LARGEST))
+    db = tl.where(b == 0, 0.0, _saturate_float16(db, LARGEST))
+    return da, db, tl.where(c == 0, 0.0, _saturate_float16(dc, LARGEST)), _range_check(a, b, c, T, PAIRS)
 
 
 @triton.jit
 def fused(a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
-    """z of a tile of responses; ``c`` counts for T = 3 alone, ``PAIRS`` takes the mean over the pairs of three."""
+    """z of a tile of responses. ``c`` is used for T = 3 alone; ``PAIRS`` averages over the pairs of three."""
     if QUICK == 0:
         z = careful(a, b, c, floor, T, PAIRS, LARGEST)
     elif _moderate(a, b, c):
-        z = _fitted(_quick(a, b, c, eps, T, PAIRS, QUICK), LARGEST)
+        z = _saturate_float16(_quick(a, b, c, eps, T, PAIRS, QUICK), LARGEST)
     else:
         z = careful(a, b, c, floor, T, PAIRS, LARGEST)
     return z
@@ -262,7 +262,7 @@ def fused(a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.c
 
 @triton.jit
 def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr):
-    """Gradients of the responses before their ReLU: zero where a response is."""
+    """Gradients of the pre-activations: zero where a response is zero."""
     if QUICK == 0:
         da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
     elif _moderate(tl.maximum(a, tl.abs(g)), b, c):
@@ -274,7 +274,7 @@ def gradients(g, a, b, c, eps, floor, T: tl.constexpr, PAIRS: tl.constexpr, QUIC
 
 @triton.jit
 def scale_and_shift(mean, rstd, gamma, beta, n, t, N: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr):
-    """A norm of the outputs n of branch t, as what it does to responses."""
+    """The scale and the shift that a norm applies to the outputs n of branch t."""
     scale = rstd
     if GAMMA:
         scale *= tl.load(gamma + t * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -286,7 +286,7 @@ def scale_and_shift(mean, rstd, gamma, beta, n, t, N: tl.constexpr, GAMMA: tl.co
 
 @triton.jit
 def fixed_statistics(mean, variance, bias, epsilon, n, t, N: tl.constexpr, BIAS: tl.constexpr):
-    """The running mean of the outputs n of branch t, less the bias before it, and the inverse of their deviation."""
+    """The running mean of the outputs n of branch t minus their bias, and their inverse standard deviation."""
     of = tl.load(mean + t * N + n, mask=n < N, other=0.0).to(tl.float32)
     if BIAS:
         of -= tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -294,12 +294,12 @@ def fixed_statistics(mean, variance, bias, epsilon, n, t, N: tl.constexpr, BIAS:
 
 
 @triton.jit
-def know(
-    known, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
+def store_norm(
+    stats, mean, rstd, gamma, beta, n, t, N: tl.constexpr, T: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr
 ):
-    """Write what the projection's kernels read of a norm, and what its backward kernel does."""
+    """Write scale, shift, mean and inverse standard deviation, which the projection's kernels read."""
     scale, shift = scale_and_shift(mean, rstd, gamma, beta, n, t, N, GAMMA, BETA)
-    inside, to = n < N, known + t * N + n
+    inside, to = n < N, stats + t * N + n
     tl.store(to, scale, mask=inside)
     tl.store(to + T * N, shift, mask=inside)
     tl.store(to + 2 * T * N, mean, mask=inside)
@@ -308,10 +308,10 @@ def know(
 
 @triton.jit
 def track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N: tl.constexpr, TRACK: tl.constexpr):
-    """Move running statistics towards those of a batch: TRACK is 1 for ``momentum``, 2 for the mean of all batches."""
+    """Update running statistics: TRACK is 1 for ``momentum``, 2 for the cumulative average over all batches."""
     inside = n < N
     factor = tl.zeros((), tl.float32) + momentum
-    if TRACK == 2:  # the mean over all batches; whoever launches counts them, for other programs read the count too
+    if TRACK == 2:  # the host increments the count afterwards, since other programs read it too
         factor = 1.0 / (tl.load(tracked) + 1).to(tl.float32)
     elif (tl.program_id(0) == 0) & (t == 0):
         tl.store(tracked, tl.load(tracked) + 1)

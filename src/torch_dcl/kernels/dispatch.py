@@ -1,11 +1,11 @@
-"""Which path a fusion takes: the kernels where they can, `torch_dcl.functional` everywhere else.
+"""Choose between the kernels and the reference, `torch_dcl.functional`.
 
-The kernels are operations of torch (`ops`), so that ``torch.compile`` and CUDA graphs know them. They take part on a
-GPU, for two or three branches of one width, in float32, bfloat16 and float16. While a network is exported, under
-``torch.func`` transforms, in float64, and for other T, the reference runs.
+The kernels run on a GPU, for two or three branches of equal width, in float32, bfloat16 and float16. The reference runs
+during export, under ``torch.func`` transforms, in float64 and for any other T. The kernels are registered torch
+operations (`ops`), so ``torch.compile`` and CUDA graphs support them.
 
-Outside a compiler a layer is one node of autograd (`unit`), which casts weights to the type of autocast and gives their
-gradients in their own.
+In eager mode a layer is one autograd node (`unit`), which casts weights to the autocast dtype and returns their
+gradients in the dtype of the weights.
 """
 
 import contextlib
@@ -18,33 +18,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
-from torch_dcl.kernels import launch, ops, take, unit_ops
+from torch_dcl.kernels import launch, ops, supports, unit_ops
 from torch_dcl.kernels import unit as unit_
-from torch_dcl.kernels.launch import Norm, on_tensor_cores, widest
-from torch_dcl.kernels.launcher import has_room
+from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
+from torch_dcl.kernels.launcher import has_large_shared_memory
 from torch_dcl.kernels.record import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
-    "Norm", "Stage", "disabled", "fits", "fuse_branches", "fuse_pairs", "linear", "may_run", "note",
-    "project_and_fuse", "projects", "turn", "turns", "unit", "watch",
+    "Norm", "Stage", "can_project", "count_path", "disabled", "fuse_branches", "fuse_pairs", "kernels_accept", "linear",
+    "may_run", "project_and_fuse", "should_transpose", "transpose", "unit", "watch",
 ]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
-_WIDE = torch.version.hip is None  # of the libraries of GPUs, cuBLAS gives products of half types in float32
-_PLAIN = (Tensor, nn.Parameter)  # what is sharded, quantised or traced has a way of its own
+_FLOAT32_PRODUCTS = torch.version.hip is None  # cuBLAS can return float32 products of half-precision matrices
+_PLAIN = (Tensor, nn.Parameter)  # other tensor classes (sharded, quantised, traced) dispatch by themselves
 _watching: list[Counter[str]] = []
 
 
 def may_run(x: Tensor) -> bool:
     """Whether kernels can run on a layer's input at all."""
-    return _enabled and take(x.dtype, x.device.type)
+    return _enabled and supports(x.dtype, x.device.type)
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Take the reference path inside the block. ``TORCH_DCL_KERNELS=0`` in the environment does so for good."""
-    global _enabled  # noqa: PLW0603 - a plain flag, which a compiled network can guard on
+    """Run the reference inside the block. ``TORCH_DCL_KERNELS=0`` in the environment disables kernels permanently."""
+    global _enabled  # noqa: PLW0603 - compiled networks guard on this plain flag
     before, _enabled = _enabled, False
     try:
         yield
@@ -54,7 +54,7 @@ def disabled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Counter[str]]:
-    """Count which paths run inside the block.
+    """Count the paths that run inside the block.
 
     ::
 
@@ -62,7 +62,7 @@ def watch() -> Iterator[Counter[str]]:
             model(x)
         ran["project_and_fuse: kernel"], ran["project_and_fuse: reference"]
 
-    A compiled network runs its kernels without coming through here again; what it was compiled with is counted.
+    For a compiled network the counts are those of its compilation: later calls bypass this module.
     """
     counter: Counter[str] = Counter()
     _watching.append(counter)
@@ -72,27 +72,27 @@ def watch() -> Iterator[Counter[str]]:
         _watching.remove(counter)
 
 
-def note(what: str, path: str) -> None:
-    """Count a path for those who watch."""
+def count_path(what: str, path: str) -> None:
+    """Count a path in every open `watch`."""
     for counter in _watching:
         counter[f"{what}: {path}"] += 1
 
 
 def fuse_branches(pre: Sequence[Tensor], eps: float) -> Tensor:
-    """:func:`torch_dcl.functional.fuse_branches`, by a kernel where there is one."""
-    if len(pre) in (2, 3) and fits(pre):
-        note("fuse_branches", "kernel")
+    """:func:`torch_dcl.functional.fuse_branches`, with a kernel where possible."""
+    if len(pre) in (2, 3) and kernels_accept(pre):
+        count_path("fuse_branches", "kernel")
         return ops.fuse(pre, eps, pairs=False)
-    note("fuse_branches", "reference")
+    count_path("fuse_branches", "reference")
     return functional.fuse_branches(pre, eps)
 
 
 def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
-    """:func:`torch_dcl.functional.fuse_pairs`, by a kernel where there is one."""
-    if len(pre) == 3 and fits(pre):
-        note("fuse_pairs", "kernel")
+    """:func:`torch_dcl.functional.fuse_pairs`, with a kernel where possible."""
+    if len(pre) == 3 and kernels_accept(pre):
+        count_path("fuse_pairs", "kernel")
         return ops.fuse(pre, eps, pairs=True)
-    note("fuse_pairs", "reference")
+    count_path("fuse_pairs", "reference")
     return functional.fuse_pairs(pre, eps)
 
 
@@ -100,18 +100,18 @@ def unit(
     x: Tensor, theta: Tensor, stage: Stage, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float,
     norm: Norm | None, *, pairs: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Both stages of a layer as one operation; None where kernels cannot compute them.
+    """Run both stages of a layer as one operation; None if the kernels do not support it.
 
     Args:
-        x: The input of stage 1: best with the channels last in memory.
-        theta: Its filters; there is no bias.
-        stage: Its geometry.
+        x: The input of stage 1, preferably in channels_last.
+        theta: The filters of stage 1, which has no bias.
+        stage: The geometry of stage 1.
         weight: ``[ΣM, K2]``.
         bias: ``[T, K2]`` or None.
         widths: M(t).
         eps: ε.
-        norm: Of the responses.
-        pairs: Whether to take the mean over pairs instead of fusing all.
+        norm: The batch norm of the responses.
+        pairs: Whether to average over pairs instead of fusing all branches.
     """
     spatial, compiling = stage[0], torch.compiler.is_compiling()
     if x.device != weight.device or x.device != theta.device or (not compiling and _transformed()):
@@ -119,12 +119,12 @@ def unit(
     if compiling:
         last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
     else:
-        last = not spatial or launch.is_last(x, 1)
+        last = not spatial or launch.is_channels_last(x, 1)
     closed = compiling and last and prefix_of_operations() != ""
     ranks = None if norm is None else norm.ranks
     if ranks == 1 and x.shape[0] == 0:
         return None
-    dtype = _computed_in(
+    dtype = _compute_dtype(
         (type(x), type(theta), type(weight)), x.dtype, x.device, x.dim(), last, theta.dtype, theta.requires_grad,
         spatial, tuple(widths), ranks, pairs, compiling and not closed,
     )  # fmt: skip
@@ -133,37 +133,37 @@ def unit(
     if closed:
         return unit_ops.run(x.to(dtype), theta, weight, bias, stage, tuple(widths), eps, pairs, norm)
     T, channels = len(widths), x.dim() - 1 - spatial
-    keep = norm is None and (not spatial or widths[0] > widest(dtype))
+    keep = norm is None and (not spatial or widths[0] > max_fused_width(dtype))
     if compiling:
         y = _compiled_stage(x, theta, stage, dtype)
         z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
-        return turn(z, channels, last=False) if spatial and _apart(y, channels) else z
+        return transpose(z, channels, last=False) if spatial and _is_channels_first(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
     return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _computed_in(
+def _compute_dtype(
     kinds: tuple[type, ...], dtype: torch.dtype, device: torch.device, dim: int, last: bool, theta: torch.dtype,
     learns: bool, spatial: int, widths: tuple[int, ...], ranks: int | None, pairs: bool, traced: bool,
 ) -> torch.dtype | None:  # fmt: skip
-    """The type that kernels compute a unit in; None where they cannot.
+    """The dtype in which the kernels compute a unit; None if they do not support it.
 
-    A compiler asks once, and guards what it is asked with: what is looked up in here would be looked up in every call.
+    A constant for compilers, which guard the arguments alone: guards on every lookup in here would slow each call.
 
     Args:
         kinds: The classes of the input, the filters and the weights.
-        dtype: Of the input.
-        device: Its device.
-        dim: Its dimensions.
+        dtype: The dtype of the input.
+        device: The device of the input.
+        dim: The number of dimensions of the input.
         last: Whether the channels are last in memory.
-        theta: The type of the filters.
-        learns: Whether they have gradients.
-        spatial: The spatial dimensions.
+        theta: The dtype of the filters.
+        learns: Whether the filters require gradients.
+        spatial: The number of spatial dimensions.
         widths: M(t).
-        ranks: How many processes a norm has a share of; None without a norm.
-        pairs: Whether to take the mean over pairs.
-        traced: Whether a compiler will see the parts of the unit.
+        ranks: The number of processes that share the norm's batch; None without a norm.
+        pairs: Whether to average over pairs.
+        traced: Whether a compiler traces the operations of the unit one by one.
     """
     T = len(widths)
     if not (T == 3 or (T == 2 and not pairs)) or any(widths[0] != M for M in widths):
@@ -173,31 +173,31 @@ def _computed_in(
     cast = _autocasts(device.type)
     to = torch.get_autocast_dtype(device.type) if cast else dtype
     if not cast and theta is not to:
-        return None  # torch has an error for it
+        return None  # torch raises the error for mixed dtypes
     if spatial and dim != spatial + 2:
         return None  # a single image, for example
-    if ranks is not None and (dim != spatial + 2 or widths[0] > _widest_normed(to, device, traced)):
+    if ranks is not None and (dim != spatial + 2 or widths[0] > _max_normed_width(to, device, traced)):
         return None
-    if spatial and not on_tensor_cores(to) and not last:
+    if spatial and not uses_tensor_cores(to) and not last:
         return None
-    note("project_and_fuse", "kernel")
+    count_path("project_and_fuse", "kernel")
     if not spatial and theta is not to and learns and torch.is_grad_enabled():
-        note("linear", "kernel")
+        count_path("linear", "kernel")
     return to
 
 
 def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) -> Tensor:
-    """Stage 1 for a compiler to trace; the gradient of a linear layer's weight is not rounded here either."""
+    """Stage 1 for a compiler to trace. Here too the weight gradient of a linear layer is not rounded."""
     x, low = x.to(dtype), theta.to(dtype)
     if not stage.spatial and dtype != theta.dtype and theta.requires_grad and torch.is_grad_enabled():
         return ops.linear(x, low, theta)
     return unit_.construct(x, low, stage)
 
 
-def _widest_normed(dtype: torch.dtype, device: torch.device, traced: bool) -> int:
-    """The most channels of a branch that the kernels can normalise."""
-    deepest = widest(dtype)
-    return min(deepest, launch.DEEPEST) if traced or not has_room(device) else deepest
+def _max_normed_width(dtype: torch.dtype, device: torch.device, traced: bool) -> int:
+    """The largest branch width that the kernels can normalise."""
+    deepest = max_fused_width(dtype)
+    return min(deepest, launch.MAX_FILTERS_IN_REGISTERS) if traced or not has_large_shared_memory(device) else deepest
 
 
 def project_and_fuse(
@@ -207,74 +207,71 @@ def project_and_fuse(
     """Stage 2 at every position: ``z = fuse_t(y_t · W_t + b_t)``.
 
     Args:
-        y: The branches' outputs, ``[..., ΣM, ...]``, best with the channels last in memory: kernels want them so.
+        y: The branch outputs ``[..., ΣM, ...]``, preferably in channels_last, the layout of the kernels.
         weight: ``[ΣM, K2]``.
         bias: ``[T, K2]`` or None.
         widths: M(t).
         eps: ε.
-        channels: The dimension of the channels.
-        pairs: Whether to take the mean over pairs instead of fusing all.
-        keep: Whether backward keeps the responses. Else it forms them once more, which takes less memory, and less time
-            where there are many positions for each weight.
+        channels: The channel dimension.
+        pairs: Whether to average over pairs instead of fusing all branches.
+        keep: Whether to save the responses for backward. Recomputing them needs less memory, and less time if there
+            are many positions for each weight.
 
     Returns:
-        z ``[..., K2, ...]``, with the channels last in memory, unless a kernel had to transpose y: then it lies as y.
-        No view, so that what comes next may write into it.
+        z ``[..., K2, ...]`` with the channels last in memory, or in the layout of y if a kernel had to transpose it.
+        Never a view, so the next layer may modify it in place.
     """
-    if projects(y, weight, widths, pairs=pairs):
-        note("project_and_fuse", "kernel")
-        keep = keep or widths[0] > widest(y.dtype)
+    if can_project(y, weight, widths, pairs=pairs):
+        count_path("project_and_fuse", "kernel")
+        keep = keep or widths[0] > max_fused_width(y.dtype)
         if torch.compiler.is_compiling():
             return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
-    note("project_and_fuse", "reference")
+    count_path("project_and_fuse", "reference")
     pre = launch.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
 
 
-def projects(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
-    """Whether `project_and_fuse` of these is a kernel's, here and now."""
-    there = (3,) if pairs else (2, 3)
-    return len(set(widths)) == 1 and len(widths) in there and fits((y, weight), matched=False)
+def can_project(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool) -> bool:
+    """Whether `project_and_fuse` runs a kernel for these arguments."""
+    supported = (3,) if pairs else (2, 3)
+    return len(set(widths)) == 1 and len(widths) in supported and kernels_accept((y, weight), matched=False)
 
 
-def turns(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
-    """Whether x lies as torch has images by default, in which no kernel takes it, and `turn` is worth its time."""
-    return fits((x,)) and _apart(x, channels) and on_tensor_cores(_type_of(x, cast))
+def should_transpose(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
+    """Whether x is in torch's default layout, which no kernel accepts, and `transpose` pays off."""
+    return kernels_accept((x,)) and _is_channels_first(x, channels) and uses_tensor_cores(_type_of(x, cast))
 
 
-def turn(x: Tensor, channels: int = 1, *, last: bool, cast: bool = False) -> Tensor:
-    """The same values with the channels last in memory, or as torch has them by default.
-
-    With ``cast`` in the type that autocast, if it is on, will have them in anyway.
-    """
-    return ops.turn(x, channels, last, _type_of(x, cast))
+def transpose(x: Tensor, channels: int = 1, *, last: bool, cast: bool = False) -> Tensor:
+    """Copy x to channels_last (``last``) or to torch's default layout; with ``cast`` in the autocast dtype."""
+    return ops.transpose(x, channels, last, _type_of(x, cast))
 
 
-def _apart(x: Tensor, channels: int) -> bool:
+def _is_channels_first(x: Tensor, channels: int) -> bool:
     return x.stride(channels) != 1 and x.shape[channels] > 1 and x.is_contiguous()
 
 
 def _type_of(x: Tensor, cast: bool) -> torch.dtype:
-    """The type of x, or what autocast makes of it."""
+    """The dtype of x, or the one that autocast casts it to."""
     return torch.get_autocast_dtype(x.device.type) if cast and _autocasts(x.device.type) else x.dtype
 
 
 def _autocasts(kind: str) -> bool:
-    """Whether products on such a device are in the type of autocast, one of the half types."""
+    """Whether autocast to a half-precision dtype is enabled for this device type."""
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in (torch.bfloat16, torch.float16)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, otherwise: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Stage 1 of a linear layer: ``F.linear``. Under autocast the gradient of a float32 weight comes as float32.
+    """Stage 1 of a linear layer: ``F.linear``, with a float32 gradient for a float32 weight under autocast.
 
     Args:
         x: ``[*, K1]``.
         weight: ``[ΣM, K1]``.
         bias: ``[ΣM]`` or None.
-        otherwise: What to call with x where there is nothing to gain; None calls ``F.linear``.
+        otherwise: Called with x if the kernel has no advantage; None calls ``F.linear``.
 
     Returns:
         y ``[*, ΣM]``.
@@ -282,13 +279,13 @@ def linear(
     low = _low_type(x, weight, bias)
     if low is None:
         return F.linear(x, weight, bias) if otherwise is None else otherwise(x)
-    note("linear", "kernel")
+    count_path("linear", "kernel")
     return ops.linear(x if x.dtype == low else x.to(low), weight.to(low), weight)
 
 
 def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
-    """The half type that autocast computes a product in, where the weight's gradient can be had in float32."""
-    if not (_enabled and _WIDE) or bias is not None or any(type(t) not in _PLAIN for t in (x, weight)):
+    """The autocast dtype of a product whose weight gradient can be returned in float32; None for other products."""
+    if not (_enabled and _FLOAT32_PRODUCTS) or bias is not None or any(type(t) not in _PLAIN for t in (x, weight)):
         return None
     if not (weight.requires_grad and torch.is_grad_enabled() and weight.dtype == torch.float32):
         return None
@@ -300,8 +297,8 @@ def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | N
     return low if low in (torch.bfloat16, torch.float16) else None
 
 
-def fits(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
-    """Whether kernels can take these tensors, here and now: on one device, and of one type unless not ``matched``."""
+def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
+    """Whether the kernels accept these tensors: on one device and, if ``matched``, of one dtype."""
     first = tensors[0]
     if not kernels.usable(first) or not _enabled or functional.exporting():
         return False
@@ -311,7 +308,7 @@ def fits(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether something is at work that cannot look into an operation, nor call it, on these tensors or others."""
+    """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
         return False
     active = torch._C._are_functorch_transforms_active()

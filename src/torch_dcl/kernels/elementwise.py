@@ -1,12 +1,11 @@
-"""Kernels that read every value once and write every result once: responses to z, values in another type or layout.
+"""Elementwise kernels, which read and write every value once: the fusion of responses, transposes and casts.
 
-The fusion of responses has a backward of its own. Images go from one layout to the other, each channel by itself in
-memory or all of a position's, at the speed of a copy: torch's own copies take two to seven times as long on an H200.
-A copy in another type costs the host less than torch's own, which goes through several operations.
+`transpose` copies images between torch's default layout and channels_last at the speed of a copy, where torch's own
+copies take two to seven times as long on an H200. `cast` has less host overhead than torch's own.
 
-A convolution of images of three channels with a stride has no fast kernel: tensor cores want eight channels and more.
-`Cells` lays out S × S pixels as one position with all of their channels, where it is a convolution without a stride, as
-`models/_quick.py` does it for a plain layer in operations that a compiler can fuse.
+A strided convolution of images of three channels has no fast kernel, since tensor cores need at least eight channels.
+`Cells` applies space-to-depth: S × S pixels become one position with all of their channels, and the convolution has no
+stride. `models/_quick.py` does the same for a plain layer, in operations that a compiler can fuse.
 """
 
 import math
@@ -17,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
-from torch_dcl.kernels.launch import is_last, room_for
-from torch_dcl.kernels.launcher import Launch, cdiv, kept, next_power_of_2
+from torch_dcl.kernels.arithmetic import OPTIONS, as_float32, constants, fused, gradients, relu
+from torch_dcl.kernels.launch import channels_last_strides, is_channels_last
+from torch_dcl.kernels.launcher import Launch, cached, cdiv, next_power_of_2
 
-__all__ = ["Cells", "cast", "fuse_backward", "fuse_forward", "turn"]
+__all__ = ["Cells", "cast", "fuse_backward", "fuse_forward", "transpose"]
 
 _BLOCK = 1024
 _SIDE, _WARPS = 64, 8
@@ -32,14 +31,14 @@ def _fuse_forward(
     p0, p1, p2, out, size, eps, floor,
     T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    a = respond(tl.load(p0 + i, mask=inside, other=0.0).to(tl.float32))
-    b = respond(tl.load(p1 + i, mask=inside, other=0.0).to(tl.float32))
+    a = relu(tl.load(p0 + i, mask=inside, other=0.0).to(tl.float32))
+    b = relu(tl.load(p1 + i, mask=inside, other=0.0).to(tl.float32))
     c = b
     if T == 3:
-        c = respond(tl.load(p2 + i, mask=inside, other=0.0).to(tl.float32))
+        c = relu(tl.load(p2 + i, mask=inside, other=0.0).to(tl.float32))
     z = fused(a, b, c, eps, floor, T, PAIRS, QUICK, LARGEST)
     tl.store(out + i, z.to(out.dtype.element_ty), mask=inside)
 
@@ -49,15 +48,15 @@ def _fuse_backward(
     grad, p0, p1, p2, d0, d1, d2, size, eps, floor,
     T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32)
-    a = respond(tl.load(p0 + i, mask=inside, other=0.0).to(tl.float32))
-    b = respond(tl.load(p1 + i, mask=inside, other=0.0).to(tl.float32))
+    a = relu(tl.load(p0 + i, mask=inside, other=0.0).to(tl.float32))
+    b = relu(tl.load(p1 + i, mask=inside, other=0.0).to(tl.float32))
     c = b
     if T == 3:
-        c = respond(tl.load(p2 + i, mask=inside, other=0.0).to(tl.float32))
+        c = relu(tl.load(p2 + i, mask=inside, other=0.0).to(tl.float32))
     da, db, dc = gradients(g, a, b, c, eps, floor, T, PAIRS, QUICK, LARGEST)
     kind = d0.dtype.element_ty
     tl.store(d0 + i, da.to(kind), mask=inside)
@@ -66,7 +65,7 @@ def _fuse_backward(
         tl.store(d2 + i, dc.to(kind), mask=inside)
 
 
-@kept
+@cached
 def _launch(
     backward: bool, size: int, T: int, eps: float, pairs: bool, dtype: torch.dtype, device: torch.device
 ) -> Launch:
@@ -75,15 +74,15 @@ def _launch(
 
 
 def _in_the_layout_of(like: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors as they lie in memory where they lie as ``like`` does; copies of the others."""
+    """Tensors that have the strides of ``like``, and copies with these strides of the others."""
     strides = like.stride()
     return [t if t.stride() == strides else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in tensors]
 
 
 def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    """z of two or three responses of one shape; with ``pairs`` the mean over the pairs of three.
+    """z of two or three pre-activations of one shape; with ``pairs`` the mean over the pairs of three.
 
-    The layout is that of the first, channels_last for example, if it has no gaps.
+    z has the layout of the first, for example channels_last, if that one is dense.
     """
     T, out = len(pre), torch.empty_like(pre[0])
     size = out.numel()
@@ -94,7 +93,7 @@ def fuse_forward(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
 
 
 def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    """The gradients of the responses, each in the layout of the first."""
+    """The gradients of the pre-activations, all in the layout of the first."""
     T, out = len(pre), [torch.empty_like(pre[0]) for _ in pre]
     size = grad.numel()
     if size:
@@ -106,8 +105,8 @@ def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> l
 
 
 @triton.jit
-def _turn(x, out, rows, columns, down, across, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """One tile of a matrix ``[rows, columns]``, of which there is one for each image, to its transpose."""
+def _transpose(x, out, rows, columns, down, across, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Transpose one tile of the matrix ``[rows, columns]`` of an image."""
     tile = tl.program_id(0)
     image = (tile // (down * across)).to(tl.int64) * rows * columns
     i = (tile // across % down).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
@@ -118,32 +117,32 @@ def _turn(x, out, rows, columns, down, across, HEIGHT: tl.constexpr, WIDTH: tl.c
     tl.store(to, tl.trans(values.to(out.dtype.element_ty)), mask=tl.trans(inside))
 
 
-def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """A copy of ``[..., C, ...]`` in another layout: the channels last in memory, or as torch has them by default."""
+def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """A copy of ``[..., C, ...]`` in channels_last (``last``) or in torch's default layout."""
     if last:
-        out = torch.empty_strided(x.shape, room_for(x.shape, channels), dtype=dtype, device=x.device)
+        out = torch.empty_strided(x.shape, channels_last_strides(x.shape, channels), dtype=dtype, device=x.device)
     else:
         out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    if not (x.is_contiguous() if last else is_last(x, channels)):
-        return out.copy_(x)  # neither the one nor the other, as an expanded gradient is
+    if not (x.is_contiguous() if last else is_channels_last(x, channels)):
+        return out.copy_(x)  # another layout, such as an expanded gradient
     if out.numel():
         C, positions = x.shape[channels], math.prod(x.shape[channels + 1 :])
         rows, columns = (C, positions) if last else (positions, C)
-        _launch_turn(x.numel() // (rows * columns), rows, columns, x.dtype, dtype, x.device)(x, out)
+        _launch_transpose(x.numel() // (rows * columns), rows, columns, x.dtype, dtype, x.device)(x, out)
     return out
 
 
-@kept
-def _launch_turn(
+@cached
+def _launch_transpose(
     images: int, rows: int, columns: int, dtype: torch.dtype, to: torch.dtype, device: torch.device
 ) -> Launch:
-    # A side that is short, three channels for example, leaves room for more of the other.
+    # A short side, for example three channels, allows a longer other side.
     height = min(_SIDE, next_power_of_2(rows))
     width = min(_SIDE * _SIDE // height, next_power_of_2(columns))
     height = min(_SIDE * _SIDE // width, next_power_of_2(rows))
     down, across = cdiv(rows, height), cdiv(columns, width)
     values = {"rows": rows, "columns": columns, "down": down, "across": across, "HEIGHT": height, "WIDTH": width}
-    return Launch(_turn, (images * down * across,), values, {"num_warps": _WARPS, **OPTIONS})
+    return Launch(_transpose, (images * down * across,), values, {"num_warps": _WARPS, **OPTIONS})
 
 
 @triton.jit
@@ -153,16 +152,16 @@ def _cast(x, out, size, BLOCK: tl.constexpr):
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in another type, in the same layout."""
+    """A copy in another dtype, in the same layout."""
     out = torch.empty_like(x, dtype=dtype)
     if out.stride() != x.stride():
-        return out.copy_(x)  # it has gaps
+        return out.copy_(x)  # x is not dense
     if out.numel():
         _launch_cast(out.numel(), x.dtype, dtype, x.device)(x, out)
     return out
 
 
-@kept
+@cached
 def _launch_cast(size: int, dtype: torch.dtype, to: torch.dtype, device: torch.device) -> Launch:
     return Launch(_cast, (cdiv(size, _BLOCK),), {"size": size, "BLOCK": _BLOCK}, {"num_warps": 4, **OPTIONS})
 
@@ -173,7 +172,7 @@ def _image_cells(
     C: tl.constexpr, S: tl.constexpr, BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row of cells; zero outside of the image."""
+    """Write a part of a row of cells; zero outside of the image."""
     line = tl.program_id(0)
     image, down = (line // DOWN).to(tl.int64), line % DOWN
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -193,7 +192,7 @@ def _filter_cells(
     BEFORE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, CHANNELS: tl.constexpr, BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Filters as filters of cells, zero where they have none; or, with BACK, filters from those of cells."""
+    """Write filters as filters of cells, padded with zeros; or, with BACK, filters from filters of cells."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = i % CHANNELS
     across, down, f = i // CHANNELS % ACROSS, i // (CHANNELS * ACROSS) % DOWN, i // (CHANNELS * ACROSS * DOWN)
@@ -209,27 +208,27 @@ def _filter_cells(
 
 
 class Cells(NamedTuple):
-    """How a convolution with a stride S, of images of few channels, is one without, of cells of S × S pixels.
+    """Space-to-depth for a convolution with stride S of few channels: one without stride, of cells of S × S pixels.
 
-    With i - padding = S · a + r, where r is a pixel of a cell, filter row i is pixel r of cell row a.
+    With i - padding = S · a + r and 0 ≤ r < S, filter row i becomes pixel r of cell row a.
     """
 
     side: int
     """S."""
     padding: int
     before: int
-    """Rows of cells before the image."""
+    """Padding in rows of cells."""
     kernel: tuple[int, int]
-    """Of a filter of cells, in cells."""
+    """The kernel size in cells."""
     channels: int
-    """Of a cell, with zeros up to a multiple of eight."""
+    """The channels of a cell, padded with zeros to a multiple of eight."""
     outputs: tuple[int, int]
 
     @classmethod
     def of(
         cls, x: Tensor, theta: Tensor, stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
     ) -> "Cells | None":
-        """For a convolution of two dimensions; None where there is nothing to gain, or torch has an error."""
+        """The cells of a 2-d convolution; None if they do not pay off, or torch raises an error for the arguments."""
         S, p = stride[0], padding[0]
         if x.shape[1] != theta.shape[1]:
             return None
@@ -243,26 +242,26 @@ class Cells(NamedTuple):
         return cls(S, p, before, (height, width), 8 * cdiv(S * S * x.shape[1], 8), (down, across))
 
     def images(self, x: Tensor) -> Tensor:
-        """Images ``[B, C, H, W]`` in cells, with the channels last in memory, and with all that filters reach."""
+        """Images ``[B, C, H, W]`` as padded cells in channels_last."""
         down, across = (o + k - 1 for o, k in zip(self.outputs, self.kernel, strict=True))
         shape = (len(x), self.channels, down, across)
-        out = torch.empty_strided(shape, room_for(shape, 1), dtype=x.dtype, device=x.device)
+        out = torch.empty_strided(shape, channels_last_strides(shape, 1), dtype=x.dtype, device=x.device)
         _launch_images(self, tuple(x.shape), x.stride(), down, across, x.dtype, x.device)(x, out)
         return out
 
     def room(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for filters of cells."""
+        """An uninitialised tensor for filters of cells."""
         shape = (len(theta), self.channels, *self.kernel)
-        return torch.empty_strided(shape, room_for(shape, 1), dtype=dtype, device=theta.device)
+        return torch.empty_strided(shape, channels_last_strides(shape, 1), dtype=dtype, device=theta.device)
 
     def filters(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
-        """Filters of cells, in a type."""
+        """The filters as filters of cells, in this dtype."""
         out = self.room(theta, dtype)
         self._launch(theta, out, back=False)(out, theta)
         return out
 
     def pixels(self, cells: Tensor, theta: Tensor, dtype: torch.dtype) -> Tensor:
-        """What filters of cells are as filters of pixels: in the layout of ``theta``."""
+        """The inverse of `filters`, in the layout of ``theta``."""
         out = torch.empty_like(theta, dtype=dtype)
         self._launch(out, cells, back=True)(cells, out)
         return out
@@ -274,10 +273,10 @@ class Cells(NamedTuple):
 
 
 _FEW = 4
-"""Channels, and pixels of a stride, up to which cells pay."""
+"""The largest number of channels, and the largest stride, for which cells pay off."""
 
 
-@kept
+@cached
 def _launch_images(
     cells: Cells, shape: tuple[int, ...], stride: tuple[int, ...], down: int, across: int, dtype: torch.dtype,
     device: torch.device,
@@ -290,7 +289,7 @@ def _launch_images(
     return Launch(_image_cells, grid, values, {"num_warps": 4, **OPTIONS})
 
 
-@kept
+@cached
 def _launch_filters(
     cells: Cells, shape: tuple[int, ...], stride: tuple[int, ...], of_cells: tuple[int, ...], back: bool,
     dtype: torch.dtype, to: torch.dtype, device: torch.device,

@@ -1,9 +1,9 @@
-"""The part of the library that is written in C++, compiled once for a machine: it replays the host's work of a unit.
+"""The C++ extension that replays the host's work of a unit, compiled once for each machine.
 
-A small unit takes longer on the host than on the GPU, and most of that is Python. `host.cpp` does the same work without
-it. It is compiled in the background when the first unit runs on a GPU, which takes some fifteen seconds, and kept in
-the user's cache. Until then, and where there is no compiler, units run from Python with the same results.
-``TORCH_DCL_HOST=0`` turns it off; ``TORCH_DCL_CACHE`` names another folder.
+A small unit takes longer on the host than on the GPU, and most of that is Python. `host.cpp` does the same work in C++.
+It is compiled in the background when the first unit runs on a GPU, which takes some fifteen seconds, and cached in the
+user's cache folder. Until then, and without a compiler, units run from Python with the same results.
+``TORCH_DCL_HOST=0`` disables it; ``TORCH_DCL_CACHE`` sets another folder.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ _state = "off (TORCH_DCL_HOST=0)" if os.environ.get("TORCH_DCL_HOST") == "0" els
 
 
 def library() -> ModuleType | None:
-    """The compiled module, or None as long as there is none; the first call starts a compiler in the background."""
-    global _work  # noqa: PLW0603 - the work is done once a process
+    """The compiled module, or None if there is none yet; the first call starts the compiler in the background."""
+    global _work  # noqa: PLW0603 - compiled once per process
     if _work is None and _state == "not needed so far":
         with _lock:
             if _work is None:
@@ -44,7 +44,7 @@ def library() -> ModuleType | None:
 
 
 def wait() -> ModuleType | None:
-    """The compiled module once it is there; None where there is none to be had."""
+    """Wait for the compiled module; None if it cannot be compiled."""
     library()
     if _work is not None:
         _work.join()
@@ -52,7 +52,7 @@ def wait() -> ModuleType | None:
 
 
 def state() -> str:
-    """What became of it, for people."""
+    """The state of the extension, for `dcl doctor`."""
     return _state
 
 
@@ -69,18 +69,18 @@ def _build() -> None:
             _compile(command, path)
         _library = _load(path)
         _state = f"ready ({path})"
-    except Exception as error:  # units run from Python then, whatever it was
+    except Exception as error:  # units run from Python
         _state = f"unavailable: {_last_line(error)}"
 
 
 def _last_line(error: Exception) -> str:
-    told = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-    lines = [line for line in (told or repr(error)).splitlines() if "error" in line] or [repr(error)]
+    text = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+    lines = [line for line in (text or repr(error)).splitlines() if "error" in line] or [repr(error)]
     return lines[0]
 
 
 def _command() -> list[str] | None:
-    """The compiler with all that it is told but the output."""
+    """The compiler and its arguments, without the output."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         return None
@@ -95,9 +95,9 @@ def _command() -> list[str] | None:
 
 
 def _place(command: list[str]) -> Path:
-    """Where the compiled file is kept: another source, torch, Python or compiler has another place."""
-    known = (_SOURCE.read_text(), " ".join(command), torch.__version__, sys.version, platform.machine())
-    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+    """The path of the compiled file, which depends on the source, torch, Python and the compiler."""
+    versions = (_SOURCE.read_text(), " ".join(command), torch.__version__, sys.version, platform.machine())
+    key = hashlib.sha256("\0".join(versions).encode()).hexdigest()[:16]
     base = os.environ.get("TORCH_DCL_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "torch_dcl" / key / f"{_NAME}.so"
 

@@ -1,4 +1,4 @@
-"""Which kernels run for a fusion and for a projection, and where their results lie."""
+"""Entry points of the kernels, memory layouts, and matrix products with a float32 result."""
 
 import functools
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
 
 __all__ = [
-    "DEEPEST", "Norm", "at_positions", "by_position", "cast", "fuse", "fuse_backward", "is_last", "lies_as",
-    "on_tensor_cores", "product_", "products", "reference_fuse", "responses", "room_for", "takes_hopper", "turn",
-    "widest",
+    "MAX_FILTERS_IN_REGISTERS", "Norm", "cast", "channels_last_strides", "flatten_positions", "fuse", "fuse_backward",
+    "hopper_kernels_for", "is_channels_last", "matmul_out", "max_fused_width", "products", "reference_fuse",
+    "responses", "strides_match", "transpose", "unflatten_positions", "uses_tensor_cores",
 ]  # fmt: skip
 
 
-DEEPEST = 128
-"""Filters of a branch up to which a gradient of its weights, or of its outputs, fits into registers."""
+MAX_FILTERS_IN_REGISTERS = 128
+"""The largest branch width for which a gradient of the weights, or of the branch outputs, fits into registers."""
 
 
 class Norm(NamedTuple):
-    """The batch norm of all branches: its tensors, ``[T·K2]`` if they are there, and its settings."""
+    """The batch norm of all branches: its tensors ``[T·K2]`` or None, and its settings."""
 
     gamma: Tensor | None
     beta: Tensor | None
@@ -37,15 +37,15 @@ class Norm(NamedTuple):
     eps: float
     momentum: float | None
     fixed: bool
-    """Whether it normalises by its running statistics; else by the batch's, and the running ones, if any, follow."""
+    """Whether it normalises by running statistics; otherwise by those of the batch, which update the running ones."""
     ranks: int = 1
-    """How many processes have a share of the batch."""
+    """The number of processes that share the batch."""
     group: Any = None
-    """These processes, if there are several."""
+    """Their process group if there are several."""
 
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
-    """z of the responses before their ReLU."""
+    """z of the pre-activations."""
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(pre[0]):
@@ -53,23 +53,23 @@ def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
 
 
 def fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) -> list[Tensor]:
-    """Their gradients."""
+    """The gradients of the pre-activations."""
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(grad):
         return elementwise.fuse_backward(grad, pre, eps, pairs)
 
 
-def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """A copy with the channels last in memory, or as torch has them by default."""
+def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """A copy in channels_last (``last``) or in torch's default layout."""
     from torch_dcl.kernels import elementwise  # noqa: PLC0415
 
     with kernels.on_device_of(x):
-        return elementwise.turn(x, channels, last, dtype)
+        return elementwise.transpose(x, channels, last, dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same values in another type: no copy where they have it already."""
+    """Cast to another dtype; no copy if x has it already."""
     if x.dtype is dtype:
         return x
     if is_traced(x) or not x.is_cuda:  # Triton's interpreter truncates to bfloat16
@@ -79,20 +79,20 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return elementwise.cast(x, dtype)
 
 
-def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products are: float32 by torch's setting for it."""
+def uses_tensor_cores(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype use tensor cores; for float32 torch's TF32 setting decides."""
     return dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
 
 
-def widest(dtype: torch.dtype) -> int:
-    """The most channels of a branch whose responses are formed on the chip: all of a position's must fit there.
+def max_fused_width(dtype: torch.dtype) -> int:
+    """The largest branch width for which a kernel computes the responses on chip, where all filters must fit.
 
-    And it must be worth it: without tensor cores cuBLAS is faster, and more so the more channels there are.
+    Without tensor cores the limit is lower: cuBLAS is faster the wider a branch is.
     """
-    return 256 if dtype != torch.float32 else 128 if on_tensor_cores(dtype) else 64
+    return 256 if dtype != torch.float32 else 128 if uses_tensor_cores(dtype) else 64
 
 
-def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:
+def channels_last_strides(shape: Sequence[int], channels: int) -> tuple[int, ...]:
     """The strides of ``[..., C, ...]`` with the channels last in memory."""
     strides, size = [0] * len(shape), shape[channels]
     strides[channels] = 1
@@ -102,46 +102,46 @@ def room_for(shape: Sequence[int], channels: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def lies_as(shape: Sequence[int], stride: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether strides are as expected, where there is more than one place along a dimension."""
+def strides_match(shape: Sequence[int], stride: Sequence[int], expected: Sequence[int]) -> bool:
+    """Whether strides are equal in every dimension of more than one element."""
     return all(size == 1 or own == other for size, own, other in zip(shape, stride, expected, strict=True))
 
 
-def is_last(x: Tensor, channels: int) -> bool:
+def is_channels_last(x: Tensor, channels: int) -> bool:
     """Whether the channels are last in memory, without gaps."""
     if channels == 1 and x.dim() == 4:
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(channels, -1).is_contiguous()
 
 
-def by_position(y: Tensor, channels: int) -> Tensor:
-    """``[..., C, ...]`` as ``[P, C]``, where it lies if the channels are last in memory."""
+def flatten_positions(y: Tensor, channels: int) -> Tensor:
+    """``[..., C, ...]`` as ``[P, C]``; a view if the channels are last in memory."""
     if y.dim() == 2 and channels == 1:
         return y
     return y.movedim(channels, -1).reshape(-1, y.shape[channels])
 
 
-def at_positions(y: Tensor, channels: int, rows: Tensor) -> Tensor:
-    """``[P, N]`` at the positions of ``[..., C, ...]``."""
+def unflatten_positions(y: Tensor, channels: int, rows: Tensor) -> Tensor:
+    """``[P, N]`` as ``[..., N, ...]``, with the positions of y ``[..., C, ...]``."""
     if y.dim() == 2 and channels == 1:
         return rows
     return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
 
 
-def takes_hopper(plan: "Plan", y: Tensor, weight: Tensor) -> ModuleType | None:
-    """The kernels of Hopper GPUs, on one of these, if they are for such a projection."""
-    hopper = _hopper_on(y.device) if plan.T == 2 and y.is_cuda else None
-    return hopper if hopper is not None and hopper.takes(y, plan.P, plan.M, weight.shape[1], plan.eps) else None
+def hopper_kernels_for(plan: "Plan", y: Tensor, weight: Tensor) -> ModuleType | None:
+    """The module of kernels for Hopper GPUs if the device is one and they support this projection, else None."""
+    hopper = _hopper_kernels_on(y.device) if plan.T == 2 and y.is_cuda else None
+    return hopper if hopper is not None and hopper.accepts(y, plan.P, plan.M, weight.shape[1], plan.eps) else None
 
 
 @functools.cache
-def _hopper_on(device: torch.device) -> ModuleType | None:
+def _hopper_kernels_on(device: torch.device) -> ModuleType | None:
     return _hopper_kernels() if torch.cuda.get_device_capability(device) == (9, 0) else None
 
 
 @functools.cache
 def _hopper_kernels() -> ModuleType | None:
-    """Gluon is young and its names change: these kernels run with the versions of Triton that they were tried with."""
+    """The module, only for the Triton versions that it was tested with: Gluon's API still changes."""
     import triton  # noqa: PLC0415
 
     if not (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
@@ -152,11 +152,11 @@ def _hopper_kernels() -> ModuleType | None:
 
 
 def responses(y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], channels: int = 1) -> list[Tensor]:
-    """The responses of all branches before their ReLU, by plain products."""
-    rows = by_position(y, channels)
+    """The pre-activations of all branches, in plain torch."""
+    rows = flatten_positions(y, channels)
     biases = (None,) * len(widths) if bias is None else bias.unbind(0)
     parts = zip(torch.split(rows, list(widths), -1), torch.split(weight, list(widths)), biases, strict=True)
-    return [at_positions(y, channels, F.linear(y_t, W_t.t(), b_t)) for y_t, W_t, b_t in parts]
+    return [unflatten_positions(y, channels, F.linear(y_t, W_t.t(), b_t)) for y_t, W_t, b_t in parts]
 
 
 def reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
@@ -164,21 +164,21 @@ def reference_fuse(pre: Sequence[Tensor], eps: float, pairs: bool) -> Tensor:
     return (functional.fuse_pairs if pairs else functional.fuse_branches)(list(pre), eps)
 
 
-# Products of half types whose result may be float32, which is what they are added up in anyway.
+# Products of half-precision matrices that may return their float32 accumulator.
 
 
-def product_(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``a · b`` of two matrices of one type, written into a matrix of that type or of float32."""
+def matmul_out(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write ``a · b`` of two matrices of one dtype into ``out``, of that dtype or float32."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # only a GPU has such a product
+    else:  # torch has no such product on the CPU
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a_t · b_t`` of every t, of ``[T, M, P]`` and ``[T, P, N]``, in their type or in float32."""
+    """``a_t · b_t`` for every t, of ``[T, M, P]`` and ``[T, P, N]``, in their dtype or in float32."""
     if a.dtype == dtype:
         return torch.bmm(a, b)
     if is_traced(a):
@@ -186,6 +186,6 @@ def products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
             return torch.bmm(a.to(dtype), b.to(dtype))
         return torch.stack([torch.mm(a[t], b[t], out_dtype=dtype) for t in range(len(a))])
     out = torch.empty(len(a), a.shape[1], b.shape[2], dtype=dtype, device=a.device)
-    for t in range(len(a)):  # up to torch 2.11 FlopCounterMode stumbles over one bmm of two types
-        product_(out[t], a[t], b[t])
+    for t in range(len(a)):  # up to torch 2.11 FlopCounterMode fails on one bmm with out_dtype
+        matmul_out(out[t], a[t], b[t])
     return out

@@ -1,11 +1,11 @@
-"""Launch a kernel with the least work on the host.
+"""Launch kernels with little host overhead.
 
-Triton's own way, ``kernel[grid](...)``, looks at every argument of every call to find the binary for it. Here that is
-done in the first call, and what depends on sizes, types and settings alone is kept in a `Launch`: later calls read the
-addresses of the tensors and start the binary by its handle (7 µs for 31, on the host of an H200).
+Triton's ``kernel[grid](...)`` inspects every argument of every call to find the compiled binary. A `Launch` does so in
+the first call and caches what depends on sizes, dtypes and settings alone. Later calls read the addresses of the
+tensors and launch the binary by its handle (7 µs instead of 31, on the host of an H200).
 
-The sizes of grids and tiles are here too, as Triton's functions of these names give them, in plain integers: Triton's
-can be called inside a kernel as well, for which each call takes microseconds on the way to a launch.
+`cdiv` and `next_power_of_2` are those of Triton on plain integers: Triton's own take microseconds a call, since they
+also work inside kernels.
 """
 
 import functools
@@ -20,40 +20,43 @@ from torch.nn import Parameter
 
 from torch_dcl import kernels
 
-__all__ = ["Launch", "cdiv", "has_room", "is_traced", "kept", "next_power_of_2", "processors", "recording"]
+__all__ = [
+    "Launch", "cached", "cdiv", "has_large_shared_memory", "is_traced", "multiprocessors", "next_power_of_2",
+    "recording",
+]  # fmt: skip
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_NOT_TRACED = ("maxnreg", "enable_fp_fusion")  # options that a compiler which traces a launch does not take
+_NOT_TRACED = ("maxnreg", "enable_fp_fusion")  # options that torch.compile rejects in a traced launch
 
 
 class _Recording(threading.local):
-    """What this thread writes down while it computes a unit; see `record`."""
+    """The recording state of this thread; see `record`."""
 
     units: list[Any] | None = None
-    """Units, for who wants them."""
+    """The recorded units; None while `programs` does not record."""
     log: list[tuple[Any, ...]] | None = None
-    """Operations and launches, in their order."""
+    """Operations and launches in order; None while no tape is recorded."""
     silent: bool = False
-    """Whether a launch on fake tensors is nothing: only the shapes of results matter."""
+    """Whether launches on fake tensors are skipped: only the shapes of results matter."""
 
 
 recording = _Recording()
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether this stands for a tensor in the hands of a compiler, which knows no ``out=`` and no addresses."""
+    """Whether this is a compiler's fake tensor, which has no address and supports no ``out=``."""
     return type(tensor) is not Tensor and type(tensor) is not Parameter
 
 
 class Launch:
-    """One kernel for one set of sizes, types and settings, on one device.
+    """One kernel for one set of sizes, dtypes and settings, on one device.
 
     Args:
-        kernel: From ``triton.jit``. Its pointers come first, then numbers, then constants.
-        grid: How many programs, in up to three dimensions.
+        kernel: From ``triton.jit``, with pointers first, then numbers, then constants.
+        grid: The number of programs, in up to three dimensions.
         values: The numbers and the constants by name.
-        options: Of the compiler: ``num_warps`` and the like.
+        options: Compiler options such as ``num_warps``.
     """
 
     __slots__ = ("binary", "compiled", "grid", "kernel", "options", "tail", "values")
@@ -87,71 +90,69 @@ class Launch:
             *addresses, *self.tail,
         )  # fmt: skip
 
-    def start(self, given: Sequence[Any], addresses: Sequence[Any]) -> None:
-        """Start the kernel from addresses, or None and descriptions; keep its binary if they are multiples of 16."""
+    def start(self, arguments: Sequence[Any], addresses: Sequence[Any]) -> None:
+        """Launch on addresses, descriptors or None; cache the binary if all addresses are multiples of 16."""
         log = recording.log
         if log is not None:
-            log.append((self, given))
+            log.append((self, arguments))
         aligned = not any(address & 15 for address in addresses if isinstance(address, int))
         if self.binary is None or not aligned:
-            recording.log = None  # an interpreter has operations of its own
+            recording.log = None  # Triton's interpreter runs torch operations of its own
             try:
-                found = self.kernel[self.grid](*given, **self.values, **self.options)
+                compiled = self.kernel[self.grid](*arguments, **self.values, **self.options)
             finally:
                 recording.log = log
-            if aligned and found is not None:
-                device = next(value.device for value in given if isinstance(value, Tensor))
-                self.binary = found.run, found.function, found.packed_metadata, device.index
-                self.compiled = found
+            if aligned and compiled is not None:
+                device = next(value.device for value in arguments if isinstance(value, Tensor))
+                self.binary = compiled.run, compiled.function, compiled.packed_metadata, device.index
+                self.compiled = compiled
             return
         run, function, metadata, index = self.binary
         stream = torch._C._cuda_getCurrentRawStream(index)
         run(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.tail)
 
     def _trace(self, *tensors: Tensor) -> None:
-        """Record the launch for a compiler, which makes it a part of the code that it generates."""
-        if (
-            kernels.INTERPRETED or recording.silent
-        ):  # where an operation is closed, and its results' shapes matter alone
+        """Let a compiler trace the launch into the code that it generates."""
+        if kernels.INTERPRETED or recording.silent:  # the operation is opaque: only the shapes of its results matter
             return
         options = {name: value for name, value in self.options.items() if name not in _NOT_TRACED}
         torch.library.wrap_triton(self.kernel)[self.grid](*tensors, **self.values, **options)
 
 
-def kept(make: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep what a function of sizes and settings returns; not for sizes that are symbols of a compiler."""
-    known = functools.lru_cache(4096)(make)
+def cached(make: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Cache the results of a function of sizes and settings, except for a compiler's symbolic sizes."""
+    lookup = functools.lru_cache(4096)(make)
 
     @functools.wraps(make)
-    def find(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return known(*args, **kwargs)  # type: ignore[arg-type]
-        except TypeError:  # a symbol has no hash
+            return lookup(*args, **kwargs)  # type: ignore[arg-type]
+        except TypeError:  # symbolic sizes are not hashable
             return make(*args, **kwargs)
 
-    return find
+    return call
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """How many programs run side by side at least."""
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors, each of which runs at least one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @functools.cache
-def has_room(device: torch.device) -> bool:
-    """Whether a program may take as much shared memory as on GPUs for data centres: 160 KiB, where others have 99."""
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may use 160 KiB of shared memory, as on data-centre GPUs; others allow 99."""
     if device.type != "cuda":
         return True
-    # Only NVIDIA's have a limit that a program may ask for.
+    # Only NVIDIA GPUs have this property.
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= 160_000
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks it takes."""
+    """The number of blocks that cover ``size``."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """The least power of two from ``size``, which is at least 1."""
+    """The smallest power of two that is at least ``size`` ≥ 1."""
     return 1 << (size - 1).bit_length()

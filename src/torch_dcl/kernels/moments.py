@@ -1,11 +1,11 @@
-"""Batch norm behind the projection, in training, without its responses.
+"""Batch norm after the projection, in training, without storing the responses.
 
-The response of output k before its norm is linear in the branch outputs y, so that its statistics follow from those of
-y, which has few channels: ``mean_k = W_k · μ`` and ``var_k = W_k · C · W_k`` with μ and C the mean and the covariance
-of y. The norm is then a scale and a shift of the response, which the projection's kernels apply on their way.
+Before the norm, the response of output k is linear in the branch outputs y, so its statistics follow from those of y,
+which has few channels: ``mean_k = W_k · μ`` and ``var_k = W_k · C · W_k`` with the mean μ and the covariance C of y.
+The norm thus becomes a scale and a shift, which the projection's kernels apply.
 
 With ``d`` the gradient of the normalised response, backward needs two sums over positions, ``h = Σ d`` and
-``D = Σ y · d``, which the projection's backward kernel forms anyway. Then, for P positions,
+``D = Σ y · d``, which the projection's backward kernel computes anyway. Then, for P positions,
 
     s = W · D - mean · h        grad γ = s · rstd        grad β = h
     V = -s · scale · rstd² / 2  U = -scale · h           grad W = scale · D + U · μ + 2 · V · C · W
@@ -18,24 +18,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, fixed_statistics, know, single, track_
-from torch_dcl.kernels.launch import DEEPEST, Norm
-from torch_dcl.kernels.launcher import Launch, cdiv, has_room, next_power_of_2, processors
-from torch_dcl.kernels.project import total_of
+from torch_dcl.kernels.arithmetic import OPTIONS, as_float32, fixed_statistics, store_norm, track_
+from torch_dcl.kernels.launch import MAX_FILTERS_IN_REGISTERS, Norm
+from torch_dcl.kernels.launcher import Launch, cdiv, has_large_shared_memory, multiprocessors, next_power_of_2
+from torch_dcl.kernels.project import sum_of_partials
 
 __all__ = ["Statistics"]
 
 _SIDE = 64
-"""Filters of a tile of the covariance."""
+"""Filters per tile of the covariance."""
 _TILE = 16
-"""Outputs of a program that turns moments into scales."""
+"""Outputs per program of the kernels that compute scales from moments."""
 _IN_FLIGHT = 16_384
-"""Numbers that a program adds up at once: what it waits for is memory, which gives as many in the same time."""
+"""Numbers that a program loads at once, to hide the latency of memory."""
 
 
 @triton.jit
-def _around(rows, columns, first, there, WIDTH: tl.constexpr):
-    """Values less those of the first row, in float32; zero beyond the last row."""
+def _centred(rows, columns, first, there, WIDTH: tl.constexpr):
+    """Values minus those of the first row, in float32; zero beyond the last row."""
     inside = there[:, None] & (columns < WIDTH)[None, :]
     return tl.where(there[:, None], tl.load(rows + columns[None, :], mask=inside, other=0.0) - first[None, :], 0.0)
 
@@ -45,10 +45,10 @@ def _moments(
     y, parts, P, share, M: tl.constexpr, T: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """Sums of y and of its products over a share of the positions, around the first row: means may be large.
+    """Write sums of y and of its products over a share of the positions, shifted by the first row: means may be large.
 
-    A program takes all branches together, whose WIDTH is T·M, or one of them, whose WIDTH is M. A difference of two
-    numbers of a half type is the sum of two such numbers, but for its last bits, so that products of these will do.
+    A program handles all branches (WIDTH T·M) or one (WIDTH M). Up to its last bits the difference of two
+    half-precision numbers is the sum of two such numbers, so their products on tensor cores suffice.
     """
     i = tl.program_id(1) // TILES * BK + tl.arange(0, BK)
     j = tl.program_id(1) % TILES * BK + tl.arange(0, BK)
@@ -64,10 +64,10 @@ def _moments(
         p = start + step + tl.arange(0, BM)
         there = (p < P) & (step + tl.arange(0, BM) < share)
         rows = own + p[:, None] * (T * M)
-        b = _around(rows, j, first_j, there, WIDTH)
+        b = _centred(rows, j, first_j, there, WIDTH)
         a = b
         if TILES > 1:
-            a = _around(rows, i, first_i, there, WIDTH)
+            a = _centred(rows, i, first_i, there, WIDTH)
         sums += tl.sum(b, 0)
         if kind == tl.float32:
             products = tl.dot(tl.trans(a), b, products, input_precision="tf32x3")
@@ -79,11 +79,11 @@ def _moments(
             mixed = tl.dot(tl.trans(high_a), low_b, mixed)
             if TILES > 1:
                 mixed = tl.dot(tl.trans((a - high_a).to(kind)), high_b, mixed)
-    if TILES == 1:  # then the other mixed products are the same, the other way round
+    if TILES == 1:  # the other mixed products are the transpose
         mixed += tl.trans(mixed)
     products += mixed
     to = parts + (tl.program_id(0).to(tl.int64) * T + tl.program_id(2) + j // M) * ((M + 1) * M) + j % M
-    tl.store(to, sums, mask=j < WIDTH)  # the same of every row of tiles
+    tl.store(to, sums, mask=j < WIDTH)  # every row of tiles writes the same
     same = (i // M)[:, None] == (j // M)[None, :]
     inside = (i < WIDTH)[:, None] & (j < WIDTH)[None, :]
     tl.store(to[None, :] + (i % M + 1)[:, None] * M, products, mask=same & inside)
@@ -91,34 +91,34 @@ def _moments(
 
 @triton.jit
 def _finish(
-    known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum, n, t,
+    stats, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum, n, t,
     N: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, TRACK: tl.constexpr,
 ):  # fmt: skip
-    """Write what follows from the mean and the variance of a few products; TRACK as in `_statistics`."""
+    """Write the results that follow from mean and variance of a block of products; TRACK as in `_statistics`."""
     inside = n < N
-    know(known, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
+    store_norm(stats, mean, 1.0 / tl.sqrt_rn(variance + epsilon), gamma, beta, n, t, N, T, GAMMA, BETA)
     if BIAS:
         mean += tl.load(bias + t * N + n, mask=inside, other=0.0).to(tl.float32)
     variance *= positions / tl.maximum(positions - 1.0, 1.0)
     if TRACK == 0:
-        tl.store(known + (4 * T + t) * N + n, mean, mask=inside)
-        tl.store(known + (5 * T + t) * N + n, variance, mask=inside)
+        tl.store(stats + (4 * T + t) * N + n, mean, mask=inside)
+        tl.store(stats + (5 * T + t) * N + n, variance, mask=inside)
     else:
         track_(running_mean, running_var, tracked, mean, variance, momentum, n, t, N, TRACK)
 
 
 @triton.jit
 def _statistics(
-    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
+    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, stats, low, P, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
     TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Scale, shift, mean and inverse deviation of a few responses, from the moments of a branch's outputs.
+    """Write scale, shift, mean and inverse standard deviation of a block of responses, from the moments of y.
 
-    TRACK is 0 to write the batch's statistics behind these, 1 to move the running ones towards them by ``momentum``, 2
-    to have them the mean over all batches.
+    With TRACK 0 the batch's mean and variance are written after them; with 1 they update the running statistics by
+    ``momentum``, with 2 by the cumulative average.
     """
-    epsilon, momentum = single(epsilon), single(momentum)
+    epsilon, momentum = as_float32(epsilon), as_float32(momentum)
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
@@ -137,24 +137,24 @@ def _statistics(
     W = rounded.to(tl.float32)
     product = tl.dot(C, W, input_precision="tf32x3")
     tl.store(low + at, rounded, mask=both)
-    tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
-    tl.store(known + 6 * T * N + t * M + k, means, mask=k < M)  # the same of every program
+    tl.store(stats + (6 * T * N + T * M) + at, product, mask=both)
+    tl.store(stats + 6 * T * N + t * M + k, means, mask=k < M)  # every program writes the same
     variance = tl.maximum(tl.sum(W * product, 0), 0.0)
     mean = tl.sum(W * means[:, None], 0)
     _finish(
-        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        stats, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
         n, t, N, T, BIAS, GAMMA, BETA, TRACK,
     )  # fmt: skip
 
 
 @triton.jit
 def _wide_statistics(
-    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, known, low, P, epsilon, momentum,
+    moments, y, w, bias, gamma, beta, running_mean, running_var, tracked, stats, low, P, epsilon, momentum,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
     TRACK: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The same of more filters than fit into a program: BK of them at a time."""
-    epsilon, momentum = single(epsilon), single(momentum)
+    """`_statistics` for more filters than fit into a program: BK at a time."""
+    epsilon, momentum = as_float32(epsilon), as_float32(momentum)
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     inside = n < N
@@ -182,25 +182,25 @@ def _wide_statistics(
         W = rounded.to(tl.float32)
         means = tl.load(y + t * M + i, mask=i < M, other=0.0).to(tl.float32) + sums_i
         tl.store(low + at, rounded, mask=both)
-        tl.store(known + (6 * T * N + T * M) + at, product, mask=both)
-        tl.store(known + 6 * T * N + t * M + i, means, mask=i < M)  # the same of every program
+        tl.store(stats + (6 * T * N + T * M) + at, product, mask=both)
+        tl.store(stats + 6 * T * N + t * M + i, means, mask=i < M)  # every program writes the same
         variance += tl.sum(W * product, 0)
         mean += tl.sum(W * means[:, None], 0)
     variance = tl.maximum(variance, 0.0)
     _finish(
-        known, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
+        stats, bias, gamma, beta, running_mean, running_var, tracked, mean, variance, positions, epsilon, momentum,
         n, t, N, T, BIAS, GAMMA, BETA, TRACK,
     )  # fmt: skip
 
 
 @triton.jit
 def _fixed(
-    w, bias, gamma, beta, running_mean, running_var, known, low, epsilon,
+    w, bias, gamma, beta, running_mean, running_var, stats, low, epsilon,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Scale, shift, mean (less the bias) and inverse deviation from the running statistics; the weights rounded."""
-    epsilon, t = single(epsilon), tl.program_id(1)
+    """Write scale, shift, mean (minus the bias) and inverse deviation of fixed statistics, and the rounded weights."""
+    epsilon, t = as_float32(epsilon), tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     at = (t * M + m)[:, None] * N + n[None, :]
@@ -208,19 +208,19 @@ def _fixed(
     tl.store(low + at, tl.load(w + at, mask=both, other=0.0).to(low.dtype.element_ty), mask=both)
     if tl.program_id(2) == 0:
         mean, rstd = fixed_statistics(running_mean, running_var, bias, epsilon, n, t, N, BIAS)
-        know(known, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
+        store_norm(stats, mean, rstd, gamma, beta, n, t, N, T, GAMMA, BETA)
 
 
 @triton.jit
 def _gradients(
-    sums, dws, known, w, dw, numbers, P, of_sums, sums_apart, of_dws, dws_apart, dws_first,
+    sums, dws, stats, w, dw, numbers, P, of_sums, sums_stride, of_dws, dws_stride, dws_first,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, FIXED: tl.constexpr, AT_ONCE: tl.constexpr, BK: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of weights, γ, β and biases for a few outputs of a branch, and the slopes of `rows.backward_rows`.
+    """Write gradients of weights, γ, β and biases for a block of outputs, and the slopes of `rows.backward_rows`.
 
-    ``sums`` has the parts of h, ``[of_sums, sums_apart]``, whose first T·N numbers count; ``dws`` those of D,
-    ``[of_dws, dws_apart]``, of which T·M·N count, from ``dws_first`` on.
+    ``sums`` ``[of_sums, sums_stride]`` holds partial sums of h in its first T·N columns, ``dws``
+    ``[of_dws, dws_stride]`` those of D in T·M·N columns from ``dws_first`` on.
     """
     t = tl.program_id(1)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -231,15 +231,15 @@ def _gradients(
     at = (t * M + k)[:, None] * N + n[None, :]
     hs = tl.zeros((AT_ONCE, BN), tl.float32)
     Ds = tl.zeros((AT_ONCE, BK, BN), tl.float32)
-    for first in range(0, of_sums, AT_ONCE):  # several parts at once, for their loads to overlap
-        own = sums + (first + part).to(tl.int64)[:, None] * sums_apart + (t * N + n)[None, :]
+    for first in range(0, of_sums, AT_ONCE):  # several at once, to overlap their loads
+        own = sums + (first + part).to(tl.int64)[:, None] * sums_stride + (t * N + n)[None, :]
         hs += tl.load(own, mask=(first + part < of_sums)[:, None] & inside[None, :], other=0.0)
     for first in range(0, of_dws, AT_ONCE):
-        own = dws + dws_first + (first + part).to(tl.int64)[:, None, None] * dws_apart + at[None, :, :]
+        own = dws + dws_first + (first + part).to(tl.int64)[:, None, None] * dws_stride + at[None, :, :]
         Ds += tl.load(own, mask=(first + part < of_dws)[:, None, None] & both[None, :, :], other=0.0)
-    h = tl.sum(hs, 0)  # once: threads exchange what they have
+    h = tl.sum(hs, 0)  # after the loop, since it exchanges data between threads
     D = tl.sum(Ds, 0)
-    of = known + t * N + n
+    of = stats + t * N + n
     scale = tl.load(of, mask=inside, other=0.0)
     mean = tl.load(of + 2 * T * N, mask=inside, other=0.0)
     rstd = tl.load(of + 3 * T * N, mask=inside, other=0.0)
@@ -254,8 +254,8 @@ def _gradients(
     else:
         U = -scale * h
         V = -0.5 * s * scale * rstd * rstd
-        means = tl.load(known + 6 * T * N + t * M + k, mask=k < M, other=0.0)
-        product = tl.load(known + (6 * T * N + T * M) + at, mask=both, other=0.0)
+        means = tl.load(stats + 6 * T * N + t * M + k, mask=k < M, other=0.0)
+        product = tl.load(stats + (6 * T * N + T * M) + at, mask=both, other=0.0)
         gradient += means[:, None] * U[None, :] + product * (2.0 * V)[None, :]
         positions = tl.zeros((), tl.float32) + P
         tl.store(to + 2 * T * N, tl.zeros((BN,), tl.float32), mask=inside)  # a bias before a norm has no effect
@@ -265,112 +265,119 @@ def _gradients(
 
 
 class Statistics:
-    """The launches for a norm of one size: of the batch's statistics, or of fixed ones, and of their gradients.
+    """The launches for a norm of one size: its statistics, of the batch or fixed, and its gradients.
 
     Args:
         P: Positions.
         M: Filters of a branch.
         T: Branches.
         N: Outputs.
-        device: Where.
-        norm: Its settings; of its tensors only which there are.
-        bias: Whether there are biases before it.
+        device: The device of the tensors.
+        norm: The settings of the norm; of its tensors only whether they exist.
+        bias: Whether a bias precedes the norm.
     """
 
     def __init__(self, P: int, M: int, T: int, N: int, device: torch.device, norm: Norm, *, bias: bool) -> None:
         self.P, self.M, self.T, self.N, self.fixed = P, M, T, N, norm.fixed
         self.tracks = norm.mean is not None and not norm.fixed
         self.cumulative = self.tracks and norm.momentum is None
-        self._differentiate: Launch | None = None
+        self._gradients_launch: Launch | None = None
         BK = max(16, next_power_of_2(M))
         flags = {"BIAS": bias, "GAMMA": norm.gamma is not None, "BETA": norm.beta is not None}
         sizes = {"N": N, "M": M, "T": T, **flags, "epsilon": norm.eps}
         if self.fixed:
             values = {**sizes, "BM": 32, "BN": 128}
-            self._find = Launch(_fixed, (cdiv(N, 128), T, cdiv(M, 32)), values, {"num_warps": 4, **OPTIONS})
+            self._statistics_launch = Launch(
+                _fixed, (cdiv(N, 128), T, cdiv(M, 32)), values, {"num_warps": 4, **OPTIONS}
+            )
             return
-        self._add = self._launch_moments(device)
-        self.parts = self._add.grid[0]
-        how = (2 if self.cumulative else 1) if self.tracks else 0
-        at_once = DEEPEST if has_room(device) else _SIDE
+        self._moments_launch = self._launch_moments(device)
+        self.parts = self._moments_launch.grid[0]
+        track = (2 if self.cumulative else 1) if self.tracks else 0
+        at_once = MAX_FILTERS_IN_REGISTERS if has_large_shared_memory(device) else _SIDE
         wide = at_once < M
-        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": how, "BN": _TILE}
+        values = {**sizes, "P": P, "momentum": norm.momentum or 0.0, "TRACK": track, "BN": _TILE}
         values["BK"] = _SIDE if wide else BK
         options = {"num_warps": 4 if wide else 8, "num_stages": 3, **OPTIONS}
-        self._find = Launch(_wide_statistics if wide else _statistics, (cdiv(N, _TILE), T), values, options)
+        self._statistics_launch = Launch(
+            _wide_statistics if wide else _statistics, (cdiv(N, _TILE), T), values, options
+        )
 
     def _launch_moments(self, device: torch.device) -> Launch:
         P, M, T = self.P, self.M, self.T
-        together = T * M <= _SIDE  # then rows are read whole, and what branches have in common is left out at the end
+        together = T * M <= _SIDE  # reads whole rows; products across branches are dropped at the end
         width = T * M if together else M
         side = min(_SIDE, max(16, next_power_of_2(width)))
         tiles, BM = cdiv(width, side), 4096 // side
         programs = tiles * tiles * (1 if together else T)
-        # A part is a sum of at least so many positions that writing and reading it costs less than they do.
-        parts = max(1, min(cdiv(P, 4 * max(BM, M)), 2 * processors(device) // programs))
+        # Enough positions per partial sum that reading them costs more than writing and reading the sum.
+        parts = max(1, min(cdiv(P, 4 * max(BM, M)), 2 * multiprocessors(device) // programs))
         share = cdiv(cdiv(P, parts), BM) * BM
         values = {"P": P, "share": share, "M": M, "T": T, "WIDTH": width, "BK": side, "TILES": tiles, "BM": BM}
         grid = (cdiv(P, share), tiles * tiles, 1 if together else T)
         return Launch(_moments, grid, values, {"num_warps": 4, "num_stages": 3, **OPTIONS})
 
     def __call__(self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """What the projection and its backward pass know of their norm, and the weights in the type of y.
+        """The statistics that the projection and its backward need, and the weights in the dtype of y.
 
         Args:
             y: ``[P, T·M]``.
             weight: ``[T·M, N]``, contiguous.
             bias: ``[T, N]``, contiguous, or None.
-            norm: Its tensors; running statistics are updated in place if they are to be tracked.
+            norm: The tensors of the norm; tracked running statistics are updated in place.
 
         Returns:
-            Scale, shift, mean, inverse deviation, and the batch's mean and variance if they are not tracked, each
-            ``[T, N]``; behind them the means of y ``[T, M]`` and its covariances times the weights ``[T·M, N]``.
+            One buffer of scale, shift, mean and inverse deviation, and of the batch's mean and variance if they are
+            not tracked, each ``[T, N]``, followed by the means of y ``[T, M]`` and its covariances times the weights
+            ``[T·M, N]``; and the weights.
         """
         M, T, N, device = self.M, self.T, self.N, y.device
         low = torch.empty(T * M, N, dtype=y.dtype, device=device)
-        of_bias = low if bias is None else bias
+        bias_pointer = low if bias is None else bias
         if self.fixed:
-            known = torch.empty(4 * T * N, dtype=torch.float32, device=device)
-            self._find(weight, of_bias, *(known if t is None else t for t in norm[:4]), known, low)
-            return known, low
+            stats = torch.empty(4 * T * N, dtype=torch.float32, device=device)
+            self._statistics_launch(weight, bias_pointer, *(stats if t is None else t for t in norm[:4]), stats, low)
+            return stats, low
         parts = torch.empty(self.parts * T * (M + 1) * M, dtype=torch.float32, device=device)
-        known = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
-        self._add(y, parts)
-        moments = parts if self.parts == 1 else total_of(parts, self.parts)
+        stats = torch.empty(6 * T * N + T * M + T * M * N, dtype=torch.float32, device=device)
+        self._moments_launch(y, parts)
+        moments = parts if self.parts == 1 else sum_of_partials(parts, self.parts)
         tensors = norm[:5] if self.tracks else (*norm[:2], None, None, None)
-        self._find(moments, y, weight, of_bias, *(known if t is None else t for t in tensors), known, low)
+        self._statistics_launch(
+            moments, y, weight, bias_pointer, *(stats if t is None else t for t in tensors), stats, low
+        )
         if self.cumulative and norm.tracked is not None:
-            torch._foreach_add_([norm.tracked], 1)  # unlike add_, it takes a number, and so can be recorded
-        return known, low
+            torch._foreach_add_([norm.tracked], 1)  # can be recorded: unlike add_ it accepts a number
+        return stats, low
 
     def gradients(
-        self, known: Tensor, low: Tensor, sums: Tensor, dws: Tensor, dtype: torch.dtype
+        self, stats: Tensor, low: Tensor, sums: Tensor, dws: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Finish the backward pass of the parameters.
+        """Complete the gradients of the parameters.
 
         Args:
-            known: From the forward pass.
-            low: Likewise.
-            sums: h in parts, ``[parts, T or more, N]``.
-            dws: D in parts, ``[parts, T·M, N]``, perhaps with other rows in front: it may be the same tensor.
-            dtype: Of the weights' gradient.
+            stats: From the forward pass.
+            low: From the forward pass.
+            sums: Partial sums of h, ``[parts, T or more, N]``.
+            dws: Partial sums of D, ``[parts, T·M, N]``, possibly after other rows: it may be the same tensor.
+            dtype: The dtype of the weight gradient.
 
         Returns:
-            The gradient of the weights ``[T·M, N]``; and in float32 ``[5, T·N]`` those of γ, β and biases, and the
-            slopes of `rows.backward_rows`.
+            The gradient of the weights ``[T·M, N]``; and in float32 ``[5, T·N]`` the gradients of γ, β and biases,
+            and the two slopes of `rows.backward_rows`.
         """
         dw = torch.empty(low.shape, dtype=dtype, device=low.device)
         numbers = torch.empty(5, self.T * self.N, dtype=torch.float32, device=low.device)
-        if self._differentiate is None:
-            self._differentiate = self._launch_gradients(*sums.shape[:2], *dws.shape[:2])
-        self._differentiate(sums, dws, known, low, dw, numbers)
+        if self._gradients_launch is None:
+            self._gradients_launch = self._launch_gradients(*sums.shape[:2], *dws.shape[:2])
+        self._gradients_launch(sums, dws, stats, low, dw, numbers)
         return dw, numbers
 
     def _launch_gradients(self, of_sums: int, sums_rows: int, of_dws: int, dws_rows: int) -> Launch:
         M, T, N, BK = self.M, self.T, self.N, max(16, next_power_of_2(self.M))
         tile = _TILE if N > 256 else _TILE // 2  # more programs where there are few outputs
         values = {
-            "P": self.P, "of_sums": of_sums, "sums_apart": sums_rows * N, "of_dws": of_dws, "dws_apart": dws_rows * N,
+            "P": self.P, "of_sums": of_sums, "sums_stride": sums_rows * N, "of_dws": of_dws, "dws_stride": dws_rows * N,
             "dws_first": (dws_rows - T * M) * N, "N": N, "M": M, "T": T, "FIXED": self.fixed,
             "AT_ONCE": _IN_FLIGHT // (BK * tile), "BK": BK, "BN": tile,
         }  # fmt: skip

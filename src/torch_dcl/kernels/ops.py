@@ -1,9 +1,9 @@
-"""The kernels of DCL layers as operations of torch (``torch.ops.torch_dcl``), for compilers.
+"""The kernels of DCL layers as torch operations (``torch.ops.torch_dcl``), for compilers.
 
-Each operation of stage 2 is there twice. A compiler looks into the open one and finds Triton's kernels, which it
-launches from the code that it generates; only what is written in Gluon stays closed to it. The closed one,
-``closed_…``, is replayed by `host` where that is there: one call instead of several launches from generated Python, and
-kernels with the options that a compiler drops. Outside a compiler `unit` runs.
+Every operation of stage 2 is registered twice. A compiler traces the open one down to its Triton kernels, which it
+launches from the code that it generates; only Gluon kernels remain opaque. The opaque one, ``closed_…``, is replayed by
+`host` if that is available: one call instead of several launches from generated Python, with the compiler options that
+tracing drops. In eager mode `unit` runs.
 """
 
 import functools
@@ -18,14 +18,14 @@ from torch_dcl import kernels
 from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
-from torch_dcl.kernels.plans import Known, Plan, plan_for, statistics_for
+from torch_dcl.kernels.plans import Plan, Saved, plan_for, statistics_for
 from torch_dcl.kernels.record import LIBRARY, call_of, operation, prefix_of_operations
 
-__all__ = ["fuse", "linear", "project", "turn"]
+__all__ = ["fuse", "linear", "project", "transpose"]
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
-    """Responses before their ReLU to z."""
+    """Pre-activations to z."""
     if torch.compiler.is_compiling():
         compiled: Tensor = torch.ops.torch_dcl.fuse(list(pre), eps, pairs)
         return compiled
@@ -39,8 +39,9 @@ def project(
     y: Tensor, weight: Tensor, bias: Tensor | None, channels: int, T: int, eps: float, pairs: bool, keep: bool,
     norm: Norm | None,
 ) -> Tensor:  # fmt: skip
-    """Stage 2 as operations: branch outputs to z, and the running statistics of a norm updated."""
-    rows, prefix, learns = launch.by_position(y, channels).contiguous(), prefix_of_operations(), torch.is_grad_enabled()
+    """Stage 2 as operations: branch outputs to z, with the running statistics of a norm updated in place."""
+    rows = launch.flatten_positions(y, channels).contiguous()
+    prefix, learns = prefix_of_operations(), torch.is_grad_enabled()
     if norm is None:
         plain = (rows, weight, bias, T, eps, pairs, keep)
         if not learns:
@@ -49,27 +50,27 @@ def project(
             z = _ClosedProject.apply(*plain)[0]
         else:
             z = torch.ops.torch_dcl.project(*plain)[0]
-        return launch.at_positions(y, channels, z)
+        return launch.unflatten_positions(y, channels, z)
     of_norm = (bias, norm.gamma, norm.beta, norm.mean, norm.variance)
     if norm.fixed and not learns:
         z = call_of("normed_infer", prefix)(rows, weight, *of_norm, T, eps, pairs, norm.eps)
-        return launch.at_positions(y, channels, z)
-    with torch.no_grad():  # an operation of its own, since what has gradients may write into none of its inputs
+        return launch.unflatten_positions(y, channels, z)
+    with torch.no_grad():  # a separate operation, since one with gradients must not mutate its inputs
         settings = (T, norm.eps) if norm.fixed else (norm.tracked, T, norm.eps, norm.momentum)
-        found = call_of("fixed_statistics" if norm.fixed else "statistics", prefix)
-        known, low = found(rows, weight, *of_norm, *settings)
-    z = _Normed.apply(prefix, rows, weight, *of_norm[:3], known, low, T, eps, pairs, norm.fixed)
-    return launch.at_positions(y, channels, z)
+        compute = call_of("fixed_statistics" if norm.fixed else "statistics", prefix)
+        stats, low = compute(rows, weight, *of_norm, *settings)
+    z = _Normed.apply(prefix, rows, weight, *of_norm[:3], stats, low, T, eps, pairs, norm.fixed)
+    return launch.unflatten_positions(y, channels, z)
 
 
 class _ClosedProject(torch.autograd.Function):
-    """The gradients of a closed operation, which has none itself: a call of one that has goes through Python again."""
+    """Autograd for the opaque operation: registered on the operation itself, it would run through Python each call."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:
-        found = torch.ops.torch_dcl.closed_project(*given)
-        _project_setup(ctx, given, found)
-        return found
+    def forward(ctx: Any, *args: Any) -> Any:
+        results = torch.ops.torch_dcl.closed_project(*args)
+        _project_setup(ctx, args, results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -77,42 +78,42 @@ class _ClosedProject(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """Stage 2 behind a norm whose statistics are known; their gradients are part of it."""
+    """Stage 2 with a norm whose statistics are given; the gradients through them are included."""
 
     @staticmethod
     def forward(
         ctx: Any, prefix: str, y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
-        beta: Tensor | None, known: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool,
+        beta: Tensor | None, stats: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool,
     ) -> Any:  # fmt: skip
-        ctx.save_for_backward(y, known, low)
+        ctx.save_for_backward(y, stats, low)
         ctx.settings = prefix, unit.gradient_type(y.dtype, weight.dtype), T, eps, pairs, fixed
         ctx.has = gamma is not None, beta is not None, bias is not None
-        return call_of("normed_project", prefix)(y, known, low, T, eps, pairs, fixed)
+        return call_of("normed_project", prefix)(y, stats, low, T, eps, pairs, fixed)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         prefix, *settings = ctx.settings
         back = call_of("normed_project_backward", prefix)
         dy, dweight, rest = back(grads[0], *ctx.saved_tensors, *settings)
-        dgamma, dbeta, dbias = (found if has else None for found, has in zip(rest.unbind(0), ctx.has, strict=False))
+        dgamma, dbeta, dbias = (row if has else None for row, has in zip(rest.unbind(0), ctx.has, strict=False))
         dbias = None if dbias is None else dbias.view(settings[1], -1)
         return None, dy, dweight, dbias, dgamma, dbeta, *(None,) * 6
 
 
-def turn(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """The same values with the channels last in memory, or as torch has them by default; no copy where they lie so."""
-    there = launch.is_last(x, channels) if last else x.is_contiguous()
-    if there or torch.compiler.is_compiling():  # a compiler transposes by itself, along with what is before or behind
+def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """x in channels_last (``last``) or in torch's default layout; no copy if it has that layout already."""
+    has_layout = launch.is_channels_last(x, channels) if last else x.is_contiguous()
+    if has_layout or torch.compiler.is_compiling():  # a compiler fuses the transpose with its neighbours
         low = x.to(dtype)
         return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
     if not torch.is_grad_enabled():
-        return launch.turn(x, channels, last, dtype)
-    turned: Tensor = _Turn.apply(x, channels, last, dtype)
-    return turned
+        return launch.transpose(x, channels, last, dtype)
+    transposed: Tensor = _Transpose.apply(x, channels, last, dtype)
+    return transposed
 
 
 def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
-    """``F.linear`` with the low copy of a weight, whose gradient goes to the weight itself."""
+    """``F.linear`` with the half-precision copy of a weight; the gradient goes to the weight itself."""
     if torch.compiler.is_compiling():
         compiled: Tensor = torch.ops.torch_dcl.linear(x, low, weight)
         return compiled
@@ -120,21 +121,21 @@ def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-class _Turn(torch.autograd.Function):
-    """Another layout in memory."""
+class _Transpose(torch.autograd.Function):
+    """A copy in another memory layout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
         ctx.back = channels, not last, x.dtype
-        return launch.turn(x, channels, last, dtype)
+        return launch.transpose(x, channels, last, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return turn(grads[0], *ctx.back), None, None, None
+        return transpose(grads[0], *ctx.back), None, None, None
 
 
 class _Fuse(torch.autograd.Function):
-    """What ``torch.ops.torch_dcl.fuse`` is, with less to do for each call."""
+    """``torch.ops.torch_dcl.fuse`` with less overhead per call."""
 
     @staticmethod
     def forward(ctx: Any, eps: float, pairs: bool, *pre: Tensor) -> Tensor:
@@ -145,13 +146,13 @@ class _Fuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pre = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative is wanted: the reference has one
+        if torch.is_grad_enabled():  # double backward: differentiate the reference
             return None, None, *unit.again(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
         return None, None, *launch.fuse_backward(grads[0], list(pre), ctx.eps, ctx.pairs)
 
 
 class _Linear(torch.autograd.Function):
-    """What ``torch.ops.torch_dcl.linear`` is, with less to do for each call."""
+    """``torch.ops.torch_dcl.linear`` with less overhead per call."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: Tensor, _weight: Tensor) -> Tensor:
@@ -162,7 +163,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, low) = grads, ctx.saved_tensors
         dx = grad @ low if ctx.needs_input_grad[0] else None
-        if torch.is_grad_enabled():  # a second derivative is wanted: only torch's own product has one
+        if torch.is_grad_enabled():  # double backward: torch's own product is differentiable
             return dx, grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1]), None
         return dx, None, unit.weight_gradient(grad, x, torch.float32)
 
@@ -181,24 +182,24 @@ def _op_fuse_backward(grad: Tensor, pre: list[Tensor], eps: float, pairs: bool) 
 def _op_project(
     y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z ``[P, K2]``; the weights as they were computed with, or nothing if they are those given; likewise responses."""
+    """z ``[P, K2]``; the weights in the compute dtype, empty if unchanged; the responses, empty if not saved."""
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
-    known: Known
-    if not keep and is_traced(y) and launch.takes_hopper(plan, y, weight) is not None:
+    saved: Saved
+    if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, weight) is not None:
         rounded = weight.to(y.dtype)
-        z, known = torch.ops.torch_dcl.hopper_project(y, rounded, bias, eps), (rounded, None)
+        z, saved = torch.ops.torch_dcl.hopper_project(y, rounded, bias, eps), (rounded, None)
     else:
-        z, known = plan.forward(y, weight, bias, None)
-    low, pre = known
+        z, saved = plan.forward(y, weight, bias, None)
+    low, pre = saved
     assert low is not None
     return z, y.new_empty(0) if low is weight else low, y.new_empty(0) if pre is None else pre
 
 
 @operation("infer", closed=True)
 def _op_infer(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float, pairs: bool, keep: bool) -> Tensor:
-    """z ``[P, K2]``, where nothing learns."""
+    """z ``[P, K2]`` without gradients."""
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
-    if not keep and is_traced(y) and launch.takes_hopper(plan, y, weight) is not None:
+    if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, weight) is not None:
         hopper: Tensor = torch.ops.torch_dcl.hopper_project(y, weight.to(y.dtype), bias, eps)
         return hopper
     return plan.forward(y, weight, bias, None, learns=False)[0]
@@ -209,9 +210,9 @@ def _op_project_backward(
     grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor, dtype: torch.dtype,
     T: int, eps: float, pairs: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of branch outputs, weights and biases; if there are none, nothing."""
+    """The gradients of branch outputs, weights and biases; the latter empty without biases."""
     plan = plan_for(y, low, bias, 1, T, eps, pairs, keep, None)
-    if not keep and is_traced(y) and launch.takes_hopper(plan, y, low) is not None:
+    if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, low) is not None:
         return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)
     dy, dweight, dbias, _ = plan.backward(grad.contiguous(), y, bias, (low, pre if keep else None), dtype)
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
@@ -222,7 +223,7 @@ def _op_statistics(
     y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
     variance: Tensor | None, tracked: Tensor | None, T: int, norm_eps: float, momentum: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `moments` knows of a norm by the batch, and the weights; running statistics follow, if they are given."""
+    """The statistics of the batch from `moments`, and the weights; running statistics are updated if given."""
     return _statistics(y, weight, bias, T, Norm(gamma, beta, mean, variance, tracked, norm_eps, momentum, fixed=False))
 
 
@@ -231,7 +232,7 @@ def _op_fixed_statistics(
     y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
     variance: Tensor | None, T: int, norm_eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same by running mean and variance."""
+    """`_op_statistics` with running mean and variance."""
     return _statistics(y, weight, bias, T, Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=True))
 
 
@@ -241,15 +242,15 @@ def _statistics(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, norm: No
 
 
 @operation("normed_project", closed=True)
-def _op_normed_project(y: Tensor, known: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool) -> Tensor:
-    """z, from what is known of the norm."""
+def _op_normed_project(y: Tensor, stats: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool) -> Tensor:
+    """z from the statistics of a norm."""
     z = y.new_empty(y.shape[0], low.shape[1])
-    _normed_plan(y, low, T, eps, pairs, fixed).projection(y, low, known, z)
+    _normed_plan(y, low, T, eps, pairs, fixed).projection(y, low, stats, z)
     return z
 
 
 def _normed_plan(y: Tensor, low: Tensor, T: int, eps: float, pairs: bool, fixed: bool) -> Plan:
-    """The plan behind a norm whose statistics are known."""
+    """The plan for a norm whose statistics are given."""
     norm = Norm(None, None, None, None, None, 0.0, 0.0, fixed=fixed)
     return plan_for(y, low, None, 1, T, eps, pairs, False, norm)
 
@@ -259,7 +260,7 @@ def _op_normed_infer(
     y: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None,
     variance: Tensor | None, T: int, eps: float, pairs: bool, norm_eps: float,
 ) -> Tensor:  # fmt: skip
-    """z by running mean and variance, where nothing learns."""
+    """z with running mean and variance, without gradients."""
     norm = Norm(gamma, beta, mean, variance, None, norm_eps, 0.0, fixed=True)
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, False, norm)
     return plan.forward(y, weight, bias, norm, learns=False)[0]
@@ -267,11 +268,11 @@ def _op_normed_infer(
 
 @operation("normed_project_backward", closed=True)
 def _op_normed_project_backward(
-    grad: Tensor, y: Tensor, known: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
+    grad: Tensor, y: Tensor, stats: Tensor, low: Tensor, dtype: torch.dtype, T: int, eps: float, pairs: bool,
     fixed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     plan = _normed_plan(y, low, T, eps, pairs, fixed)
-    dy, dweight, _, numbers = plan.backward(grad.contiguous(), y, None, (low, known), dtype)
+    dy, dweight, _, numbers = plan.backward(grad.contiguous(), y, None, (low, stats), dtype)
     assert numbers is not None
     return dy, dweight, numbers
 
@@ -286,7 +287,7 @@ def _op_linear_weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return unit.weight_gradient(grad, x, torch.float32)
 
 
-# Gluon: a compiler would write these kernels anew as Triton, so they stay closed, in the cheapest way that torch has.
+# Gluon kernels are opaque: a compiler would regenerate them as Triton. These registrations have the least overhead.
 
 LIBRARY.define("hopper_project(Tensor y, Tensor weight, Tensor? bias, float eps) -> Tensor")
 LIBRARY.define(
@@ -322,8 +323,8 @@ def _(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
 def _(
     grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_bias = y.new_empty(0) if bias is None else torch.empty_like(bias, dtype=dtype)
-    return torch.empty_like(y), torch.empty_like(weight, dtype=dtype), of_bias
+    dbias = y.new_empty(0) if bias is None else torch.empty_like(bias, dtype=dtype)
+    return torch.empty_like(y), torch.empty_like(weight, dtype=dtype), dbias
 
 
 def _fuse_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -345,8 +346,8 @@ def _project_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _project_autograd(prefix: str, ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     y, low, bias, pre = ctx.saved_tensors
-    found = call_of("project_backward", prefix)(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
-    return *found[:2], None if bias is None else found[2], *(None,) * 4
+    dy, dweight, dbias = call_of("project_backward", prefix)(grad, y, low, bias, pre, ctx.dtype, *ctx.settings)
+    return dy, dweight, None if bias is None else dbias, *(None,) * 4
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -366,7 +367,7 @@ _op_project.register_autograd(functools.partial(_project_autograd, ""), setup_co
 
 
 def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """The batch of ``torch.vmap`` in front, also where there is none."""
+    """Move the batch dimension of ``torch.vmap`` to the front; expand a tensor without one."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
@@ -380,8 +381,8 @@ def _project_vmap(
     prefix: str, info: Any, in_dims: Any, y: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     rows = _one_by_one((y, weight, bias), in_dims, info.batch_size)
-    found = [call_of("project", prefix)(*row, *settings) for row in rows]
-    return tuple(torch.stack(parts) for parts in zip(*found, strict=True)), (0, 0, 0)
+    results = [call_of("project", prefix)(*row, *settings) for row in rows]
+    return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0, 0, 0)
 
 
 for _before in ("", "closed_"):
@@ -395,5 +396,5 @@ def _(info: Any, in_dims: Any, x: Tensor, low: Tensor, weight: Tensor) -> tuple[
 
 
 def _one_by_one(tensors: Sequence[Tensor | None], in_dims: Any, size: int) -> list[list[Tensor | None]]:
-    given = [None if t is None else _first(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
-    return [[None if t is None else t[i] for t in given] for i in range(size)]
+    batched = [None if t is None else _first(t, dim, size) for t, dim in zip(tensors, in_dims, strict=False)]
+    return [[None if t is None else t[i] for t in batched] for i in range(size)]

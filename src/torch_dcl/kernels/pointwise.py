@@ -1,6 +1,6 @@
-"""The fusion of stacked responses ``[E, T, B, N]``: one read of every value, one write.
+"""The fusion of stacked responses ``[E, T, B, N]``: every value is read once and written once.
 
-The first dimension is always the network, and each network's active branches are looked up by it.
+The first dimension is the network, which also indexes the active branches.
 """
 
 import torch
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, gradients, respond, single
-from torch_dcl.kernels.launcher import Launch, cdiv, is_traced, kept
+from torch_dcl.kernels.arithmetic import OPTIONS, as_float32, constants, fused, gradients, relu
+from torch_dcl.kernels.launcher import Launch, cached, cdiv, is_traced
 
 __all__ = ["fuse_backward", "fuse_forward"]
 
@@ -22,14 +22,14 @@ def _response(pre, bias, at, row, n, N, BIAS: tl.constexpr, inside):
     x = tl.load(pre + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + row * N + n, mask=inside, other=0.0).to(tl.float32)
-    return respond(x)
+    return relu(x)
 
 
 @triton.jit
 def _locate(active, T: tl.constexpr, PAIR: tl.constexpr, size, N, BLOCK: tl.constexpr):
-    """Network, places within it, and the branches to fuse."""
+    """The network, the indices within it, and the branches to fuse."""
     e = tl.program_id(1).to(tl.int64)
-    i = (tl.program_id(0) + 0 * size) * BLOCK + tl.arange(0, BLOCK)  # in 64 bits where the size takes them
+    i = (tl.program_id(0) + 0 * size) * BLOCK + tl.arange(0, BLOCK)  # 64 bits if the size needs them
     if PAIR:
         first = tl.load(active + e * 2).to(tl.int64)
         second = tl.load(active + e * 2 + 1).to(tl.int64)
@@ -45,7 +45,7 @@ def _fuse_forward(
     T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
     b = _response(pre, bias, second * size + i, second, n, N, BIAS, inside)
@@ -63,7 +63,7 @@ def _fuse_backward(
     T: tl.constexpr, PAIR: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, LARGEST: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     e, i, n, inside, first, second = _locate(active, T, PAIR, size, N, BLOCK)
     g = tl.load(grad + e * size + i, mask=inside, other=0.0).to(tl.float32)
     a = _response(pre, bias, first * size + i, first, n, N, BIAS, inside)
@@ -85,7 +85,7 @@ def _fuse_backward(
                 tl.store(out + row * size + i, tl.zeros((BLOCK,), kind), mask=inside)
 
 
-@kept
+@cached
 def _launch(
     backward: bool, shape: tuple[int, ...], eps: float, dtype: torch.dtype, bias: torch.dtype | None, pair: bool,
     pairs: bool, device: torch.device,
@@ -96,8 +96,8 @@ def _launch(
     return Launch(_fuse_backward if backward else _fuse_forward, (cdiv(B * N, _BLOCK), E), values, OPTIONS)
 
 
-def _unused(pre: Tensor) -> Tensor:
-    """What to give for a pointer that is not used: little, where a compiler takes it for one that is written to."""
+def _placeholder(pre: Tensor) -> Tensor:
+    """A tensor for an unused pointer: a small one for a compiler, which would assume that it is written to."""
     return pre.new_empty(1) if is_traced(pre) else pre
 
 
@@ -105,27 +105,27 @@ def fuse_forward(
     pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or each network's active pair, ``[E, 2]``, of T.
+    """Fuse ``[E, T, B, N]``, T = 2 or 3, with biases ``[E, T, N]``; or the active pair ``[E, 2]`` of each network.
 
-    With ``pairs`` the mean over the pairs of three. ``out`` is where to, ``[E, B, N]``.
+    With ``pairs``, average over the pairs of three. The result is written to ``out`` ``[E, B, N]`` if it is given.
     """
     E, _, B, N = pre.shape
     if out is None:
         out = torch.empty(E, B, N, dtype=pre.dtype, device=pre.device)
-    of_bias = None if bias is None else bias.dtype
-    launch = _launch(False, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
-    nothing = _unused(pre)
-    launch(pre, nothing if bias is None else bias, nothing if active is None else active, out)
+    bias_dtype = None if bias is None else bias.dtype
+    launch = _launch(False, pre.shape, eps, pre.dtype, bias_dtype, active is not None, pairs, pre.device)
+    unused = _placeholder(pre)
+    launch(pre, unused if bias is None else bias, unused if active is None else active, out)
     return out
 
 
 def fuse_backward(
     grad: Tensor, pre: Tensor, bias: Tensor | None, eps: float, active: Tensor | None = None, *, pairs: bool = False
 ) -> Tensor:
-    """The gradient of ``pre``, zero for a branch that is dead or idle."""
+    """The gradient of ``pre``; zero for dead and for inactive branches."""
     out = torch.empty_like(pre)
-    of_bias = None if bias is None else bias.dtype
-    launch = _launch(True, pre.shape, eps, pre.dtype, of_bias, active is not None, pairs, pre.device)
-    nothing = _unused(pre)
-    launch(grad, pre, nothing if bias is None else bias, nothing if active is None else active, out)
+    bias_dtype = None if bias is None else bias.dtype
+    launch = _launch(True, pre.shape, eps, pre.dtype, bias_dtype, active is not None, pairs, pre.device)
+    unused = _placeholder(pre)
+    launch(grad, pre, unused if bias is None else bias, unused if active is None else active, out)
     return out

@@ -1,4 +1,4 @@
-"""The projection's kernels that keep positions and loop over outputs: gradients of the branches' outputs.
+"""The projection's kernels whose programs own positions and loop over outputs: gradients of the branch outputs.
 
 Arithmetic and arguments are those of `passes`.
 """
@@ -6,15 +6,15 @@ Arithmetic and arguments are those of `passes`.
 import triton
 import triton.language as tl
 
-from torch_dcl.kernels.arithmetic import careful_gradients, quick_gradients, respond, single
-from torch_dcl.kernels.passes import affine, columns_of, product, rows_of
+from torch_dcl.kernels.arithmetic import as_float32, careful_gradients, quick_gradients, relu
+from torch_dcl.kernels.passes import affine, load_columns, load_rows, product
 
-__all__ = ["add_through_statistics_", "backward_rows"]
+__all__ = ["add_statistics_gradient_", "backward_rows"]
 
 
 @triton.jit
 def _through_norm(d, x, scale, slopes, n, t: tl.constexpr, N: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of a product x from that of its response: through a norm's scale, and through its statistics."""
+    """The gradient of a product x from that of its pre-activation: through a norm's scale and its statistics."""
     if NORM:
         d *= scale[None, :]
     if NORM == 2:
@@ -31,36 +31,36 @@ def _rows_pass(
     NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the branches' outputs at this program's positions; whether everything was moderate."""
+    """Write the gradients of the branch outputs at this program's positions; return 0 if all was moderate, else NaN."""
     p = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    rows0 = rows_of(y, p, P, 0, T, M, BK)
-    rows1 = rows_of(y, p, P, 1, T, M, BK)
-    rows2 = rows_of(y, p, P, T - 1, T, M, BK)
+    rows0 = load_rows(y, p, P, 0, T, M, BK)
+    rows1 = load_rows(y, p, P, 1, T, M, BK)
+    rows2 = load_rows(y, p, P, T - 1, T, M, BK)
     kind = grad.dtype.element_ty
-    seen = tl.zeros((BM,), tl.float32)
+    checks = tl.zeros((BM,), tl.float32)
     dy0 = tl.zeros((BM, BK), tl.float32)
     dy1 = tl.zeros((BM, BK), tl.float32)
     dy2 = tl.zeros((BM, BK if T == 3 else 1), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
-        w0, s0, b0 = columns_of(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
-        w1, s1, b1 = columns_of(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
+        w0, s0, b0 = load_columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
+        w1, s1, b1 = load_columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
         mask = (p < P)[:, None] & (n < N)[None, :]
         g = tl.load(grad + p[:, None] * N + n[None, :], mask=mask, other=0.0).to(tl.float32)
         x0 = product(rows0, w0, BM, BN, PRECISION)
         x1 = product(rows1, w1, BM, BN, PRECISION)
-        a = respond(affine(x0, s0, b0, NORM))
-        b = respond(affine(x1, s1, b1, NORM))
+        a = relu(affine(x0, s0, b0, NORM))
+        b = relu(affine(x1, s1, b1, NORM))
         c = b
         if T == 3:
-            w2, s2, b2 = columns_of(w, bias, n, y.dtype.element_ty, 2, N, M, T, BIAS, NORM, BN, BK)
+            w2, s2, b2 = load_columns(w, bias, n, y.dtype.element_ty, 2, N, M, T, BIAS, NORM, BN, BK)
             x2 = product(rows2, w2, BM, BN, PRECISION)
-            c = respond(affine(x2, s2, b2, NORM))
+            c = relu(affine(x2, s2, b2, NORM))
         if CAREFUL:
             da, db, dc = careful_gradients(g, a, b, c, floor, T, PAIRS, LARGEST)
         else:
-            da, db, dc, look = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
-            seen += tl.sum(look, 1)
+            da, db, dc, check = quick_gradients(g, a, b, c, eps, T, PAIRS, QUICK, LARGEST)
+            checks += tl.sum(check, 1)
         da = _through_norm(da, x0, s0, slopes, n, 0, N, T, NORM)
         db = _through_norm(db, x1, s1, slopes, n, 1, N, T, NORM)
         dy0 = tl.dot(da.to(kind), tl.trans(w0), dy0, input_precision=PRECISION)
@@ -76,7 +76,7 @@ def _rows_pass(
     if T == 3:
         tl.store(to + 2 * M, dy2.to(kind), mask=inside)
     found = tl.sum(tl.sum((dy0 + dy1) * 0.0, 1), 0) + tl.sum(tl.sum(dy2 * 0.0, 1), 0)
-    return tl.sum(seen * 0.0, 0) + found
+    return tl.sum(checks * 0.0, 0) + found
 
 
 @triton.jit
@@ -86,12 +86,12 @@ def backward_rows(
     NORM: tl.constexpr, LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the branches' outputs at a few positions.
+    """Write the gradients of the branch outputs at a block of positions.
 
-    NORM is 0 without a norm, 1 behind one of fixed statistics, and 2 behind one of the batch's: then a response's
-    gradient reaches every position through the statistics, by the last two of ``slopes``, ``[5, T, N]``.
+    NORM is 0 without a norm, 1 with fixed statistics and 2 with those of the batch, through which a gradient reaches
+    every position: the last two of ``slopes`` ``[5, T, N]``.
     """
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     moderate = float("nan")
     if QUICK > 0:
         moderate = _rows_pass(
@@ -106,15 +106,15 @@ def backward_rows(
 
 
 @triton.jit
-def add_through_statistics_(
-    y, known, w, slopes, dy, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def add_statistics_gradient_(
+    y, stats, w, slopes, dy, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Add to the gradients of the branches' outputs what comes through the batch's statistics.
+    """Add to the gradients of the branch outputs the part through the batch's statistics.
 
-    That is the same linear map of a branch's y at every position, W · diag(slope) · Wᵀ, and a constant: see `moments`.
-    It is taken around the means of y, which may be large, and divided by its largest number, for half types to hold it
-    whatever a loss was scaled by.
+    It is an affine map of a branch's y, the same at every position: W · diag(slope) · Wᵀ and a constant, see
+    `moments`. Since the means of y may be large, y is centred first; the map is divided by its largest entry, so that
+    half precision can hold it whatever the loss scale.
     """
     n = tl.arange(0, BN)
     k = tl.arange(0, BK)  # the filters of all branches
@@ -124,8 +124,8 @@ def add_through_statistics_(
     own = (k // M * N)[:, None] + n[None, :]  # in [T, N]
     slope = tl.load(slopes + 3 * T * N + own, mask=inside, other=0.0)
     shift = tl.load(slopes + 4 * T * N + own, mask=inside, other=0.0)
-    mean = tl.load(known + 2 * T * N + own, mask=inside, other=0.0)
-    means = tl.load(known + 6 * T * N + k, mask=k < T * M, other=0.0)
+    mean = tl.load(stats + 2 * T * N + own, mask=inside, other=0.0)
+    means = tl.load(stats + 6 * T * N + k, mask=k < T * M, other=0.0)
     linear = tl.dot(W * slope, tl.trans(W), input_precision="tf32x3")
     linear = tl.where((k // M)[:, None] == (k // M)[None, :], linear, 0.0)
     largest = tl.max(tl.max(tl.abs(linear), 1), 0)
@@ -136,7 +136,7 @@ def add_through_statistics_(
         p = tl.arange(0, BM).to(tl.int64) + m * BM
         there = (p < P)[:, None] & (k < T * M)[None, :]
         at = p[:, None] * (T * M) + k[None, :]
-        around = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
+        centred = (tl.load(y + at, mask=there, other=0.0).to(tl.float32) - means[None, :]).to(kind)
         total = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
-        total += tl.dot(around, linear) * unit + constant[None, :]
+        total += tl.dot(centred, linear) * unit + constant[None, :]
         tl.store(dy + at, total.to(kind), mask=there)

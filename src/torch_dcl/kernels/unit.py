@@ -17,7 +17,7 @@ from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
 from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import is_traced, recording
-from torch_dcl.kernels.plans import Known, Plan, plan_for
+from torch_dcl.kernels.plans import Plan, Saved, plan_for
 
 if TYPE_CHECKING:
     from torch_dcl.kernels import elementwise
@@ -80,7 +80,7 @@ def _given(norm: Norm | None, first: int, last: int) -> list[Tensor]:
     return [] if norm is None else [t for t in norm[first:last] if isinstance(t, Tensor)]
 
 
-_Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Known]
+_Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Saved]
 """z; the filters and the branch outputs; how stage 2 was computed, and what it leaves for backward."""
 
 

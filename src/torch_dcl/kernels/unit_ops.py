@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_dcl.kernels import unit
-from torch_dcl.kernels.launch import Norm, widest
+from torch_dcl.kernels.launch import Norm, max_fused_width
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.plans import plan_for
 from torch_dcl.kernels.record import closed_operation
@@ -132,7 +132,7 @@ def _written(
     Of a norm, whether its statistics are fixed is given, None without one; and the types of the tensors.
     """
     kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
-    keep = fixed is None and (not stride or widths[0] > widest(dtype))
+    keep = fixed is None and (not stride or widths[0] > max_fused_width(dtype))
     types = (str(t).removeprefix("torch.") for t in (of_theta, unit.gradient_type(dtype, of_weight)))
     return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs)), keep
 

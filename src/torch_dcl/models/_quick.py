@@ -55,7 +55,7 @@ class QuickConv2d(nn.Conv2d):
     def _is_faster(self, x: Tensor, weight: Tensor) -> bool:
         if min(self.stride) == 1 or self.padding != (0, 0) or self.dilation != (1, 1) or self.in_channels >= 8:
             return False
-        if self.groups != 1 or x.dim() != 4 or not dispatch.fits((x, weight), matched=False):
+        if self.groups != 1 or x.dim() != 4 or not dispatch.kernels_accept((x, weight), matched=False):
             return False
         (C, *image), (_, channels, *kernel) = x.shape[1:], weight.shape
         if channels != C or any(side < k for side, k in zip(image, kernel, strict=True)):

@@ -24,13 +24,13 @@ def response_norm(x: Tensor, size: int, alpha: float, beta: float, k: float) -> 
     The kernel computes in float32 and returns the type of x, also under autocast, where torch's own returns float32.
     """
     if _kernel_accepts(x, size, alpha, k):
-        dispatch.note("response_norm", "kernel")
+        dispatch.count_path("response_norm", "kernel")
         if torch.compiler.is_compiling():
             compiled: Tensor = torch.ops.torch_dcl.response_norm(x, size, alpha, beta, k)
             return compiled
         z: Tensor = _Norm.apply(x, size, alpha, beta, k)
         return z
-    dispatch.note("response_norm", "reference")
+    dispatch.count_path("response_norm", "reference")
     return F.local_response_norm(x, size, alpha, beta, k)
 
 
@@ -38,7 +38,7 @@ def _kernel_accepts(x: Tensor, size: int, alpha: float, k: float) -> bool:
     # A window of even size is not symmetric; and unless s > 0, values beyond the ends may become NaN.
     if size % 2 == 0 or not 0 < size <= _LARGEST or alpha < 0 or k <= 0 or x.dim() < 3:
         return False
-    return dispatch.fits((x,)) and x.movedim(1, -1).is_contiguous()
+    return dispatch.kernels_accept((x,)) and x.movedim(1, -1).is_contiguous()
 
 
 class _Norm(torch.autograd.Function):

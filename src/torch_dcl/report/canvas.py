@@ -1,4 +1,4 @@
-"""What the figures share: themes, type, checks of their data, and how they are written."""
+"""Shared by all figures: themes, type, checks of their data, and output files."""
 
 import html
 import io

@@ -1,4 +1,4 @@
-"""The deciding chart: error against weights, and against the time of a step."""
+"""The chart of DCL and its rivals: error against weights, and against the time of a step."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ def chart_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
     """Draw test error against weights, and beside it against the time of a training step, a mark for each unit.
 
     ``data`` is ``{"set": "cifar10", "points": [{"unit": "dcl", "weights": 5086912, "step_ms": 1.2, "errors": [...]},
-    ...], "told": [...]}``. Errors are in percent, one a seed; ``told`` is what a reader has to know, and may be
-    missing. A unit may have several points, for several budgets; they are joined.
+    ...], "told": [...]}``. Errors are in percent, one per seed; ``told`` holds remarks for the reader, and is optional.
+    A unit may have several points, for several budgets; they are joined.
     """
     read = Reader("chart_figure", data)
     points = [_read(point) for point in read.get("points", bool, "at least one point")]

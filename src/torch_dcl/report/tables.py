@@ -1,4 +1,4 @@
-"""What the pages of Table 1, Table 2 and the chart show: numbers and sentences for their templates."""
+"""The content of the pages of Table 1, Table 2 and the chart: numbers and sentences for their templates."""
 
 import math
 from collections.abc import Mapping, Sequence

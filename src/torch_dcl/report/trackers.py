@@ -1,6 +1,6 @@
-"""Trackers: listeners that pass on what a run folder records, such as to TensorBoard.
+"""Trackers: listeners that forward the records of a run folder, for example to TensorBoard.
 
-A tracker of one's own derives from `Tracker` and says what to do with a record of ``metrics`` and of ``outcomes``.
+A custom tracker derives from `Tracker` and handles records of ``metrics`` and of ``outcomes``.
 """
 
 import os
@@ -16,10 +16,10 @@ __all__ = ["TensorBoard", "Tracker", "open_tracker"]
 
 
 class Tracker(Listener):
-    """Hands every new record of a run folder to `metrics` or `outcomes`, once, and forwards progress to a listener."""
+    """Passes every new record of a run folder to `metrics` or `outcomes` once, and forwards progress to a listener."""
 
-    def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
-        self.path, self.behind = Path(path), behind
+    def __init__(self, path: str | os.PathLike[str], listener: Listener) -> None:
+        self.path, self.listener = Path(path), listener
         self._seen = {"metrics": 0, "outcomes": 0}
 
     def metrics(self, record: Mapping[str, Any]) -> None:
@@ -29,24 +29,24 @@ class Tracker(Listener):
         """The ``outcomes`` of networks that are trained, each with its ``job`` and its ``error``."""
 
     def begin(self, before: int, total: int) -> None:
-        """The run begins."""
-        self.behind.begin(before, total)
+        """Forward the start of the run."""
+        self.listener.begin(before, total)
 
     def on_epoch(self, at: Progress) -> None:
-        """Something may be new."""
-        self.behind.on_epoch(at)
+        """Forward progress, and handle new records."""
+        self.listener.on_epoch(at)
         self.update()
 
     def report(self, line: str) -> None:
-        """A line of progress."""
-        self.behind.report(line)
+        """Forward a line, and handle new records."""
+        self.listener.report(line)
         self.update()
 
     def update(self) -> None:
-        """Pass on what is new in the folder."""
+        """Handle the new records in the folder."""
         try:
             folder = RunFolder.inspect(self.path)
-        except RunError:  # it is not there yet
+        except RunError:  # not created yet
             return
         for name, seen in self._seen.items():
             records = folder.read(name)
@@ -58,8 +58,8 @@ class Tracker(Listener):
 class TensorBoard(Tracker):
     """Losses, errors and curves as scalars, in the folder ``tensorboard`` of the run."""
 
-    def __init__(self, path: str | os.PathLike[str], behind: Listener) -> None:
-        super().__init__(path, behind)
+    def __init__(self, path: str | os.PathLike[str], listener: Listener) -> None:
+        super().__init__(path, listener)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -69,7 +69,7 @@ class TensorBoard(Tracker):
 
     @property
     def writer(self) -> Any:
-        """What writes the scalars; its folder is made when there is a first one."""
+        """The writer of scalars; its folder is created with the first one."""
         self._writer = self._writer or self._open(os.fspath(self.path / "tensorboard"))
         return self._writer
 
@@ -92,7 +92,7 @@ class TensorBoard(Tracker):
                         self.writer.add_scalar(f"{key}/{name}, seed {job['seed']}", point[key], int(point["epoch"]))
 
     def update(self) -> None:
-        """Pass on what is new, and write it."""
+        """Handle the new records, and flush them."""
         super().update()
         if self._writer is not None:
             self._writer.flush()
@@ -101,8 +101,8 @@ class TensorBoard(Tracker):
 TRACKERS = {"tensorboard": TensorBoard}
 
 
-def open_tracker(name: str, path: str | os.PathLike[str], behind: Listener) -> Tracker:
+def open_tracker(name: str, path: str | os.PathLike[str], listener: Listener) -> Tracker:
     """A tracker by its name."""
     if name not in TRACKERS:
         raise SettingError(f"there is no tracker {name!r}", name, list(TRACKERS))
-    return TRACKERS[name](path, behind)
+    return TRACKERS[name](path, listener)

@@ -1,4 +1,4 @@
-"""Batches of images, made in threads ahead of the caller and given in order."""
+"""Prefetching of image batches: threads prepare them ahead of the caller, in order."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -33,7 +33,7 @@ class Made(NamedTuple):
 
 
 def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Generator[T]:
-    """Make batches in threads, some ahead of the caller, and give them in order. Closing it ends the threads.
+    """Prefetch batches in threads, and yield them in order. Closing it ends the threads.
 
     Args:
         make: Makes a batch, in a thread.
@@ -59,10 +59,10 @@ def in_order(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Gener
 
 
 def copied(batches: Iterable[Made], device: torch.device) -> Generator[Made]:
-    """Copy batches from pinned memory to a GPU beside its work, one ahead of the caller.
+    """Copy batches from pinned memory to a GPU asynchronously, one ahead of the caller.
 
-    The caller's thread starts the copies into memory of its own stream. Threads that called CUDA would delay its
-    launches, and so would memory of another stream: torch would ask in every allocation whether it is free.
+    The caller's thread starts the copies into memory of its own stream. CUDA calls of other threads would delay its
+    launches, and so would memory of another stream, which torch checks in every allocation.
     """
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ahead = deque[tuple[Made, torch.cuda.Event]]()

@@ -1,7 +1,7 @@
 """Encoded images that are decoded on the fly: by Pillow in worker processes, or on a GPU.
 
-An image that cannot be decoded is an error, or is skipped where that is asked for. What takes its place depends on the
-files alone, so ranks and resumed runs agree.
+An image that cannot be decoded is an error or, on request, is skipped. Its replacement depends on the files alone, so
+ranks and resumed runs agree.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ class Files(Dataset[Made | DataError]):
         samples: The images.
         size: Height and width.
         shape: As for `prepare.decode`.
-        corrupt: What becomes of an image that cannot be decoded: "refuse" raises, "replace" takes the next one that can
-            be, "omit" leaves it out.
+        corrupt: How to treat an image that cannot be decoded: "refuse" raises an error, "replace" uses the next valid
+            image, "omit" leaves it out.
     """
 
     def __init__(self, root: Path, samples: Samples, size: int, shape: str, corrupt: str):
@@ -46,7 +46,7 @@ class Files(Dataset[Made | DataError]):
         return len(self.samples)
 
     def __getitems__(self, indices: Numbers) -> Made | DataError:
-        """All images of a batch; or what is wrong, which would lose its words if it were raised in a worker."""
+        """All images of a batch; or the error, whose message would be lost if a worker raised it."""
         try:
             return self.gather([self.read(index) for index in indices])
         except DataError as error:
@@ -86,7 +86,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _leave_signals_to_the_loader(_worker: int) -> None:
-    """Slurm sends SIGTERM to every process: a worker that it ended would end the step that is to be saved."""
+    """Ignore signals, which Slurm sends to every process: the current step needs its workers before it is saved."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

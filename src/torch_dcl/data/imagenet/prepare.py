@@ -235,8 +235,8 @@ def _write_all(shards: Sequence[_Shard], workers: int, report: Callable[[int, in
 
 def _write_shard(shard: _Shard) -> Result:
     """Write a shard, unless it is there and whole."""
-    if shard.path.exists() and (kept := _kept(shard)) is not None:
-        return kept
+    if shard.path.exists() and (existing := _read_shard(shard)) is not None:
+        return existing
     images, labels, skipped, reasons = [], [], [], []
     for index in range(len(shard.samples)):
         try:
@@ -254,7 +254,7 @@ def _write_shard(shard: _Shard) -> Result:
     return write_sealed(shard.path, KEY, tensors, about), labels, skipped
 
 
-def _kept(shard: _Shard) -> Result | None:
+def _read_shard(shard: _Shard) -> Result | None:
     """What an earlier call wrote; None where it is damaged and must be written again.
 
     Raises:
@@ -267,12 +267,12 @@ def _kept(shard: _Shard) -> Result | None:
                 f"{shard.path} was prepared from other images or with other settings; choose another folder, "
                 "or remove it"
             )
-        found = check_seal(shard.path)
+        digest = check_seal(shard.path)
     except SealedError:
         return None
     _, shape, first = places["labels"]
     labels = np.memmap(shard.path, "<i8", "r", first, shape).tolist() if shape[0] else []
-    return found, labels, list(about["skipped"])
+    return digest, labels, list(about["skipped"])
 
 
 def _finish(

@@ -45,7 +45,7 @@ class Samples:
         return len(self.places)
 
     def name(self, index: int) -> str:
-        """What people call an image: its path, or archive and member."""
+        """The name of an image in messages: its path, or archive and member."""
         path = self.paths[self.places[index][0]]
         return f"{path}:{self.members[index]}" if self.members else path
 

@@ -51,10 +51,10 @@ class Images(Protocol):
 
     @property
     def about(self) -> str:
-        """What they are, for people."""
+        """A description for reports."""
 
     def content(self) -> str:
-        """A SHA-256 that is the same where the images are."""
+        """A SHA-256 that is equal for equal images."""
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
         """The images of every list of indices, on the device."""
@@ -98,7 +98,7 @@ def open_images(
 
 
 class Mapped:
-    """Prepared shards, mapped into memory: the system reads what is asked for, and keeps what fits."""
+    """Prepared shards, mapped into memory: the system reads pages on demand, and caches as many as fit."""
 
     def __init__(self, folder: Path, split: str, size: int | None = None, shape: str | None = None):
         self.folder, listed = folder, read_manifest(folder)
@@ -146,12 +146,12 @@ class Mapped:
         def one(shard: dict[str, Any]) -> None:
             path = self.folder / shard["file"]
             try:
-                found = check_seal(path)
+                digest = check_seal(path)
             except SealedError as error:
                 raise DataError(f"{error}; remove it and run `dcl data prepare` again") from error
-            if found != shard["sha256"]:
+            if digest != shard["sha256"]:
                 raise DataError(
-                    f"{path} is not the file that {MANIFEST} lists: its SHA-256 is {found}, not {shard['sha256']}; "
+                    f"{path} is not the file that {MANIFEST} lists: its SHA-256 is {digest}, not {shard['sha256']}; "
                     "remove it and run `dcl data prepare` again"
                 )
 
@@ -169,13 +169,13 @@ class Mapped:
             images = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8, pin_memory=is_cuda)
             return Made(images, indices), self.places.index_select(0, torch.as_tensor(indices, dtype=torch.int64))
 
-        def read(found: tuple[Made, Tensor]) -> Made:
-            batch, places = found
+        def read(located: tuple[Made, Tensor]) -> Made:
+            batch, places = located
             torch.index_select(self.windows, 0, places, out=batch.images.flatten(1))
             return batch
 
-        with contextlib.closing(in_order(read, map(find, wanted), min(workers, READERS))) as made:
-            yield from copied(made, device) if is_cuda else made
+        with contextlib.closing(in_order(read, map(find, wanted), min(workers, READERS))) as batches:
+            yield from copied(batches, device) if is_cuda else batches
 
     def resident(self, device: torch.device) -> "Resident":
         """All images on the device.
@@ -223,7 +223,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _open_shard(path: Path, count: int, size: int) -> tuple[int, Tensor]:
-    """The first byte of the images in a shard, and the labels."""
+    """The offset of the images in a shard, and the labels."""
     try:
         places, _ = locate_sealed(path, KEY)
     except (FileNotFoundError, SealedError) as error:

@@ -1,4 +1,4 @@
-"""What a training on large images would take: hours, shards and bytes, from a few steps on synthetic images."""
+"""Estimates of a training on large images: hours, shards and bytes, from a few steps on synthetic images."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
     """Hours from some steps on synthetic images, and the bytes of the images.
 
     Args:
-        recipe: What would be run.
+        recipe: The recipe to estimate.
         say_time: Seconds in words.
     """
     config = recipe.config

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CAFFE", "build", "inputs_of"]
 
 CAFFE = CAFFE_MEAN, (1.0, 1.0, 1.0)
-"""What Caffe's AlexNet subtracts, and that it divides by nothing."""
+"""The normalisation of Caffe's AlexNet: mean, and no standard deviation."""
 
 
 def inputs_of(name: str) -> int:
@@ -28,8 +28,8 @@ def inputs_of(name: str) -> int:
         with contextlib.suppress(ImportError, RuntimeError, AttributeError):
             import timm
 
-            known = timm.get_pretrained_cfg(name.removeprefix("timm:"))
-            return int(known.input_size[-1]) if known is not None else 224
+            config = timm.get_pretrained_cfg(name.removeprefix("timm:"))
+            return int(config.input_size[-1]) if config is not None else 224
     return {"alexnet": 227, "torchvision:inception_v3": 299}.get(name, 224)
 
 
@@ -73,15 +73,15 @@ def _plain(name: str, classes: int, side: int) -> nn.Module:
     try:
         network, _ = find_model(name, **({} if own else {"num_classes": classes}))
         with torch.no_grad():
-            found = network.eval()(torch.zeros(2, 3, side, side))
+            output = network.eval()(torch.zeros(2, 3, side, side))
     except SettingError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise SettingError(f"{name} does not run on images of {side} × {side} ({first}); give --set crop=…") from error
     network.train()
-    if not isinstance(found, Tensor) or found.shape != (2, classes):
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(output, Tensor) or output.shape != (2, classes):
+        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise SettingError(f"{name} gives {shape} for 2 images, [2, {classes}] is needed; take another network")
     return network
 

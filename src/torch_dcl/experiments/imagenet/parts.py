@@ -1,4 +1,4 @@
-"""What a training loop is made of: rates, groups of parameters, dropout, mixed images, averaged weights, networks.
+"""Components of a training loop: rates, groups of parameters, dropout, mixed images, averaged weights, networks.
 
 Everything random is a function of (seed, step, number of the image), so it does not depend on how many ranks share a
 batch.
@@ -55,10 +55,10 @@ def parameter_groups(network: nn.Module, decay: float, bias_rate: float) -> list
     Args:
         network: The network.
         decay: Weight decay.
-        bias_rate: What the rate of biases is multiplied by.
+        bias_rate: The factor on the rate of biases.
 
     Returns:
-        Groups for an optimiser; `factor` is what the rate is multiplied by.
+        Groups for an optimiser; `factor` multiplies the rate.
     """
     norms = {
         id(parameter)
@@ -166,7 +166,7 @@ def key_dropouts_(network: nn.Module) -> list[KeyedDropout]:
 
 
 class Mixed(NamedTuple):
-    """Images of which two and two are mixed, and the labels of both."""
+    """Images mixed in pairs, and the labels of both."""
 
     images: Tensor
     labels: Tensor
@@ -229,12 +229,12 @@ class Averaged:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the parameters of a step."""
+        """Update the averages with the parameters of a step."""
         torch._foreach_lerp_(self.means, [p.detach() for p in self.parameters], 1 - self.decay)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the averages in the place of the parameters for a while."""
+        """Replace the parameters by their averages inside the block."""
         own = [parameter.detach().clone() for parameter in self.parameters]
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters), self.means)

@@ -1,7 +1,7 @@
 """Ranks that train one network together: the first runs the recipe, the others follow its commands.
 
 Only the first rank writes. A command is a line of JSON, sent through gloo, after which all ranks run the same code. So
-nothing is decided twice: when to pause for a checkpoint, when to stop, which network comes next.
+every decision is made once: when to pause for a checkpoint, when to stop, which network comes next.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from torch_dcl.fleet.run_folder import RunError, differences
 __all__ = ["Team", "reason_of"]
 
 PAUSE = 15.0  # seconds between two returns to the runner, which then saves, or stops when its time is up
-GRACE = 60.0  # seconds that NCCL waits longer than a step does
-GO_ON, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
+GRACE = 60.0  # additional seconds that NCCL waits after a step has given up
+CONTINUE, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, in its first line; of gloo's without the place in its source and the advice."""
+    """The first line of an error; for gloo without its source location and advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     if place := re.match(r"\[[^]]*\.(cc|cpp|h):\d+\] *", first):
         first = first[place.end() :].partition(". ")[0]
@@ -39,7 +39,7 @@ class Team:
     """All ranks of a run.
 
     Args:
-        rank: Which one this is.
+        rank: The number of this rank.
         timeout: Seconds after which a rank that waits for another gives up.
         backend: "gloo" for gradients through the CPU's memory too; otherwise through NCCL where there are GPUs.
     """
@@ -59,7 +59,7 @@ class Team:
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:
-        """Turn what torch says of a rank that is gone or hangs into a sentence."""
+        """Reword torch's errors about a rank that is gone or hangs."""
         try:
             yield
         except RuntimeError as error:
@@ -94,18 +94,18 @@ class Team:
     # Agreement
 
     def stops(self, should_stop: Callable[[], bool] | None, pause_at: float) -> int:
-        """Whether all ranks leave the loop here. It is asked after every step, by all ranks as often.
+        """Whether all ranks leave the loop here. All ranks call it after every step.
 
-        With several ranks the answer is to what was known one step before, so that no step waits for it.
+        With several ranks the answer is the one of the previous step, so that no step waits for it.
 
         Args:
-            should_stop: Whether this rank was told to stop.
-            pause_at: When the first rank wants to return to the runner, on its own clock.
+            should_stop: Whether this rank received a request to stop.
+            pause_at: The time on the first rank's clock at which it returns to the runner.
 
         Returns:
-            `GO_ON`, `PAUSED`, or what the stop was caused by.
+            `CONTINUE`, `PAUSED`, or the signal that caused the stop.
         """
-        flag = GO_ON
+        flag = CONTINUE
         if should_stop is not None and should_stop():
             flag = max(STOPPED, int(getattr(should_stop, "signal", None) or STOPPED))
         elif not self.rank and time.monotonic() >= pause_at:
@@ -113,7 +113,7 @@ class Team:
         if self.world == 1:
             return flag
         agreed = self.settle()
-        if agreed == GO_ON:
+        if agreed == CONTINUE:
             self._flags = torch.tensor([flag])
             self._pending = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
         elif agreed >= STOPPED and isinstance(should_stop, StopRequest) and not should_stop():
@@ -123,7 +123,7 @@ class Team:
     def settle(self) -> int:
         """Wait for the flags that are under way; what they say."""
         if self._pending is None or self._flags is None:
-            return GO_ON
+            return CONTINUE
         with self._patience("a step"):
             self._pending.wait(datetime.timedelta(seconds=self.timeout))
         agreed, self._pending = int(self._flags), None
@@ -160,7 +160,7 @@ class Team:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block on all ranks; where one fails, all do, and the first says why.
+        """Run a block on all ranks; if one fails, all do, and the first one reports the reason.
 
         Raises:
             SettingError: A setting or data of some rank is wrong.
@@ -174,8 +174,8 @@ class Team:
             if problem is not None:
                 raise problem
             return
-        told = self.gather(str(problem) if problem is not None else "")
-        for number, text in enumerate(told):
+        problems = self.gather(str(problem) if problem is not None else "")
+        for number, text in enumerate(problems):
             if text:
                 if number == self.rank and problem is not None:
                     raise problem

@@ -1,11 +1,11 @@
 """Train one network on all ranks: the loop of ImageNet recipes, from the first step to the evaluation.
 
-`Training` has what the runner asks of a fleet of one network: it trains until the end of an epoch or until a pause,
-saves and loads its state between any two steps, and evaluates. On the first rank each of these begins by telling the
-other ranks, which then run the same code (`obey`).
+`Training` has the interface of a fleet of one network: it trains until the end of an epoch or until a pause, saves and
+loads its state between any two steps, and evaluates. On the first rank each of these first sends a command to the other
+ranks, which then run the same code (`obey`).
 
 A step is a function of the state and of (seed, epoch, step): order, crops and flips, dropout, mixed images and drawn
-branches are hashes. So a run that is resumed goes on as if nothing had happened, bit for bit on the same number of
+branches are hashes. So a resumed run continues as if it had not been interrupted, bit for bit on the same number of
 ranks on a CPU. On another number of ranks sums are rounded differently, and nothing else changes, unless batch norms
 see fewer images (``sync_bn=yes`` gives them those of all ranks).
 """
@@ -60,7 +60,7 @@ class Training:
         config: The settings.
         seed: The seed of everything random.
         team: The ranks.
-        describe: What a checkpoint must agree with.
+        describe: The settings that a checkpoint must agree with.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class Training:
         return History([[loss] for loss in self.losses + now], {} if self.stopped is None else {0: self.stopped})
 
     def _fix_buckets(self) -> None:
-        """Run a step for nothing: gradients are summed in an order that is settled only after the first one.
+        """Run a step without an update: the order of the sum of gradients is fixed only after the first one.
 
-        A resumed run would otherwise sum its first step in another order than the run that was not interrupted.
+        Otherwise the first step of a resumed run would sum in another order than an uninterrupted run.
         """
         before = [buffer.clone() for buffer in self.network.buffers()]
         side = self.batches.crop
@@ -145,7 +145,7 @@ class Training:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """End the run where this rank fails: the others wait for it, and cannot begin anything else."""
+        """End the run if this rank fails, since the others wait for it."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
@@ -199,7 +199,7 @@ class Training:
         rate = rate_at(at, self.total, config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["factor"]
-        # For what is random in a network beside dropout; each rank draws for its own images.
+        # For randomness other than dropout; each rank draws for its own images.
         torch.manual_seed(draw_key(self.seed, f"step, rank {self.team.rank}", at))
         unit = 1 if config.mix == "none" else 2
         for number in range(config.accumulate):
@@ -238,7 +238,7 @@ class Training:
         return contextlib.nullcontext()
 
     def _end_epoch(self) -> None:
-        """Note the loss of the epoch, and evaluate where that is asked for."""
+        """Record the loss of the epoch, and evaluate if requested."""
         loss = _mean_loss(self._collect(), self.step)
         self._tally.zero_()
         self.losses.append(loss)
@@ -250,7 +250,7 @@ class Training:
             self.curve.append({"epoch": self.epoch, "train_loss": loss, **self.judge()})
 
     def _collect(self) -> list[float]:
-        """Bring what all ranks have tallied to the first one, which saves it."""
+        """Reduce the counters of all ranks to the first one, which saves them."""
         self._share_skipped()
         total = self.team.sum(self._tally.tolist())
         self._tally.copy_(torch.tensor([0, 0] if self.team.rank else [int(value) for value in total]))

@@ -145,7 +145,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
         return chart
 
     def _described(self, folder: RunFolder) -> dict[str, Any]:
-        """What a reader has to know of a chart beside its points."""
+        """Title, deviations and settings of the chart."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
         sentences = departures([self.data.source], config.images, batches)
@@ -261,7 +261,7 @@ def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
 
 
 def chart_verdict(chart: Mapping[str, Any]) -> str:
-    """The deciding chart in a few sentences, what DCL loses as plainly as what it wins."""
+    """The chart in a few sentences, losses of DCL as prominently as gains."""
     first = lowest_first(chart)[0]
     sentences = [
         f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."

@@ -1,8 +1,8 @@
 """Many converted convolutions: a ResNet-18 whose units are all DCL, all low-rank, or all narrower, at equal weights.
 
 The network is torchvision's ResNet-18 with a stem for small images: 3 × 3, stride 1, no pooling. Its units are the
-convolutions with a batch norm and a ReLU right behind them that two branches make smaller: the first one of each of its
-eight blocks. Is the product worth anything inside a deep network?
+convolutions followed by a batch norm and a ReLU that two branches make smaller: the first one of each of its
+eight blocks. The question is whether the product helps inside a deep network.
 
 The order is the protocol. Every kind of unit tries the same learning rates with one seed that the result does not use,
 on nine tenths of the training images, judged with the rest. Then it trains on all training images with the result's

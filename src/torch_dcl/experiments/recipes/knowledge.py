@@ -1,6 +1,6 @@
 """What the filters of your own converted network respond to, on your own labelled images.
 
-Section 4.1.4 for any network and any data: nothing is trained, and a job is one filter of one DCL layer.
+Section 4.1.4 for any network and data, without training; a job is one filter of one DCL layer.
 """
 
 import dataclasses

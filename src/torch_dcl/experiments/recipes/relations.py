@@ -241,15 +241,15 @@ class Relations(DigitRecipe[RelationsConfig]):
     def so_far(cls, folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Callable[[], Any]]:
         return {"relations": lambda: relations_of(folder, outcomes)}
 
-    def known_jobs(self, known: Mapping[Job, Outcome]) -> dict[tuple[int, str, str], list[Job]]:
+    def known_jobs(self, outcomes: Mapping[Job, Outcome]) -> dict[tuple[int, str, str], list[Job]]:
         """The jobs of each cell to show, whose rate is chosen: the same seeds for all columns of a task and a size."""
         jobs: dict[tuple[int, str, str], list[Job]] = {}
         seeds: dict[tuple[int, str], list[set[int]]] = {}
         for images, task, column in sorted(self.places(), key=lambda place: self.config.tasks.index(place[1])):
-            if all(job in known for job in self._trials(images, task, column)):
-                lr = self._chosen(known, images, task, column)
+            if all(job in outcomes for job in self._trials(images, task, column)):
+                lr = self._chosen(outcomes, images, task, column)
                 of_cell = [_job(images, task, column, seed, lr, "report") for seed in range(self.config.seeds)]
-                if there := [job for job in of_cell if job in known]:
+                if there := [job for job in of_cell if job in outcomes]:
                     jobs[images, task, column] = there
                     seeds.setdefault((images, task), []).append({job.seed for job in there})
         common = {place: set.intersection(*of_place) for place, of_place in seeds.items()}
@@ -260,11 +260,11 @@ class Relations(DigitRecipe[RelationsConfig]):
         }
 
     def cell(
-        self, known: Mapping[Job, Outcome], jobs: Sequence[Job], images: int, task: str, column: str
+        self, outcomes: Mapping[Job, Outcome], jobs: Sequence[Job], images: int, task: str, column: str
     ) -> dict[str, Any]:
         """A cell as JSON has it, of these jobs."""
-        config, lr, tried = self.config, jobs[0].lr, self._validation(known, images, task, column)
-        errors = [known[job].judged_error for job in jobs]
+        config, lr, tried = self.config, jobs[0].lr, self._validation(outcomes, images, task, column)
+        errors = [outcomes[job].judged_error for job in jobs]
         cell = {
             "task": task, "images": images, "column": column, "errors": errors,
             "failed": [job.seed for job, e in zip(jobs, errors, strict=True) if e >= TASKS[task].chance - 1],
@@ -273,7 +273,7 @@ class Relations(DigitRecipe[RelationsConfig]):
             "trials": {f"{rate:g}": values for rate, values in tried.items()},
         }  # fmt: skip
         if column.startswith("power"):
-            cell["exponents"] = [known[job].extra["exponent"] for job in jobs if known[job].stopped is None]
+            cell["exponents"] = [outcomes[job].extra["exponent"] for job in jobs if outcomes[job].stopped is None]
         return cell
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
@@ -289,17 +289,17 @@ class Relations(DigitRecipe[RelationsConfig]):
         ]
 
 
-def relations_of(folder: "RunFolder", known: Mapping[Job, Outcome]) -> dict[str, Any]:
+def relations_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
     """The cells that are done, also before the end of a run; nothing where none is."""
     asked, rules = folder.recipe, settings_of(RelationsConfig)
     config = RelationsConfig(**{name: asked[name] for name, (_, rule) in rules.items() if not rule.machine})
     recipe = Relations(config)
-    cells = [recipe.cell(known, jobs, *place) for place, jobs in recipe.known_jobs(known).items()]
+    cells = [recipe.cell(outcomes, jobs, *place) for place, jobs in recipe.known_jobs(outcomes).items()]
     departures = _departures(config, str(asked["digits"]))
-    done = f"Not at its end: {len(known):,} of {recipe.total():,} {recipe.unit}."
+    done = f"Not at its end: {len(outcomes):,} of {recipe.total():,} {recipe.unit}."
     return {} if not cells else {
         "title": f"Relations of two digits{MARK if departures else ''}", "set": SET, "digits": asked["digits"],
-        "told": [*([done] if len(known) < recipe.total() else ()), *departures],
+        "told": [*([done] if len(outcomes) < recipe.total() else ()), *departures],
         "steps": config.epochs_of(config.sizes[-1]) * (config.sizes[-1] // config.batch), "cells": cells,
         "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
     }  # fmt: skip
@@ -351,8 +351,8 @@ def build_column(column: str, classes: int, seed: int) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = lenet(classes)
-        kind, given = _OWN[column]
-        model.fc1 = kind.like(model.fc1, branches=2, width=model.fc1.out_features // 5, **given)  # type: ignore[assignment]
+        kind, options = _OWN[column]
+        model.fc1 = kind.like(model.fc1, branches=2, width=model.fc1.out_features // 5, **options)  # type: ignore[assignment]
         if kind is GatedLinear:
             model.relu3 = torch.nn.Identity()  # type: ignore[assignment]
     return model

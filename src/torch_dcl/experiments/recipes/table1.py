@@ -1,4 +1,4 @@
-"""Table 1: every network on the fifteen multi-digit sets, beside the paper's numbers.
+"""Table 1: every network on the fifteen multi-digit sets, compared with the paper's numbers.
 
 The order of things is the protocol: the sets are frozen (`torch_dcl.data.layouts`), the learning rates were chosen on
 digits that are not the test set's (`torch_dcl.experiments.recipes.table1_search`), and the test set is evaluated once,
@@ -181,7 +181,7 @@ def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:
 
 
 def _more(columns: Sequence[str]) -> str:
-    """What the columns beside those of this release are."""
+    """Descriptions of the control columns, for the text of the table."""
     of_b = [column for kind in B_CONTROLS.values() for column in kind if column in columns]
     matched = [column for column in columns if column.endswith("-matched")]
     words = f"; {', '.join(of_b)}: with the weights of B2 or of B3" if of_b else ""
@@ -238,21 +238,21 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
 
     What was ``asked`` is what the run folder keeps, and empty for the protocol.
     """
-    given: dict[str, Any] = {"sets": [name.removeprefix("MNIST-") for name in sets], "models": columns}
-    given["seeds"] = asked.get("seeds", 5) if seeds is None else seeds
+    options: dict[str, Any] = {"sets": [name.removeprefix("MNIST-") for name in sets], "models": columns}
+    options["seeds"] = asked.get("seeds", 5) if seeds is None else seeds
     if asked:
         protocol = Table1Config()
         settings = {**asked["schedule"], "batch": asked["batch"], "precision": asked["precision"] or "auto"}
         settings["drops"] = tuple(settings["drops"])
-        given |= {key: value for key, value in settings.items() if value != getattr(protocol, key)}
+        options |= {key: value for key, value in settings.items() if value != getattr(protocol, key)}
         if str(asked["digits"]).startswith("the embedded"):
-            given["data"] = "excerpt"
+            options["data"] = "excerpt"
         if asked["images"]:
-            given["train_images"], given["test_images"] = asked["images"]
-        given |= {"fresh": "yes"} if asked.get("fresh") else {}
-        given |= {} if _is_stored(asked) else {"choice": "search.json"}
+            options["train_images"], options["test_images"] = asked["images"]
+        options |= {"fresh": "yes"} if asked.get("fresh") else {}
+        options |= {} if _is_stored(asked) else {"choice": "search.json"}
     words = ["dcl", "run", "table1"]
-    for key, value in given.items():
+    for key, value in options.items():
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
         words += [f"--{key}", text] if key in OPTIONS else ["--set", f"{key}={text}"]
     return shlex.join(words)

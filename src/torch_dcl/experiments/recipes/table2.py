@@ -1,4 +1,4 @@
-"""Table 2: LeNet, BigNet and WRN on CIFAR and SVHN, without and with DCL, beside the paper's numbers.
+"""Table 2: LeNet, BigNet and WRN on CIFAR and SVHN, without and with DCL, compared with the paper's numbers.
 
 The seeds of a column train as a fleet, on a GPU the columns of a network concurrently. The training recipes are the
 paper's, and nothing is chosen on a test set: it is evaluated once, at the end of each training.

@@ -1,9 +1,8 @@
-"""The projection with its responses kept for backward: for large products of few positions, as in a linear layer.
+"""The projection with its responses saved for backward: for large products at few positions, as in a linear layer.
 
-The products are cuBLAS's where there are enough positions to fill the GPU. For fewer one kernel forms the products of
-all branches side by side and fuses them at once, so that the work is divided further and nothing is launched twice.
-Backward too one kernel forms the products of all branches where the layer is small, behind the one that forms the
-gradients of the responses: to launch a kernel for each product would take longer.
+With enough positions to fill the GPU, cuBLAS computes the products. With fewer, one kernel computes and fuses the
+products of all branches: the work is split further, and there is one launch. In backward of a small layer one kernel
+computes the gradients of the responses and a second one all products, which is faster than a launch for each product.
 """
 
 import torch
@@ -12,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_dcl.kernels import pointwise
-from torch_dcl.kernels.arithmetic import OPTIONS, constants, fused, respond, single
-from torch_dcl.kernels.launcher import Launch, cdiv, is_traced, kept
-from torch_dcl.kernels.project import ON_CHIP, by_branch, by_weights, weight_gradient
+from torch_dcl.kernels.arithmetic import OPTIONS, as_float32, constants, fused, relu
+from torch_dcl.kernels.launcher import Launch, cached, cdiv, is_traced
+from torch_dcl.kernels.project import ON_CHIP, branch_gradient, by_branch, weight_gradient
 
-__all__ = ["in_one", "kept_backward", "kept_forward"]
+__all__ = ["backward", "forward", "uses_one_kernel"]
 
 
 @triton.jit
@@ -24,7 +23,7 @@ def _products(
     acc, y, w, low, p, n, k, P, ROUNDED: tl.constexpr, t: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
     T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Branch t's products of a few filters, added to the others'."""
+    """Add branch t's products for a block of filters to the accumulator."""
     rows = tl.load(y + p[:, None] * (T * M) + t * M + k[None, :], mask=(p < P)[:, None] & (k < M)[None, :], other=0.0)
     at, inside = (t * M + k)[:, None] * N + n[None, :], (k < M)[:, None] & (n < N)[None, :]
     weights = tl.load(w + at, mask=inside, other=0.0).to(rows.dtype)
@@ -35,22 +34,22 @@ def _products(
 
 
 @triton.jit
-def _respond(acc, bias, pre, n, mask, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
-    """Write the response before its ReLU, and give it as it was written."""
+def _store_response(acc, bias, pre, n, mask, t: tl.constexpr, N: tl.constexpr, BIAS: tl.constexpr):
+    """Write the pre-activation and return its response, rounded as written."""
     if BIAS:
         acc += tl.load(bias + t * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     rounded = acc.to(pre.dtype.element_ty)
     tl.store(pre, rounded, mask=mask)
-    return respond(rounded.to(tl.float32))
+    return relu(rounded.to(tl.float32))
 
 
 @triton.jit
-def _kept_forward(
+def _saved_forward(
     y, w, bias, pre, out, low, P, eps, floor, ROUNDED: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAIRS: tl.constexpr, QUICK: tl.constexpr, BIAS: tl.constexpr,
     LARGEST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    eps, floor = single(eps), single(floor)
+    eps, floor = as_float32(eps), as_float32(floor)
     p = tl.program_id(0) * BM + tl.arange(0, BM).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc0 = tl.zeros((BM, BN), tl.float32)
@@ -65,11 +64,11 @@ def _kept_forward(
     mask = (p < P)[:, None] & (n < N)[None, :]
     at = p[:, None] * N + n[None, :]
     size = (tl.zeros((), tl.int64) + P) * N
-    a = _respond(acc0, bias, pre + at, n, mask, 0, N, BIAS)
-    b = _respond(acc1, bias, pre + size + at, n, mask, 1, N, BIAS)
+    a = _store_response(acc0, bias, pre + at, n, mask, 0, N, BIAS)
+    b = _store_response(acc1, bias, pre + size + at, n, mask, 1, N, BIAS)
     c = b
     if T == 3:
-        c = _respond(acc2, bias, pre + 2 * size + at, n, mask, 2, N, BIAS)
+        c = _store_response(acc2, bias, pre + 2 * size + at, n, mask, 2, N, BIAS)
     tl.store(out + at, fused(a, b, c, eps, floor, T, PAIRS, QUICK, LARGEST).to(out.dtype.element_ty), mask=mask)
 
 
@@ -78,7 +77,7 @@ def _output_gradient(
     dpre, w, dy, p, k, t, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a few filters' outputs at a few positions."""
+    """Write the gradient of a block of branch outputs: some positions, some filters."""
     total = tl.zeros((BM, BK), tl.float32)
     for first in range(0, N, BN):
         n = first + tl.arange(0, BN)
@@ -96,7 +95,7 @@ def _weight_gradient(
     dpre, y, dw, n, k, t, P, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a few filters' weights for a few outputs; give that of the outputs' biases."""
+    """Write the gradient of a block of weights: some filters, some outputs. Return that of the outputs' biases."""
     total = tl.zeros((BK, BN), tl.float32)
     biases = tl.zeros((BN,), tl.float32)
     for first in range(0, P, BM):
@@ -113,13 +112,13 @@ def _weight_gradient(
 
 
 @triton.jit
-def _kept_backward(
+def _saved_backward(
     dpre, y, w, dy, dw, dbias, P, of_y, N: tl.constexpr, M: tl.constexpr, T: tl.constexpr, BIAS: tl.constexpr,
     YM: tl.constexpr, YN: tl.constexpr, WM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A few filters of one branch: their outputs at a few positions, or (from program ``of_y``) their weights.
+    """Gradients of branch outputs (programs below ``of_y``) or of weights (the rest), for some filters of one branch.
 
-    Addresses have 32 bits: small layers alone come here.
+    Addresses have 32 bits, since the kernel runs for small layers only.
     """
     FILTERS: tl.constexpr = (M + BK - 1) // BK
     part = tl.program_id(0)
@@ -137,17 +136,17 @@ def _kept_backward(
             tl.store(dbias + t * N + n, biases.to(dbias.dtype.element_ty), mask=n < tl.where(filters == 0, N, 0))
 
 
-def kept_forward(
+def forward(
     y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, T: int, eps: float, pairs: bool,
     low: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `project.Projection` does; give the responses before their ReLU, ``[T, P, K2]``.
+    """Write z as `project.Projection` does, and return the pre-activations ``[T, P, K2]``.
 
-    A bias is added before a product is rounded, so that a response keeps its sign. Weights are of another type than y,
-    and ``low`` is written, only where it all is `in_one` kernel.
+    The bias is added before the product is rounded, so that rounding keeps the sign of a response. With
+    `uses_one_kernel`, weights may have another dtype than y and are written to ``low`` in that of y.
     """
     P, N = len(y), weight.shape[1]
-    if in_one(P, T, y.dtype):
+    if uses_one_kernel(P, T, y.dtype):
         pre = torch.empty(T, P, N, dtype=y.dtype, device=y.device)
         launch = _forward_launch(
             P, y.shape[1] // T, T, N, y.dtype, weight.dtype, eps, pairs, None if bias is None else bias.dtype,
@@ -170,30 +169,30 @@ def kept_forward(
     return pre
 
 
-@kept
+@cached
 def _forward_launch(
-    P: int, M: int, T: int, N: int, dtype: torch.dtype, of_weight: torch.dtype, eps: float, pairs: bool,
+    P: int, M: int, T: int, N: int, dtype: torch.dtype, weight_dtype: torch.dtype, eps: float, pairs: bool,
     bias: torch.dtype | None, rounded: bool, device: torch.device,
 ) -> Launch:  # fmt: skip
-    del device  # a part of what tells launches apart
+    del device  # part of the cache key
     tiles, options = _tiles(P, N, T)
-    stage = T * tiles["BK"] * (tiles["BM"] * dtype.itemsize + tiles["BN"] * of_weight.itemsize)
+    stage = T * tiles["BK"] * (tiles["BM"] * dtype.itemsize + tiles["BN"] * weight_dtype.itemsize)
     options["num_stages"] = max(1, min(options["num_stages"], ON_CHIP // stage))
     values = {"P": P, **constants(eps, 2 if pairs else T, dtype), "N": N, "M": M, "T": T, "PAIRS": pairs}
     values |= {"BIAS": bias is not None, "PRECISION": "tf32", "ROUNDED": rounded, **tiles}
-    return Launch(_kept_forward, (cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"])), values, {**options, **OPTIONS})
+    return Launch(_saved_forward, (cdiv(P, tiles["BM"]), cdiv(N, tiles["BN"])), values, {**options, **OPTIONS})
 
 
-def in_one(P: int, T: int, dtype: torch.dtype) -> bool:
-    """Whether one kernel is faster than cuBLAS's products and a fusion; on an H200, see ``results/small.csv``."""
+def uses_one_kernel(P: int, T: int, dtype: torch.dtype) -> bool:
+    """Whether one kernel is faster than cuBLAS and a fusion; measured on an H200, see ``results/small.csv``."""
     return 0 < P <= (512 if T == 2 else 128) and dtype is not torch.float32
 
 
 def _tiles(P: int, N: int, T: int) -> tuple[dict[str, int], dict[str, int]]:
     BM, BN, BK, warps, stages = 128 if P > 128 else 64, 64, 64, 4, 4
-    if P > 256 and N > 2048:  # many tiles: larger ones move less
+    if P > 256 and N > 2048:  # many tiles: larger ones need less memory traffic
         BN, warps, stages = 128, 8, 3
-    elif P <= 128 and cdiv(P, 64) * N <= 2048:  # few tiles: smaller ones keep more of the GPU at work
+    elif P <= 128 and cdiv(P, 64) * N <= 2048:  # few tiles: smaller ones occupy more of the GPU
         BN = 16
     elif P <= 64:
         BN, BK = 32, 128
@@ -201,40 +200,40 @@ def _tiles(P: int, N: int, T: int) -> tuple[dict[str, int], dict[str, int]]:
     return {"BM": BM, "BN": BN, "BK": BK}, options
 
 
-def kept_backward(
+def backward(
     grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, pre: Tensor, T: int, eps: float, pairs: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of branch outputs, weights and biases, the latter two in ``dtype``, from the kept responses."""
+    """The gradients of branch outputs, weights and biases (the latter two in ``dtype``) from the pre-activations."""
     P, N = grad.shape
     dpre = pointwise.fuse_backward(grad[None], pre[None], None, eps, pairs=pairs)[0]
-    if _backward_in_one(P, weight.numel()) and y.dtype != torch.float32:
+    if _backward_uses_one_kernel(P, weight.numel()) and y.dtype != torch.float32:
         dy, dw = torch.empty_like(y), torch.empty_like(weight, dtype=dtype)
-        of_bias = torch.empty(T, N, dtype=dtype, device=y.device)
+        sums = torch.empty(T, N, dtype=dtype, device=y.device)
         _backward_launch(P, y.shape[1] // T, T, N, bias is not None, y.dtype, dtype, y.device)(
-            dpre, y, weight, dy, dw, of_bias
+            dpre, y, weight, dy, dw, sums
         )
-        return dy, dw, None if bias is None else of_bias
+        return dy, dw, None if bias is None else sums
     dbias = None if bias is None else dpre.sum(1, dtype=dtype)
-    return by_weights(dpre, weight, y), weight_gradient(y, dpre, dtype), dbias
+    return branch_gradient(dpre, weight, y), weight_gradient(y, dpre, dtype), dbias
 
 
-def _backward_in_one(P: int, weights: int) -> bool:
-    """Whether one kernel is faster than cuBLAS's products one by one; on an H200, see ``results/small.csv``.
+def _backward_uses_one_kernel(P: int, weights: int) -> bool:
+    """Whether one kernel is faster than separate cuBLAS products; measured on an H200, see ``results/small.csv``.
 
-    With 33 to 128 positions it is as fast for large layers too, and takes the host a fifth of the time.
+    With 33 to 128 positions it is as fast for large layers too, with a fifth of the host time.
     """
     return 0 < P <= 512 and ((weights <= 2**21 and P * weights <= 2**28) or (32 < P <= 128 and weights <= 2**24))
 
 
 def _backward_tiles(P: int, weights: int) -> tuple[dict[str, int], int]:
-    """Of that kernel: positions, outputs and filters of a tile, for the branch outputs and for the weights; stages."""
-    if P <= 32 or weights < 2**21:  # few tiles: smaller ones keep more of the GPU at work
+    """The tile sizes of that kernel, for branch outputs (Y) and weights (W), and its number of stages."""
+    if P <= 32 or weights < 2**21:  # few tiles: smaller ones occupy more of the GPU
         return {"YM": 16, "YN": 128, "WM": 128, "WN": 64, "BK": 64}, 4
     return {"YM": 64, "YN": 128, "WM": 64, "WN": 64 if P <= 64 else 128, "BK": 64}, 3
 
 
-@kept
+@cached
 def _backward_launch(
     P: int, M: int, T: int, N: int, bias: bool, dtype: torch.dtype, to: torch.dtype, device: torch.device
 ) -> Launch:
@@ -243,4 +242,4 @@ def _backward_launch(
     of_y = cdiv(P, tiles["YM"]) * parts
     values = {"P": P, "of_y": of_y, "N": N, "M": M, "T": T, "BIAS": bias, "PRECISION": "tf32", **tiles}
     grid = (of_y + cdiv(N, tiles["WN"]) * parts,)
-    return Launch(_kept_backward, grid, values, {"num_warps": 4, "num_stages": stages, **OPTIONS})
+    return Launch(_saved_backward, grid, values, {"num_warps": 4, "num_stages": stages, **OPTIONS})
