@@ -736,6 +736,13 @@ class Service {
     }
     if (PyFloat_CheckExact(given)) return known.isDouble() && known.toDouble() == PyFloat_AS_DOUBLE(given);
     if (PyBool_Check(given)) return known.isBool() && known.toBool() == (given == Py_True);
+    if (PyLong_CheckExact(given)) {
+      int overflow = 0;
+      return known.isInt() && known.toInt() == PyLong_AsLongLongAndOverflow(given, &overflow) && overflow == 0;
+    }
+    if (THPDtype_Check(given)) {
+      return known.isInt() && known.toInt() == static_cast<int64_t>(reinterpret_cast<THPDtype*>(given)->scalar_type);
+    }
     return false;
   }
 

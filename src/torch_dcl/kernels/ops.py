@@ -19,7 +19,14 @@ from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.plans import Plan, Saved, plan_for, statistics_for
-from torch_dcl.kernels.record import LIBRARY, call_of, operation, prefix_of_operations
+from torch_dcl.kernels.record import (
+    LIBRARY,
+    call_of,
+    closed_operation,
+    operation,
+    prefix_of_operations,
+    replayed_operation,
+)
 
 __all__ = ["fuse", "linear", "project", "transpose"]
 
@@ -107,9 +114,30 @@ def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tenso
         low = x.to(dtype)
         return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
     if not torch.is_grad_enabled():
-        return launch.transpose(x, channels, last, dtype)
+        return _transpose(x, channels, last, dtype)
     transposed: Tensor = _Transpose.apply(x, channels, last, dtype)
     return transposed
+
+
+@closed_operation("transpose")
+def _op_transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    return launch.transpose(x, channels, last, dtype)
+
+
+def _transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """A copy, replayed if one like it was made before; sizes that do not return are not worth recording."""
+    kind = x.shape, channels, last, dtype, x.dtype
+    if kind in _transposed and (operation := replayed_operation("transpose")) is not None:
+        copy: Tensor = operation(x, channels, last, dtype)
+        return copy
+    if len(_transposed) >= _MOST_TRANSPOSED:
+        _transposed.clear()
+    _transposed.add(kind)
+    return launch.transpose(x, channels, last, dtype)
+
+
+_transposed: set[tuple[object, ...]] = set()
+_MOST_TRANSPOSED = 512
 
 
 def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
@@ -127,7 +155,7 @@ class _Transpose(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
         ctx.back = channels, not last, x.dtype
-        return launch.transpose(x, channels, last, dtype)
+        return _transpose(x, channels, last, dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,7 +23,8 @@ from torch_dcl.kernels import host
 from torch_dcl.kernels.launcher import Launch, recording
 
 __all__ = [
-    "LIBRARY", "Recorded", "call_of", "closed_operation", "operation", "prefix_of_operations", "serve", "tape_of",
+    "LIBRARY", "Recorded", "call_of", "closed_operation", "operation", "prefix_of_operations", "replayed_operation",
+    "serve", "tape_of",
 ]  # fmt: skip
 
 
@@ -367,12 +368,20 @@ def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
 @torch.compiler.assume_constant_result
 def prefix_of_operations() -> str:
     """Which operations a compiler is to call: the closed ones where they can be replayed."""
-    library = host.wait()
+    return "closed_" if _serve_all(host.wait()) else ""
+
+
+def replayed_operation(name: str) -> Any | None:
+    """A closed operation, for a call outside of a compiler; None as long as there is no library to replay it."""
+    return getattr(torch.ops.torch_dcl, f"closed_{name}").default if _serve_all(host.library()) else None
+
+
+def _serve_all(library: ModuleType | None) -> bool:
     if library is None:
-        return ""
+        return False
     for name in list(_closed):
         serve(library, name, _closed.pop(name))
-    return "closed_"
+    return True
 
 
 def call_of(name: str, prefix: str) -> Any:
