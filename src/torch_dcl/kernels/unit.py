@@ -292,8 +292,8 @@ def _stage_gradients(
         return None, None
     cells = None if needs[0] or is_traced(x) else cells_of(x, theta, stage)
     if cells is not None:
-        room = cells.room(theta, x.dtype)
-        dcells = _convolution_gradients(dy, cells.images(x), room, (1, 1), (0, 0), (1, 1), needs)[1]
+        filters = cells.empty_filters(theta, x.dtype)
+        dcells = _convolution_gradients(dy, cells.images(x), filters, (1, 1), (0, 0), (1, 1), needs)[1]
         return None, cells.pixels(dcells, theta, dtype)
     theta = launch.cast(theta, x.dtype)
     if spatial:
