@@ -9,21 +9,29 @@ runs in the same mode. Selection ``all`` converts every unit that ``plan`` selec
 ``select="faster"`` for that mode and phase.
 
 Each row has a process of its own, in which the plain and the converted network take turns. ``--at-once`` processes
-compile at the same time; then one measures after the other, while the others wait. Times are medians over rounds, the
-ratio is that of the medians, and ``spread`` is half the range of the rounds' ratios. Weights are random, which does not
-change the speed. Rows are written as they come, and a second call measures only what is missing; delete the file, or
-name another, to measure anew.
+prepare at the same time: they plan, compile and run for the first time. What is timed, units and networks alike, is
+timed alone: the other processes are stopped meanwhile. Times are medians over rounds, the ratio is that of the medians,
+and ``spread`` is half the range of the rounds' ratios. For ``faster``, ``plan_ratio`` and ``plan_spread`` are what the
+plan measured, without loss and optimiser; where no unit is left, of the best network seen. Weights are random, which
+does not change the speed. Rows are written as they come, the most telling first, and a second call measures only what
+is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time.
 """
 
 import argparse
+import contextlib
 import copy
 import csv
+import gc
 import itertools
+import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,15 +41,27 @@ from torch.nn import functional as F
 from torchvision import models as zoo
 
 import torch_dcl as dcl
+from torch_dcl.convert import measure as measuring
+from torch_dcl.convert.measure import signature
+from torch_dcl.convert.trace import trace
 from torch_dcl.kernels import host
 from torch_dcl.models import count_weights
 
 COLUMNS = ["network", "batch", "mode", "phase", "selection", "units", "weights_ratio", "plain_ms", "dcl_ms", "ratio"]
-COLUMNS += ["spread", "rounds", "device", "torch"]
+COLUMNS += ["spread", "rounds", "device", "torch", "plan_ratio", "plan_spread"]
 NETWORKS = ["alexnet", "vgg16", "resnet18", "resnet50", "densenet121"]
 MODES = ["eager", "compile", "reduce-overhead"]
 PHASES = ["train", "infer"]
 KEY = ["network", "batch", "mode", "phase", "selection"]
+
+
+IMPORTANCE = ["compile", "eager", "reduce-overhead"]
+COMPILATION = {"train": 4.0, "infer": 2.0}
+"""Roughly, seconds to compile a unit in one thread."""
+PART = {"train": 0.8, "infer": 0.4}
+"""Likewise a convolution or linear layer of a network with what follows it."""
+START = 20
+"""Seconds until a process plans, and its eager share."""
 
 
 def main() -> None:
@@ -55,9 +75,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.15, help="of one contender in one round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--at-once", type=int, default=1, help="processes that compile at the same time")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that prepare at the same time")
+    parser.add_argument("--minutes", type=float, help="after these, give up what is not measured")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--row", nargs=4, help="measure this row in this process, when a line comes on its input")
+    parser.add_argument("--row", nargs=4, help="measure this row in this process, a turn for each line on its input")
     arguments = parser.parse_args()
     host.wait()  # what is compiled in the background, once a machine
     if arguments.row:
@@ -66,27 +87,143 @@ def main() -> None:
         return
     rows = itertools.product(arguments.networks, arguments.modes, arguments.phases, arguments.selections)
     done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
-    todo = [row for row in rows if (row[0], str(arguments.batch), *row[1:]) not in done]
-    for first in range(0, len(todo), arguments.at_once):
-        group = todo[first : first + arguments.at_once]
-        started = [(row, start(row, arguments)) for row in group]
-        for row, process in started:
-            if process.stdout.readline() != READY:
-                print(*row, "could not be prepared", flush=True)
-        for _, process in started:
-            print(process.communicate("\n")[0], end="", flush=True)
+    missing = [row for row in rows if (row[0], str(arguments.batch), *row[1:]) not in done]
+    seconds = {row: estimate(row, arguments) for row in missing}
+    todo = sorted(missing, key=lambda row: (PHASES.index(row[2]), IMPORTANCE.index(row[1]), -seconds[row]))
+    longest, share = max(seconds.values(), default=0), sum(seconds.values()) / arguments.at_once
+    print(f"{len(todo)} rows; with preparing alone roughly {max(longest, share):.0f} s", flush=True)
+    Machine(arguments).measure(todo)
 
 
-READY = "ready\n"
+def estimate(row: tuple[str, ...], arguments: argparse.Namespace) -> float:
+    """Roughly, the seconds of a row; and says what they are made of."""
+    network, mode, phase, selection = row
+    model = getattr(zoo, network)(weights=None).to(memory_format=torch.channels_last)
+    x = torch.zeros(2, 3, arguments.size, arguments.size).contiguous(memory_format=torch.channels_last)
+    plan, seen = dcl.plan(model, example=x), trace(model, (x,), {})
+    units = set()
+    for unit in plan.selected:
+        module = model.get_submodule(unit.name)
+        units.add(signature(module, unit.norm and model.get_submodule(unit.norm), unit, seen.calls[module][0]))
+    parts = len(plan.rows)
+    if mode == "eager":
+        seconds = START + (0.5 * len(units) if selection == "faster" else 0)
+    else:
+        seconds = START + 2 * PART[phase] * parts  # plain and converted
+        if selection == "faster":  # again, from caches in part, and each unit twice
+            seconds += 1.5 * PART[phase] * parts + 2 * COMPILATION[phase] * len(units)
+    print(f"{' '.join(row)}: {len(units)} kinds of units, {parts} layers, roughly {seconds:.0f} s", flush=True)
+    return seconds
+
+
+class Machine:
+    """Processes that prepare rows beside each other, and time one at a time, while the others are stopped."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.start = arguments, time.monotonic()
+        self._turn = threading.Lock()
+        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._over = False
+
+    def measure(self, rows: list[tuple[str, ...]]) -> None:
+        """Measure rows in this order, as many at once as is asked for."""
+        signal.signal(signal.SIGTERM, leave)
+        minutes = self.arguments.minutes
+        if minutes is not None:
+            clock = threading.Timer(60 * minutes, self._end)
+            clock.daemon = True
+            clock.start()
+        threads = ThreadPoolExecutor(self.arguments.at_once)
+        try:
+            waiting = [threads.submit(self._measure, row) for row in rows]
+            for each in waiting:
+                each.result()
+        finally:
+            self._end()
+            threads.shutdown()
+
+    def _measure(self, row: tuple[str, ...]) -> None:
+        with self._turn:
+            if self._over:
+                print(*row, "not measured: the time is up", flush=True)
+                return
+            process = self._running.setdefault(len(self._running), start(row, self.arguments))
+        name = " ".join(row)
+        for line in process.stdout or ():
+            if line != TURN:
+                print(f"[{time.monotonic() - self.start:4.0f} s] {name}: {line}", end="", flush=True)
+                continue
+            with self._turn, self._stopped(process):
+                self._give_turn(process)
+        if process.wait():
+            print(f"{name} not measured: {'the time is up' if self._over else 'see above'}", flush=True)
+
+    def _give_turn(self, process: subprocess.Popen[str]) -> None:
+        if self._over or process.stdin is None or process.stdout is None:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(TURN)
+            process.stdin.flush()
+            while process.stdout.readline() not in (DONE, ""):
+                pass
+
+    @contextlib.contextmanager
+    def _stopped(self, but: subprocess.Popen[str]) -> Iterator[None]:
+        others = [process for process in self._running.values() if process is not but and process.poll() is None]
+        for process in others:
+            notify(process, signal.SIGSTOP)
+        time.sleep(0.05)  # what they launched ends
+        try:
+            yield
+        finally:
+            for process in others:
+                notify(process, signal.SIGCONT)
+
+    def _end(self) -> None:
+        self._over = True
+        for process in list(self._running.values()):
+            notify(process, signal.SIGKILL)
+
+
+def leave(*_: object) -> None:
+    """Exit, which ends the processes, without a second signal to interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
+def notify(process: subprocess.Popen[str], what: signal.Signals) -> None:
+    """Send a signal to a process and to those that compile for it."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, what)
+
+
+TURN, DONE = "turn\n", "done\n"
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait for a turn, in which nothing else runs."""
+    synchronize()
+    print(TURN, end="", flush=True)
+    if not sys.stdin.readline():
+        raise SystemExit("nobody gives turns any more")
+    try:
+        yield
+    finally:
+        print(DONE, end="", flush=True)
 
 
 def start(row: tuple[str, ...], arguments: argparse.Namespace) -> subprocess.Popen[str]:
-    """A process that prepares a row."""
+    """A process that measures a row, in turns."""
     command = [sys.executable, __file__, "--row", *row, "--device", arguments.device]
     command += ["--out", str(arguments.out)] if arguments.out else []
     for name in ("batch", "size", "rounds", "seconds"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    threads = str(max(2, (os.cpu_count() or 1) // arguments.at_once))
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, process_group=0)
 
 
 def read(path: Path | None) -> list[dict[str, str]]:
@@ -104,26 +241,61 @@ def measure(network: str, mode: str, phase: str, selection: str, arguments: argp
     x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
     x = x.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=arguments.device)
-    plan = dcl.plan(plain, example=x[:2])
-    if selection == "faster":
-        with autocast(arguments.device):
-            plan = dcl.plan(plain, example=x, measure=True, select="faster", mode=mode, phase=phase)
+    plan = choose(plain, x, mode, phase) if selection == "faster" else dcl.plan(plain, example=x[:2])
     networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
-    dcl.convert_(networks["dcl"], plan, init="random")
+    if plan.selected:
+        dcl.convert_(networks["dcl"], plan, init="random")
     weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
     runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
-    print(READY, end="", flush=True)
-    sys.stdin.readline()
-    ratio, spread, medians = race(runs, arguments)
+    with alone():
+        ratio, spread, medians = race(runs, arguments)
+    chosen = plan.choice and plan.choice.network
     row = {
         "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
         "units": len(plan.selected), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{medians['plain']:.3f}",
         "dcl_ms": f"{medians['dcl']:.3f}", "ratio": f"{ratio:.3f}", "spread": f"{spread:.3f}",
         "rounds": arguments.rounds, "device": _name(arguments.device), "torch": torch.__version__,
+        "plan_ratio": f"{chosen.ratio:.3f}" if chosen else "", "plan_spread": f"{chosen.spread:.3f}" if chosen else "",
     }  # fmt: skip
-    print("  ".join(f"{row[name]}" for name in COLUMNS[:-2]), flush=True)
+    print("  ".join(f"{row[name]}" for name in COLUMNS[5:-4]), flush=True)
     if arguments.out:
-        write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+        with alone():  # and nobody else writes
+            write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+
+
+def choose(network: nn.Module, x: torch.Tensor, mode: str, phase: str) -> dcl.Plan:
+    """The plan of what is faster. Contenders are compiled and warm before their turn, which others wait for."""
+    timing, count = measuring.race, itertools.count(1)
+
+    def turn(contenders: Mapping[str, Callable[[], object]], **settings: float) -> dict[str, list[float]]:
+        for run in contenders.values():
+            for _ in range(3):
+                run()
+        with alone():
+            times = timing(contenders, **settings)
+        plain, converted = (statistics.median(times[name]) for name in ("plain", "dcl"))
+        print(f"comparison {next(count)}: {plain:.3g} → {converted:.3g} ms, {converted / plain:.2f}", flush=True)
+        return times
+
+    measuring.race = turn
+    try:
+        with autocast(str(x.device)):
+            plan = dcl.plan(network, example=x, select="faster", mode=mode, phase=phase)
+    finally:
+        measuring.race = timing
+    torch.compiler.reset()  # what was compiled for a choice gives its memory back
+    gc.collect()
+    if x.is_cuda:
+        torch.cuda.empty_cache()
+    timed = [row for row in plan.rows if row.comparison]
+    told = f": {plan.choice.network} of plain" if plan.choice and plan.choice.network else ""
+    print(f"{len(plan.selected)} of {len(timed)} units kept{told}", flush=True)
+    for row in timed:
+        if not row.selected:
+            print(f"without {row.name}: {row.reason}", flush=True)
+    if not plan.selected:
+        print(str(plan).splitlines()[0], flush=True)
+    return plan
 
 
 def _name(device: str) -> str:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_dcl.functional import exporting
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
 from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run, transpose
-from torch_dcl.norms import called_plainly
+from torch_dcl.norms import called_plainly, exchanges
 from torch_dcl.programs import recorded, replayed
 
 __all__ = ["Responses", "passes_relu"]
@@ -50,6 +51,9 @@ class _DCL(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z, in the memory layout of the plain layer's output."""
         # No super(): a compiler would guard the class and the modules around it in every call.
+        if torch.compiler.is_compiling() and exchanges(self.fusion.norm) and not exporting():
+            out: Tensor = _uncompiled(self, x)
+            return out
         transposes = self._should_transpose(x)
         z = self._compute(transpose(x, last=True, cast=True) if transposes else x)
         if transposes:
@@ -180,6 +184,15 @@ class _DCL(nn.Module):
             return linear(x, weight, bias)
         y: Tensor = self.branch._conv_forward(x, weight, bias)
         return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(layer: _DCL, x: Tensor) -> Tensor:
+    """Run a layer whose norm exchanges messages outside of the graph, which torch's own such norm breaks too.
+
+    So it breaks here, not in each of the functions on the way to the norm, and kernels run.
+    """
+    return layer.forward(x)
 
 
 def passes_relu(z: Tensor) -> bool:

@@ -83,7 +83,7 @@ def _is_synchronised(kind: type[nn.Module]) -> bool:
 
 def exchanges(norm: nn.Module | None) -> bool:
     """Whether a norm currently shares its statistics with other processes."""
-    return _group_of(norm) is not None
+    return norm is not None and _is_synchronised(type(norm)) and _group_of(norm) is not None
 
 
 def _group_of(norm: nn.Module | None) -> Any:

@@ -15,14 +15,16 @@ import pytest
 import torch
 from tests.halves import slow
 from torch import nn
+from torch.utils import benchmark
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_dcl as dcl
-from torch_dcl.convert import measure, selection
+from torch_dcl.convert import measure, planner, selection
 from torch_dcl.convert.rows import Choice, Comparison
 from torch_dcl.convert.trace import trace
 from torch_dcl.module import _DCL
 
+CPU = torch.device("cpu")
 PLAIN = 0.4
 """Milliseconds of a plain layer on the clock."""
 
@@ -44,7 +46,7 @@ class Clock:
     """Stands for ``race``: a plain layer takes 0.4 ms, a DCL layer that by its width, a network what its layers take.
 
     Args:
-        ratios: Time of a DCL layer by its output channels, in plain layers.
+        ratios: Time of a DCL layer by its output channels, in plain layers; the first is that of every CUDA graph.
         overhead: What each DCL layer costs a whole network besides, in plain layers.
         wobble: How far the time of DCL varies around its median from round to round.
     """
@@ -62,7 +64,7 @@ class Clock:
         middle = (rounds - 1) / 2
         waves = [1 + self.wobble * (i - middle) / middle for i in range(rounds)]
         return {
-            name: [self.time(layers) * (wave if name == "dcl" else 1) for wave in waves]
+            name: [self.time(name, layers) * (wave if name == "dcl" else 1) for wave in waves]
             for name, layers in seen.items()
         }
 
@@ -81,7 +83,9 @@ class Clock:
         inner = {part for layer in called if isinstance(layer, _DCL) for part in layer.modules() if part is not layer}
         return [m for m in called if isinstance(m, (nn.Linear, nn.Conv2d, _DCL)) and m not in inner]
 
-    def time(self, layers):
+    def time(self, name, layers):
+        if not layers:  # a CUDA graph, in which no module is called: one unit
+            return PLAIN * (next(iter(self.ratios.values())) if name == "dcl" else 1)
         dcls = [layer for layer in layers if isinstance(layer, _DCL)]
         whole = any(getattr(layer, "out_features", 0) == 10 for layer in layers)
         units = (
@@ -215,6 +219,20 @@ def test_units_alike_are_timed_once(clock):
     model.fc3.weight.requires_grad_(False)
     dcl.plan(model, (256,), batch=4, ratio=0.1, select="faster")
     assert len(asked.races) == 5
+
+
+def test_a_long_choice_says_how_far_it_is(clock, monkeypatch, capsys):
+    clock({128: 0.5, 64: 0.5, 96: 1.5})
+    monkeypatch.setattr(selection, "EVERY", math.inf)
+    dcl.plan(net(128, 64, 96), (256,), batch=4, ratio=0.1, select="faster")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(selection, "EVERY", 0)
+    dcl.plan(net(128, 64, 96), (256,), batch=4, ratio=0.1, select="faster")
+    told = [line.split(" · ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == [
+        *(f"{n} of 3 kinds of units timed, eager training step" for n in (1, 2, 3)),
+        "network with 2 of 2 faster units timed, 0.75 ± 0.01 of plain",
+    ]
 
 
 # How they are timed
@@ -426,6 +444,38 @@ def test_a_network_that_asks_the_cpu_has_no_graph(clock):
     clock({128: 0.5})
     with pytest.raises(ValueError, match="cannot be captured as a CUDA graph: it synchronises with the GPU"):
         dcl.plan(Asks(*net(128)).cuda(), (256,), batch=4, ratio=0.1, select="faster", mode="graph")
+
+
+def test_graphs_in_which_no_module_is_called_have_times_and_their_network_none(clock, monkeypatch):
+    """As on a GPU, where the unit is captured and the network is not."""
+    clock({128: 0.5})
+    captures = iter([{"plain": lambda: None, "dcl": lambda: None}, None])
+    monkeypatch.setattr(measure, "_captured", lambda *_: next(captures))
+    monkeypatch.setattr(planner, "check_choice", lambda *_: None)
+    with pytest.raises(ValueError, match="the network cannot be captured as a CUDA graph: it synchronises"):
+        dcl.plan(net(128), (256,), batch=4, ratio=0.1, select="faster", mode="graph")
+
+
+@pytest.mark.parametrize(("step", "tick"), [(3e-7, 1e-9), (3e-7, 1e-3), (4e-4, 1e-3), (0.5, 1e-3)])
+def test_a_step_shorter_than_the_tick_of_the_clock_has_its_time(monkeypatch, step, tick):
+    """On a clock that only steps move, and that shows whole ticks."""
+    passed = 0.0
+
+    def run(seconds):
+        nonlocal passed
+        passed += seconds
+
+    class Timer(benchmark.Timer):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, timer=lambda: passed // tick * tick, **settings)
+
+    monkeypatch.setattr(benchmark, "Timer", Timer)
+    times = measure.race({"plain": lambda: run(step), "dcl": lambda: run(step / 2)}, seconds=0.02)
+    assert all(len(measured) == measure.ROUNDS for measured in times.values())
+    for name, expected in (("plain", 1000 * step), ("dcl", 500 * step)):
+        assert all(abs(ms / expected - 1) <= 0.2 for ms in times[name]), times[name]
+    comparison = measure.compare({"plain": lambda: run(step), "dcl": lambda: run(step / 2)}, "eager", CPU, seconds=0.02)
+    assert comparison.ratio == pytest.approx(0.5, rel=0.2)
 
 
 # The plan afterwards

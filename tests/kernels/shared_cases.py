@@ -267,8 +267,12 @@ def second_derivative_case(device, dtype):
     return {"x": relative(mine, wanted)}
 
 
-def network_case(device, dtype):
-    """A converted network, its norms replaced as torch does it: gradients add up to those of all images."""
+def network_case(compiled, device, dtype):
+    """A converted network, its norms replaced as torch does it: gradients add up to those of all images.
+
+    Compiled, its layers run the same kernels beside the graph.
+    """
+    torch.compiler.reset()
     rank = distributed.get_rank()
     network = nn.Sequential(
         *(nn.Conv2d(6, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
@@ -278,8 +282,9 @@ def network_case(device, dtype):
     exact = deepcopy(network).double()
     network = nn.SyncBatchNorm.convert_sync_batchnorm(network).to(device, dtype, memory_format=torch.channels_last)
     xs = [torch.randn(b, 6, 9, 9) + 0.5 * r for r, b in enumerate((5, 3))]
+    run = torch.compile(network, backend="aot_eager" if device == "cpu" else "inductor") if compiled else network
     with dispatch.watch() as ran:
-        z = network(place(xs[rank], device, dtype))
+        z = run(place(xs[rank], device, dtype))
     assert dict(ran) == dict.fromkeys(KERNEL, 2)
     with dispatch.disabled():
         expected = exact(torch.cat(xs).double())
@@ -321,9 +326,10 @@ CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {
     "groups": groups_case,
     "one tensor": one_tensor_case,
     "second derivative": second_derivative_case,
-    "network": network_case,
+    "network": functools.partial(network_case, False),
+    "compiled network": functools.partial(network_case, True),
 }
-LIMITS = {"mean of 100 deviations": 5e-5, "network": 1e-4}
+LIMITS = {"mean of 100 deviations": 5e-5, "network": 1e-4, "compiled network": 1e-4}
 """Where float32 has fewer digits left than elsewhere: plain torch in one process has no more."""
 HALF = ["unequal batches", "biases", "many filters", "no input on one process", "linear"]
 AUTOCAST = {"autocast": (3, 5), "autocast, no input on one process": (0, 3)}

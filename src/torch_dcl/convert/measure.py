@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch_dcl.convert.trace import Call, evaluating
 from torch_dcl.convert.units import build, copy_flags, is_channels_last, kind_of, layer_weight, norm_settings
 from torch_dcl.fusion import ConceptFusion
 from torch_dcl.kernels import host
+
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Timer
 
 __all__ = [
     "compare", "compare_unit", "device_name", "measure_network", "measure_unit", "network_step", "race", "signature"
@@ -43,7 +46,7 @@ def race(
 ) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round. They take turns, so that a slow spell of the machine affects all.
 
-    A turn has this many seconds, at least one call; None for ``SECONDS``.
+    A turn has about this many seconds, at least one call; None for ``SECONDS``. No time is zero.
     """
     from torch.utils.benchmark import Timer  # it looks for a compiler when it is imported
 
@@ -57,12 +60,20 @@ def race(
     repeats = {}
     for name, timer in timers.items():
         timer.timeit(2)  # warm-up: allocations, autotuning, lazy initialisation
-        repeats[name] = max(1, int(seconds / max(timer.timeit(1).median, 1e-9)))
+        repeats[name] = _repeats(timer, seconds)
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
             times[name].append(1000 * timer.timeit(repeats[name]).median)
     return times
+
+
+def _repeats(timer: "Timer", seconds: float) -> int:
+    """How many calls a turn has: one alone may be shorter than the clock's tick, or mostly wait for the GPU."""
+    repeats = 1
+    while (took := repeats * timer.timeit(repeats).median) < seconds / 2:
+        repeats = min(10 * repeats, math.ceil(repeats * seconds / took))
+    return repeats
 
 
 def compare(
@@ -149,7 +160,10 @@ def device_name(model: nn.Module) -> str:
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return device.type
 
 
 def _settings(norm: nn.Module) -> tuple[object, ...]:

@@ -1,6 +1,7 @@
 """Select the units of a plan that make the network faster, timed in the mode in which it will run."""
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch_dcl.convert.measure import compare, compare_unit, device_name, networ
 from torch_dcl.convert.rows import SLOWER, UNCAPTURED, Choice, Comparison, Inputs, Mode, Phase, Plan, Row
 from torch_dcl.convert.trace import Trace
 from torch_dcl.convert.trial import temporary_mode
+from torch_dcl.progress import EVERY, error_console, say_minutes
 
 __all__ = ["select_faster"]
 
@@ -29,12 +31,26 @@ def select_faster(planned: Plan, model: nn.Module, traced: Trace, inputs: Inputs
     Raises:
         ValueError: The network does not run in the mode and the phase.
     """
-    choice = Choice(mode, phase, None)
+    choice, progress = Choice(mode, phase, None), _Progress()
     with temporary_mode(model, training=phase == "train"), torch.enable_grad():
         _try(model, inputs, choice, planned.example)
-        rows = _time_units(planned.rows, model, traced, choice)
+        rows = _time_units(planned.rows, model, traced, choice, progress)
         timed = replace(planned, rows=rows, device=device_name(model), choice=choice)
-        return _time_network(timed, model, inputs)
+        return _time_network(timed, model, inputs, progress)
+
+
+class _Progress:
+    """A line on stderr now and then, between measurements: a bar that moves would be measured too."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.monotonic()
+
+    def say(self, what: str) -> None:
+        """Print what is done, if nothing was printed for a while."""
+        now = time.monotonic()
+        if now - self._last >= EVERY:
+            self._last = now
+            error_console().print(f"{what} · {say_minutes(now - self._start)}", markup=False, soft_wrap=True)
 
 
 def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None:
@@ -53,22 +69,26 @@ def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None
         ) from None  # the message contains the error
 
 
-def _time_units(rows: Sequence[Row], model: nn.Module, traced: Trace, choice: Choice) -> tuple[Row, ...]:
+def _time_units(
+    rows: Sequence[Row], model: nn.Module, traced: Trace, choice: Choice, progress: _Progress
+) -> tuple[Row, ...]:
     """The rows with the time of every selected unit; those that are not faster are no longer selected."""
-    comparisons: dict[tuple[object, ...], Comparison | None] = {}
-    result = []
+    units = {}
     for row in rows:
-        if not row.selected:
-            result.append(row)
-            continue
-        module = model.get_submodule(row.name)
-        norm = None if row.norm is None else model.get_submodule(row.norm)
-        call = traced.calls[module][0]
-        key = signature(module, norm, row, call)
-        if key not in comparisons:
-            comparisons[key] = compare_unit(module, norm, row, call, choice.mode, choice.phase)
-        result.append(_keep_if_faster(replace(row, comparison=comparisons[key]), choice))
-    return tuple(result)
+        if row.selected:
+            module = model.get_submodule(row.name)
+            norm = None if row.norm is None else model.get_submodule(row.norm)
+            call = traced.calls[module][0]
+            units[row.name] = signature(module, norm, row, call), (module, norm, row, call)
+    distinct = dict(units.values())
+    comparisons: dict[tuple[object, ...], Comparison | None] = {}
+    for key, unit in distinct.items():
+        comparisons[key] = compare_unit(*unit, choice.mode, choice.phase)
+        progress.say(f"{len(comparisons)} of {len(distinct)} kinds of units timed, {choice.step}")
+    return tuple(
+        _keep_if_faster(replace(row, comparison=comparisons[units[row.name][0]]), choice) if row.selected else row
+        for row in rows
+    )
 
 
 def _keep_if_faster(row: Row, choice: Choice) -> Row:
@@ -85,7 +105,7 @@ def _deselect(row: Row, reason: str) -> Row:
     return replace(row, status="left", reason=reason, selected=False)
 
 
-def _time_network(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
+def _time_network(timed: Plan, model: nn.Module, inputs: Inputs, progress: _Progress) -> Plan:
     """The plan with as many of its units, the fastest first, as do not make the network slower."""
     choice = timed.choice
     units = sorted(timed.selected, key=lambda row: row.comparison.ratio if row.comparison else 1.0)
@@ -104,6 +124,7 @@ def _time_network(timed: Plan, model: nn.Module, inputs: Inputs) -> Plan:
                 f"the network {UNCAPTURED}: it synchronises with the GPU, or memory is short; choose "
                 'mode = "eager" or mode = "compile"'
             )
+        progress.say(f"network with {count} of {len(units)} faster units timed, {comparison} of plain")
         return comparison
 
     faster, comparisons = _bisect(len(units), compared)
