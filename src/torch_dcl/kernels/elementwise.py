@@ -249,14 +249,14 @@ class Cells(NamedTuple):
         _launch_images(self, tuple(x.shape), x.stride(), down, across, x.dtype, x.device)(x, out)
         return out
 
-    def room(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
+    def empty_filters(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor for filters of cells."""
         shape = (len(theta), self.channels, *self.kernel)
         return torch.empty_strided(shape, channels_last_strides(shape, 1), dtype=dtype, device=theta.device)
 
     def filters(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
         """The filters as filters of cells, in this dtype."""
-        out = self.room(theta, dtype)
+        out = self.empty_filters(theta, dtype)
         self._launch(theta, out, back=False)(out, theta)
         return out
 

@@ -1,14 +1,13 @@
 // Replays the host's work of a unit: torch's operations and kernel launches that Python recorded once.
 //
-// A tape is a list of steps over numbered tensors: operations of torch, kernels, and memory and views of it, which are
-// known beforehand and need no operation. A program is a forward tape with what must hold for it: the tensors'
-// metadata, settings of torch, and values in the dictionaries of modules. What learns becomes one node of autograd,
-// whose backward pass is a tape as well; Python records it with the first gradient, and computes second derivatives.
+// A tape is a list of steps over numbered tensors: torch operations, kernels, allocations and views; the sizes of the
+// latter two are recorded, so they need no operation. A program is a forward tape with its conditions: metadata of
+// tensors, torch settings, and values in the dictionaries of modules. With gradients it becomes one autograd node, whose
+// backward pass is a tape as well; Python records it with the first gradient, and computes double backward.
 //
-// An operation of torch can be served by tapes too, which is what compiled networks call: one for each kind of
-// arguments.
+// A torch operation can be served by tapes too, one for each kind of arguments. Compiled networks call these.
 //
-// `record.py` makes tapes and programs. Nothing here knows what a unit computes.
+// `record.py` makes tapes, `programs.py` programs. Nothing here depends on what a unit computes.
 
 #include <dlfcn.h>
 
@@ -54,7 +53,7 @@ bool is_ending() {
 #endif
 }
 
-// For what holds objects of Python, and may be left by a thread of autograd that does not have the interpreter.
+// For owners of Python objects that an autograd thread without the GIL may release.
 template <typename T>
 std::shared_ptr<T> share(T* made) {
   return std::shared_ptr<T>(made, [](T* object) {
@@ -110,17 +109,17 @@ struct Kernel {
   py::object call;  // the same launch from Python, for pointers that are not multiples of 16
 };
 
-struct Allocation {  // without going through the dispatcher's boxes
+struct Allocation {  // without a boxed call of the dispatcher
   int slot;
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
   at::Device device;
 };
 
-struct View {  // what a view is of its base is known beforehand
+struct View {  // recorded sizes and strides
   int base, slot;
   std::vector<int64_t> sizes, strides;
-  int64_t offset;  // behind the base's own
+  int64_t offset;  // relative to the base's own
 };
 
 struct Step {
@@ -354,7 +353,7 @@ struct Metadata {
   std::vector<int64_t> sizes, strides;
 };
 
-struct Entry {  // a place in a dictionary; that of the layer itself is looked up with every call
+struct Entry {  // a key of a dictionary; the layer's own dictionary is looked up in every call
   py::object dictionary, key;
 
   PyObject* get(PyObject* own) const {  // borrowed
@@ -385,14 +384,14 @@ struct Condition {
   bool equal(PyObject* found) const {
     if (found == expected.ptr()) return true;
     if (Py_TYPE(found) != Py_TYPE(expected.ptr())) return false;
-    // Modules compare by identity, which was asked first; numbers and tuples of numbers by value.
+    // Modules compare by identity, which was checked first; numbers and tuples of numbers by value.
     const int same = PyObject_RichCompareBool(found, expected.ptr(), Py_EQ);
     if (same < 0) PyErr_Clear();
     return same == 1;
   }
 };
 
-// Not a subclass, whose operations mean something else.
+// Not a subclass, whose operations may differ.
 const Tensor* plain_tensor(PyObject* object, PyObject* parameter) {
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (type != parameter && !THPVariable_CheckExact(object)) return nullptr;
@@ -409,14 +408,14 @@ struct Backward {
 
 struct Program {
   std::vector<Condition> conditions;
-  std::vector<Entry> sources;  // of the tape's inputs behind the first, which is the layer's
+  std::vector<Entry> sources;  // of all inputs of the tape but the first, the input of the layer
   std::vector<Metadata> metadata;
   bool learns = false, autocast = false;
   at::ScalarType autocast_dtype = at::kFloat, dtype = at::kFloat;
   std::shared_ptr<Tape> tape;
-  Slots differentiable;  // of the inputs, in the order of their gradients
-  Slots saved;           // inputs, behind them outputs of the tape (the result is the first of these), or -1
-  Slots held;            // inputs without gradients that second derivatives want
+  Slots differentiable;  // inputs with gradients, in the order of the gradients
+  Slots saved;           // inputs, continued by outputs of the tape (the first of these is the result), or -1
+  Slots held;            // inputs without gradients that double backward needs
   py::object backward;   // (grad, saved, held, needs, create_graph) -> gradients, tape or None
 
   std::mutex mutex;
@@ -491,7 +490,7 @@ Pointer make_node() {
   }
 }
 
-// Whether something is at work that must see every operation: a mode, a transform, a tracer.
+// Whether something must observe every operation: a mode, a transform or a tracer.
 bool observed() {
   return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::PythonTorchFunctionTLS::stack_len() > 0 ||
          c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
@@ -515,7 +514,7 @@ class Programs {
     return owner_().ptr() == layer.ptr();
   }
 
-  // z, or None where no program is for this call.
+  // z, or None if no program matches this call.
   py::object run(const py::object& layer, const py::object& input) {
     if (programs_.empty() || !belongs_to(layer) || observed()) return py::none();
     const Tensor* x = plain_tensor(input.ptr(), parameter_.ptr());
@@ -617,7 +616,7 @@ std::shared_ptr<Program> make_program(
 
 // ---------------------------------------------------------------------------------------------------- operations
 
-// What serves an operation: its tapes, one for each kind of arguments.
+// Serves an operation by its tapes, one for each kind of arguments.
 class Service {
  public:
   Service(std::string name, py::object record, py::object tf32)
@@ -650,7 +649,7 @@ class Service {
     }
   }
 
-  // The results of a call from Python, or null where it is not like any before.
+  // The results of a call from Python, or null if no tape matches.
   PyObject* call(PyObject* const* arguments, size_t count) {
     if (observed()) return nullptr;
     variable_list tensors;
@@ -681,7 +680,7 @@ class Service {
  private:
   struct Known {
     std::vector<Metadata> metadata;
-    std::vector<IValue> others;  // as many as arguments, none in the place of a tensor, of a list how long it is
+    std::vector<IValue> others;  // one per argument: none for a tensor, the length for a list
     bool tf32;
     std::shared_ptr<Tape> tape;
   };
@@ -724,7 +723,7 @@ class Service {
     return given.isNone() && known.isNone();
   }
 
-  // Of what is no number, text or tensor, such as a list, and of what has other types than were recorded: false.
+  // False for anything but numbers, texts and tensors, and for other types than the recorded ones.
   bool same(const IValue& known, PyObject* given) const {
     if (given == Py_None) return known.isNone();
     if (plain_tensor(given, parameter_.ptr()) != nullptr) return is_tensor(known);

@@ -175,7 +175,7 @@ class _Fuse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pre = ctx.saved_tensors
         if torch.is_grad_enabled():  # double backward: differentiate the reference
-            return None, None, *unit.again(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
+            return None, None, *unit.double_backward(launch.reference_fuse, grads[0], pre, (ctx.eps, ctx.pairs))
         return None, None, *launch.fuse_backward(grads[0], list(pre), ctx.eps, ctx.pairs)
 
 

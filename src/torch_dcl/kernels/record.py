@@ -1,10 +1,10 @@
 """Record the host's work of a unit as a tape: torch's operations and kernel launches, for `host` to replay.
 
-Which operations run depends on sizes, types, layouts and settings alone (`plans`), so a tape holds for every call that
-has the same. While one is recorded, everything runs as usual and is written down: operations as torch dispatches them,
-below autograd and autocast, and launches by `launcher`.
+The operations depend on sizes, dtypes, layouts and settings alone (`plans`), so a tape is valid for every call with the
+same. During a recording everything runs as usual: operations are recorded as torch dispatches them, below autograd and
+autocast, and launches by `launcher`.
 
-An operation that compilers cannot look into is done by tapes as well, one for each kind of arguments.
+Operations that are opaque to compilers are served by tapes too, one for each kind of arguments.
 """
 
 import functools
@@ -29,7 +29,7 @@ __all__ = [
 
 
 _TYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
-"""Types by their numbers in C++."""
+"""Dtypes by their numbers in C++."""
 _Step = tuple[str, tuple[Any, ...], list[int], list[int]]
 """A step: its kind, its arguments, and the numbers of the tensors that it reads and writes."""
 _ALLOCATIONS = frozenset(
@@ -41,37 +41,37 @@ _ALLOCATIONS = frozenset(
 
 
 class Recorded(NamedTuple):
-    """A unit's forward pass, as `unit` describes it for a program."""
+    """The recording of a unit's forward pass, from which `programs` makes a program."""
 
     inputs: list[Tensor | None]
     """Input, filters, weights, biases, and the tensors of the norm."""
     tape: Any
     dtype: torch.dtype
-    """What is computed in, and so the type of the first input."""
+    """The compute dtype, and so the dtype of the first input."""
     learns: bool
     differentiable: list[int]
-    """The inputs that have gradients, in the order of the gradients."""
+    """The inputs with gradients, in the order of the gradients."""
     saved: list[int]
-    """What backward is given: inputs, and behind all of them outputs of the tape."""
+    """The arguments of backward: numbers of inputs, continued by outputs of the tape."""
     held: list[int]
-    """Inputs that a second derivative wants, and which have no gradient."""
+    """Inputs without gradients that double backward needs."""
     backward: Callable[..., Any]
 
 
 class _RecordError(Exception):
-    """Something that a tape cannot hold."""
+    """An operation or argument that cannot be recorded."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Write every operation into the log of this thread."""
+    """Record every operation in the log of this thread."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._can_decompose():  # as one call less for each operation that is made of others
+        if func._can_decompose():  # record composite operations as their parts, which saves a call
             with self:
                 return func.decompose(*args, **(kwargs or {}))
-        log, recording.log = recording.log, None  # what an operation does itself is not a step of its own
+        log, recording.log = recording.log, None  # nested operations are not separate steps
         try:
             result = func(*args, **(kwargs or {}))
         finally:
@@ -85,16 +85,16 @@ def tape_of(
     library: ModuleType, inputs: Sequence[Tensor | None], compute: Callable[[], Any],
     outputs_of: Callable[[Any], Sequence[Tensor | None]],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Run something, and record it.
+    """Run a function, and record its tape.
 
     Args:
-        library: From `host`.
-        inputs: All tensors that it reads.
-        compute: What to run.
-        outputs_of: The tensors that matter, from what it returns.
+        library: The module of `host`.
+        inputs: All tensors that the function reads.
+        compute: The function.
+        outputs_of: Selects the output tensors from its result.
 
     Returns:
-        What it returned, and the tape; None for the latter if a tape cannot hold it.
+        The result, and the tape; None for the latter if it cannot be recorded.
     """
     log: list[tuple[Any, ...]] = []
     recording.log = log
@@ -104,28 +104,28 @@ def tape_of(
     finally:
         recording.log = None
     try:
-        return result, _made(library, log, inputs, outputs_of(result))
-    except (_RecordError, TypeError, ValueError, RuntimeError):  # the latter three are C++'s, of an argument
+        return result, _make_tape(library, log, inputs, outputs_of(result))
+    except (_RecordError, TypeError, ValueError, RuntimeError):  # the last three are raised by C++ for an argument
         return result, None
 
 
 def serve(library: ModuleType, name: str, function: Callable[..., Any]) -> None:
-    """Have an operation of torch done by tapes of a function: one is recorded for each kind of arguments.
+    """Implement a torch operation by tapes of a function; one is recorded for each kind of arguments.
 
     Args:
-        library: From `host`.
-        name: Of the operation, which is there without a kernel.
-        function: What it computes: one new tensor, or a tuple of them.
+        library: The module of `host`.
+        name: The name of the operation, which is defined without a kernel.
+        function: The computation, which returns one new tensor, or a tuple or a list of them.
     """
     names = list(inspect.signature(function).parameters.values())
     of_type = [i for i, name in enumerate(names) if name.annotation is torch.dtype]
 
     def record(*numbers: Any) -> tuple[list[Tensor], Any]:
-        given = [_TYPES[value] if i in of_type else value for i, value in enumerate(numbers)]
+        arguments = [_TYPES[value] if i in of_type else value for i, value in enumerate(numbers)]
         tensors = [
-            t for value in given for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)
+            t for value in arguments for t in (value if isinstance(value, list) else [value]) if isinstance(t, Tensor)
         ]
-        result, tape = tape_of(library, tensors, lambda: function(*given), lambda found: list(_flat(found)))
+        result, tape = tape_of(library, tensors, lambda: function(*arguments), lambda result: list(_flat(result)))
         return list(_flat(result)), tape
 
     keys = ["CUDA", "CPU"] if kernels.INTERPRETED else ["CUDA"]
@@ -134,33 +134,33 @@ def serve(library: ModuleType, name: str, function: Callable[..., Any]) -> None:
 
 
 class _Numbers:
-    """Numbers of tensors, by identity: all of them are alive as long as the log is."""
+    """Numbers of tensors, by identity: the log keeps all of them alive."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        self.known = {id(t): i for i, t in enumerate(inputs) if t is not None}
+        self._numbers = {id(t): i for i, t in enumerate(inputs) if t is not None}
         self.count = len(inputs)
 
     def of(self, tensor: Tensor) -> int:
-        number = self.known.get(id(tensor))
+        number = self._numbers.get(id(tensor))
         if number is None:
             raise _RecordError("a tensor from elsewhere")
         return number
 
     def alias(self, tensor: Tensor, other: Tensor) -> None:
-        """Give a tensor the number of one that it is the same as."""
-        self.known[id(tensor)] = self.of(other)
+        """Give a tensor the number of another one that it equals."""
+        self._numbers[id(tensor)] = self.of(other)
 
     def new(self, tensor: object) -> int:
-        """The number of a result; none of what is no tensor."""
+        """The number of a result; -1 for anything but a tensor."""
         if not isinstance(tensor, Tensor):
             return -1
-        if id(tensor) not in self.known:
-            self.known[id(tensor)] = self.count
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = self.count
             self.count += 1
-        return self.known[id(tensor)]
+        return self._numbers[id(tensor)]
 
 
-def _made(
+def _make_tape(
     library: ModuleType, log: Sequence[tuple[Any, ...]], inputs: Sequence[Tensor | None],
     outputs: Sequence[Tensor | None],
 ) -> Any:  # fmt: skip
@@ -178,23 +178,23 @@ def _made(
             steps.append(_allocation(result, numbers))
         else:
             steps.append(_operation(library, what, args, kwargs, result, numbers))
-    found = [-1 if t is None else numbers.of(t) for t in outputs]
+    results = [-1 if t is None else numbers.of(t) for t in outputs]
     last = {number: i for i, (_, _, read, written) in enumerate(steps) for number in (*read, *written)}
-    tape = library.Tape(len(inputs), numbers.count, found)
-    for i, (kind, given, _, _) in enumerate(steps):
-        done = [n for n, at in last.items() if at == i and n >= len(inputs) and n not in found]
-        getattr(tape, kind)(*given, done)
+    tape = library.Tape(len(inputs), numbers.count, results)
+    for i, (kind, arguments, _, _) in enumerate(steps):
+        last_read = [n for n, at in last.items() if at == i and n >= len(inputs) and n not in results]
+        getattr(tape, kind)(*arguments, last_read)
     return tape
 
 
-def _allocation(made: Tensor, numbers: _Numbers) -> _Step:
-    """Memory of the size, the layout and the type that an operation gave."""
-    number = numbers.new(made)
-    return "allocation", (number, list(made.shape), list(made.stride()), made.dtype, made.device), [], [number]
+def _allocation(result: Tensor, numbers: _Numbers) -> _Step:
+    """The allocation of memory with the shape, strides and dtype of a result."""
+    number = numbers.new(result)
+    return "allocation", (number, list(result.shape), list(result.stride()), result.dtype, result.device), [], [number]
 
 
 def _views(base: Tensor, result: Any, numbers: _Numbers, inputs: int) -> Iterator[_Step]:
-    """Views of a tensor, by where they begin; what is no more than the tensor itself needs none, unless it is given."""
+    """Views of a tensor, by their offsets; a view that equals the tensor is an alias, unless the tensor is an input."""
     of = numbers.of(base)
     for view in _flat(result):
         if view.dtype != base.dtype:
@@ -210,27 +210,27 @@ def _views(base: Tensor, result: Any, numbers: _Numbers, inputs: int) -> Iterato
 def _operation(
     library: ModuleType, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, numbers: _Numbers
 ) -> _Step:
-    """An operation of torch, its arguments in the order of its schema."""
-    schema, given, read = func._schema, [], []
+    """A torch operation, with its arguments in the order of the schema."""
+    schema, arguments, read = func._schema, [], []
     for i, argument in enumerate(schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         tensors = [t for t in value if isinstance(t, Tensor)] if isinstance(value, list | tuple) else []
         if isinstance(value, Tensor):
             read.append(numbers.of(value))
-            given.append(library.Slot(read[-1]))
+            arguments.append(library.Slot(read[-1]))
         elif tensors:
             if len(tensors) != len(value):
                 raise _RecordError("a list with gaps")
             read += (own := [numbers.of(t) for t in tensors])
-            given.append([library.Slot(number) for number in own])
+            arguments.append([library.Slot(number) for number in own])
         else:
-            given.append(value)
+            arguments.append(value)
     written = [numbers.new(t) for t in _flat(result)]
-    return "operation", (schema.name, schema.overload_name, given, written), read, [n for n in written if n >= 0]
+    return "operation", (schema.name, schema.overload_name, arguments, written), read, [n for n in written if n >= 0]
 
 
 def _flat(result: Any) -> Iterator[Any]:
-    """Results one by one, those of lists as well."""
+    """Iterate over results, including those in lists."""
     for item in result if isinstance(result, tuple | list) else (result,):
         if isinstance(item, tuple | list):
             yield from item
@@ -238,39 +238,41 @@ def _flat(result: Any) -> Iterator[Any]:
             yield item
 
 
-def _launch(launch: Launch, given: Sequence[Any], numbers: _Numbers) -> _Step:
-    """A launch: by the handle of its kernel if that is all there is to it, else by a call from C++."""
-    tensors = [value if isinstance(value, Tensor) else value.base for value in given if value is not None]
+def _launch(launch: Launch, arguments: Sequence[Any], numbers: _Numbers) -> _Step:
+    """A launch by the handle of its kernel if possible, else by a call to Python."""
+    tensors = [value if isinstance(value, Tensor) else value.base for value in arguments if value is not None]
     read = [numbers.of(t) for t in tensors]
-    direct = _direct(launch) if len(tensors) == len(given) and all(isinstance(v, Tensor) for v in given) else None
+    direct = (
+        _direct(launch) if len(tensors) == len(arguments) and all(isinstance(v, Tensor) for v in arguments) else None
+    )
     if direct is None:
-        return "kernel", (_Call(launch, given), read, 0, (0, 0, 0), 0, 0, 0, []), read, []
+        return "kernel", (_Call(launch, arguments), read, 0, (0, 0, 0), 0, 0, 0, []), read, []
     return "kernel", (launch, read, *direct), read, []
 
 
 class _Call:
-    """A launch on tensors some of which are described to it, or are not there."""
+    """A launch whose arguments include tensor descriptors or None."""
 
-    def __init__(self, launch: Launch, given: Sequence[Any]) -> None:
+    def __init__(self, launch: Launch, arguments: Sequence[Any]) -> None:
         self.launch = launch
-        self.forms = [None if v is None else () if isinstance(v, Tensor) else _form(v) for v in given]
+        self.forms = [None if v is None else () if isinstance(v, Tensor) else _form(v) for v in arguments]
 
     def __call__(self, *tensors: Tensor) -> None:
         rest = iter(tensors)
-        given: list[Any] = [
+        arguments: list[Any] = [
             None if form is None else form[0](next(rest), *form[1:]) if form else next(rest) for form in self.forms
         ]
-        self.launch(*given)
+        self.launch(*arguments)
 
 
-def _form(described: Any) -> tuple[Any, ...]:
-    """How the copy engine was told of a tensor."""
-    d = described
+def _form(descriptor: Any) -> tuple[Any, ...]:
+    """The class and the arguments of a tensor descriptor."""
+    d = descriptor
     return type(d), list(d.shape), list(d.strides), list(d.block_shape), d.layout
 
 
 def _direct(launch: Launch) -> tuple[Any, ...] | None:
-    """Handle, grid, threads, shared memory, device and arguments of a kernel; None where a launch takes more."""
+    """Handle, grid, threads, shared memory, device and arguments of a kernel; None if its launch needs more."""
     if launch.binary is None or launch.compiled is None:
         return None
     compiled = launch.compiled
@@ -298,47 +300,47 @@ def _direct(launch: Launch) -> tuple[Any, ...] | None:
 
 
 def _parameters(ptx: str) -> int:
-    """How many parameters a kernel has in its assembly."""
+    """The number of parameters of a kernel in its assembly."""
     entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.DOTALL)
     return 0 if entry is None else entry[1].count(".param")
 
 
-# Operations of torch: open to compilers, closed to them, or both
+# Torch operations: traceable by compilers (open), opaque (closed), or both
 
 
 LIBRARY = torch.library.Library("torch_dcl", "FRAGMENT")
 _closed: dict[str, Callable[..., Any]] = {}
-"""What closed operations compute, by name."""
+"""The functions of closed operations, by name."""
 
 
 def operation(name: str, *, closed: bool = False, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of a function that launches kernels: open to a compiler, unless kernels are interpreted.
+    """Register a function that launches kernels as an open operation, or as an opaque one if kernels are interpreted.
 
     Args:
-        name: Of the operation.
-        closed: Whether to have it closed to compilers as well, by another name.
-        mutates: Arguments that it writes into.
+        name: The name of the operation.
+        closed: Whether to register a closed operation as well.
+        mutates: The arguments that it writes to.
     """
 
     def register(function: Callable[..., Any]) -> Any:
         if kernels.INTERPRETED:
-            made = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
-            made.register_fake(function)
+            registered = torch.library.custom_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
+            registered.register_fake(function)
         else:
-            made = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
+            registered = torch.library.triton_op(f"torch_dcl::{name}", mutates_args=mutates)(function)
         if closed:
             closed_operation(name, mutates=mutates)(function)
-        return made
+        return registered
 
     return register
 
 
 def closed_operation(name: str, *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of a function that a compiler cannot look into, ``closed_`` before its name.
+    """Register a function as a closed operation ``closed_NAME``, which is opaque to compilers.
 
     Args:
-        name: Of the operation.
-        mutates: Arguments that it writes into.
+        name: The name of the operation.
+        mutates: The arguments that it writes to.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -355,10 +357,10 @@ def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function on fake tensors, without its launches."""
 
     @functools.wraps(function)
-    def fake(*given: Any) -> Any:
+    def fake(*arguments: Any) -> Any:
         before, recording.silent = recording.silent, True
         try:
-            return function(*given)
+            return function(*arguments)
         finally:
             recording.silent = before
 
@@ -367,12 +369,12 @@ def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.assume_constant_result
 def prefix_of_operations() -> str:
-    """Which operations a compiler is to call: the closed ones where they can be replayed."""
+    """The prefix of the operations for a compiler: ``closed_`` if they can be replayed, else empty."""
     return "closed_" if _serve_all(host.wait()) else ""
 
 
 def replayed_operation(name: str) -> Any | None:
-    """A closed operation, for a call outside of a compiler; None as long as there is no library to replay it."""
+    """A closed operation, to call outside of a compiler; None as long as there is no library to replay it."""
     return getattr(torch.ops.torch_dcl, f"closed_{name}").default if _serve_all(host.library()) else None
 
 

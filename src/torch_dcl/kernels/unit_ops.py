@@ -1,7 +1,7 @@
-"""A whole unit as operations of torch that compiled networks call, closed to the compiler and replayed by `host`.
+"""A whole unit as torch operations for compiled networks, opaque to the compiler and replayed by `host`.
 
-What a compiler would generate for a unit is a few calls from Python: a cast, a convolution, kernels. In one operation
-there is no Python between them. The arithmetic is that of `unit`; where `host` is not there, compilers see the parts
+A compiler would generate several calls from Python for a unit: a cast, a convolution, kernels. One operation avoids
+the Python between them. The arithmetic is that of `unit`; without `host`, compilers trace the operations of each stage
 instead (`ops`).
 """
 
@@ -22,31 +22,31 @@ from torch_dcl.kernels.unit import Settings, Stage
 __all__ = ["run"]
 
 _NOT, _FIXED, _BATCH = range(3)
-"""What normalises the responses: nothing, running statistics, those of the batch."""
+"""The norm of the responses: none, by running statistics, or by those of the batch."""
 
 
 def run(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, stage: Stage, widths: tuple[int, ...], eps: float,
     pairs: bool, norm: Norm | None,
 ) -> Tensor:  # fmt: skip
-    """z of an input in the type that is computed in, of rows or of images in channels_last; tracks running statistics.
+    """z of an input in the compute dtype, of rows or of images in channels_last; updates running statistics.
 
-    A compiler guards every name that it looks up here, and checks these guards in every call: there are few.
+    A compiler guards every name that is looked up here, and checks these guards in every call, so there are few.
     """
     learns = torch.is_grad_enabled()
     gamma, beta, mean, variance, tracked = (None,) * 5 if norm is None else norm[:5]
     fixed, norm_eps, momentum = (None, 0.0, 0.0) if norm is None else (norm.fixed, norm.eps, norm.momentum)
     needs = (x.requires_grad, theta.requires_grad) if learns else (False, False)
     _, stride, padding, dilation = stage
-    how, keep = _written(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
-    given = (x, theta, weight, bias, gamma, beta, mean, variance)
+    how, keep = _encode(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
+    tensors = (x, theta, weight, bias, gamma, beta, mean, variance)
     if fixed is not False and not learns:
-        return _infer(*given, how, eps, norm_eps)  # type: ignore[no-any-return]
-    with torch.no_grad():  # what writes into buffers can have no gradients itself
+        return _infer(*tensors, how, eps, norm_eps)  # type: ignore[no-any-return]
+    with torch.no_grad():  # an operation that mutates buffers cannot have gradients
         if fixed is False and mean is not None:
-            results = _compute_tracked(*given, tracked, how, eps, norm_eps, momentum)
+            results = _compute_tracked(*tensors, tracked, how, eps, norm_eps, momentum)
         else:
-            results = _compute(*given, how, eps, norm_eps)
+            results = _compute(*tensors, how, eps, norm_eps)
     z: Tensor = results[0]
     if not learns:
         return z
@@ -61,7 +61,7 @@ def run(
 
 
 class _Attached(torch.autograd.Function):
-    """z, found already, with its gradients."""
+    """Attach gradients to a computed z."""
 
     @staticmethod
     def forward(
@@ -92,10 +92,10 @@ class _Attached(torch.autograd.Function):
         )  # fmt: skip
 
 
-class _How(NamedTuple):
-    """What a unit computes beside its tensors, but for numbers that may change.
+class _UnitConfig(NamedTuple):
+    """The settings of a unit, except numbers that may change.
 
-    Operations take it as one text: each argument takes time in each call.
+    Operations receive them as one text, since each argument costs time in each call.
     """
 
     stride: tuple[int, ...]
@@ -105,8 +105,8 @@ class _How(NamedTuple):
     pairs: bool
     keep: bool
     kind: int
-    of_theta: torch.dtype
-    of_weight: torch.dtype
+    theta_dtype: torch.dtype
+    weight_dtype: torch.dtype
     needs_x: bool
     needs_theta: bool
 
@@ -116,42 +116,39 @@ class _How(NamedTuple):
         return Settings(stage, channels, self.T, eps, self.pairs, self.keep, x.dtype)
 
     def norm(self, *tensors: Tensor | None, eps: float = 0.0, momentum: float | None = 0.0) -> Norm | None:
-        """Of γ, β, means, variances and a count."""
+        """The norm from γ, β, means, variances and a count."""
         if self.kind == _NOT:
             return None
         return Norm(*tensors, eps, momentum, fixed=self.kind == _FIXED)  # type: ignore[misc, call-arg, arg-type]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _written(
+def _encode(
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], widths: tuple[int, ...], pairs: bool,
-    fixed: bool | None, dtype: torch.dtype, of_theta: torch.dtype, of_weight: torch.dtype, *needs: bool,
+    fixed: bool | None, dtype: torch.dtype, theta_dtype: torch.dtype, weight_dtype: torch.dtype, *needs: bool,
 ) -> tuple[str, bool]:  # fmt: skip
-    """The settings of a unit as text, and whether it keeps the responses.
-
-    Of a norm, whether its statistics are fixed is given, None without one; and the types of the tensors.
-    """
+    """The settings of a unit as text, and whether it saves the responses; ``fixed`` is None without a norm."""
     kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
     keep = fixed is None and (not stride or widths[0] > max_fused_width(dtype))
-    types = (str(t).removeprefix("torch.") for t in (of_theta, unit.gradient_type(dtype, of_weight)))
+    types = (str(t).removeprefix("torch.") for t in (theta_dtype, unit.gradient_type(dtype, weight_dtype)))
     return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs)), keep
 
 
 @functools.cache
-def _read(how: str) -> _How:
+def _decode(how: str) -> _UnitConfig:
     values = ast.literal_eval(how)
-    return _How(*(getattr(torch, value) if isinstance(value, str) else value for value in values))
+    return _UnitConfig(*(getattr(torch, value) if isinstance(value, str) else value for value in values))
 
 
 def _last(x: Tensor, spatial: int) -> Tensor:
-    """In channels_last, as it is already unless a library of convolutions does otherwise."""
+    """In channels_last; no copy, unless a convolution library returned another layout."""
     return x.contiguous(memory_format=torch.channels_last) if spatial else x
 
 
 def _forward(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings, norm: Norm | None
 ) -> list[Tensor]:
-    """z, y, and what backward needs and does not have: W in the type of x, what stage 2 keeps, θ in that type."""
+    """z, y, and what backward needs besides the inputs: W in the dtype of x, what stage 2 saves, θ in that dtype."""
     if is_traced(x):
         return _shapes(x, theta, weight, settings, norm)
     z, theta_low, y, _, (low, other) = unit.forward(x, theta, weight, bias, settings, norm, True)
@@ -160,16 +157,16 @@ def _forward(
         theta_low = None
     if weight.dtype == x.dtype and norm is None:
         low = None
-    return _present(_last(z, spatial), _last(y, spatial), low, other, theta_low)
+    return _existing(_last(z, spatial), _last(y, spatial), low, other, theta_low)
 
 
-def _present(*tensors: Tensor | None) -> list[Tensor]:
-    """An operation returns the tensors that exist: each takes time in each call."""
+def _existing(*tensors: Tensor | None) -> list[Tensor]:
+    """The existing tensors: each result costs time in each call of an operation."""
     return [t for t in tensors if t is not None]
 
 
 def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: Norm | None) -> list[Tensor]:
-    """What `_forward` gives, for fake tensors."""
+    """The results of `_forward` for fake tensors."""
     stage, channels, T, *_, keep, dtype = settings
     assert stage is not None
     theta_low = theta.to(dtype)
@@ -188,7 +185,7 @@ def _shapes(x: Tensor, theta: Tensor, weight: Tensor, settings: Settings, norm: 
         other = x.new_empty(size, dtype=torch.float32)
     elif keep:
         other = x.new_empty(T, y.numel() // y.shape[channels], N)
-    return _present(z, y, low, other, theta_low if needs_low else None)
+    return _existing(z, y, low, other, theta_low if needs_low else None)
 
 
 @closed_operation("unit")
@@ -196,9 +193,9 @@ def _op_unit(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor | None, variance: Tensor | None, how: str, eps: float, norm_eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    done = _read(how)
-    norm = done.norm(gamma, beta, mean, variance, None, eps=norm_eps)
-    return _forward(x, theta, weight, bias, done.settings(x, eps), norm)
+    config = _decode(how)
+    norm = config.norm(gamma, beta, mean, variance, None, eps=norm_eps)
+    return _forward(x, theta, weight, bias, config.settings(x, eps), norm)
 
 
 @closed_operation("unit_tracked", mutates=("mean", "variance", "tracked"))
@@ -206,10 +203,10 @@ def _op_unit_tracked(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor, variance: Tensor, tracked: Tensor, how: str, eps: float, norm_eps: float, momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same, of as many tensors in every case: a compiler takes no list from what writes into its inputs."""
-    done = _read(how)
-    norm = done.norm(gamma, beta, mean, variance, tracked, eps=norm_eps, momentum=momentum)
-    results = _forward(x, theta, weight, bias, done.settings(x, eps), norm)
+    """`_op_unit` with a fixed number of results: torch allows no list from an operation that mutates its inputs."""
+    config = _decode(how)
+    norm = config.norm(gamma, beta, mean, variance, tracked, eps=norm_eps, momentum=momentum)
+    results = _forward(x, theta, weight, bias, config.settings(x, eps), norm)
     return (*results, x.new_empty(0))[:5]  # type: ignore[return-value]
 
 
@@ -218,11 +215,11 @@ def _op_unit_infer(
     x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
     mean: Tensor | None, variance: Tensor | None, how: str, eps: float, norm_eps: float,
 ) -> Tensor:  # fmt: skip
-    done = _read(how)
-    norm, settings = done.norm(gamma, beta, mean, variance, None, eps=norm_eps), done.settings(x, eps)
+    config = _decode(how)
+    norm, settings = config.norm(gamma, beta, mean, variance, None, eps=norm_eps), config.settings(x, eps)
     if is_traced(x):
         return _shapes(x, theta, weight, settings, norm)[0]
-    return _last(unit.forward(x, theta, weight, bias, settings, norm, False)[0], len(done.stride))
+    return _last(unit.forward(x, theta, weight, bias, settings, norm, False)[0], len(config.stride))
 
 
 @closed_operation("unit_backward")
@@ -230,39 +227,37 @@ def _op_unit_backward(
     grad: Tensor, x: Tensor, theta_low: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, other: Tensor | None,
     how: str, eps: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the input, the filters, the weights and the biases; behind a norm, what `moments` gives instead.
-
-    Those of input, filters and biases only where they are needed.
-    """
-    done = _read(how)
-    norm = done.norm(*(None,) * 5)
+    """The gradients of weights and, if needed, of input, filters and biases; with a norm, the results of `moments`."""
+    config = _decode(how)
+    norm = config.norm(*(None,) * 5)
     bias = bias if norm is None else None
     if is_traced(x):
-        return _shapes_of_gradients(x, theta_low, low, bias, norm, done)
-    settings, low = done.settings(x, eps), low.contiguous()
-    plan = plan_for(y, low, bias, settings.channels, done.T, eps, done.pairs, done.keep, norm)
-    known = (low, other)
-    needs, of_theta = (done.needs_x, done.needs_theta), done.of_theta
+        return _shapes_of_gradients(x, theta_low, low, bias, norm, config)
+    settings, low = config.settings(x, eps), low.contiguous()
+    plan = plan_for(y, low, bias, settings.channels, config.T, eps, config.pairs, config.keep, norm)
+    saved = (low, other)
+    needs, theta_dtype = (config.needs_x, config.needs_theta), config.theta_dtype
     dx, dtheta, dweight, dbias, numbers = unit.gradients(
-        plan, settings, grad, x, theta_low, y, bias, known, done.of_weight, needs, of_theta
+        plan, settings, grad, x, theta_low, y, bias, saved, config.weight_dtype, needs, theta_dtype
     )
     if dx is not None:
-        dx = _last(dx, len(done.stride))
-    if dtheta is not None and (dtheta.dtype != of_theta or dtheta.stride() != theta_low.stride()):
-        dtheta = torch.empty_like(theta_low, dtype=of_theta).copy_(dtheta)
-    return _present(dx, dtheta, dweight, dbias if norm is None else numbers)
+        dx = _last(dx, len(config.stride))
+    if dtheta is not None and (dtheta.dtype != theta_dtype or dtheta.stride() != theta_low.stride()):
+        dtheta = torch.empty_like(theta_low, dtype=theta_dtype).copy_(dtheta)
+    return _existing(dx, dtheta, dweight, dbias if norm is None else numbers)
 
 
 def _shapes_of_gradients(
-    x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, norm: Norm | None, how: _How
+    x: Tensor, theta_low: Tensor, low: Tensor, bias: Tensor | None, norm: Norm | None, config: _UnitConfig
 ) -> list[Tensor]:
-    """What the operation above gives, for fake tensors."""
-    T, N = how.T, low.shape[1]
-    dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if how.needs_x else None
-    dtheta = torch.empty_like(theta_low, dtype=how.of_theta) if how.needs_theta else None
-    dbias = None if bias is None else x.new_empty(T, N, dtype=how.of_weight)
+    """The results of `_op_unit_backward` for fake tensors."""
+    T, N = config.T, low.shape[1]
+    dx = _last(x.new_empty(x.shape), theta_low.dim() - 2) if config.needs_x else None
+    dtheta = torch.empty_like(theta_low, dtype=config.theta_dtype) if config.needs_theta else None
+    dbias = None if bias is None else x.new_empty(T, N, dtype=config.weight_dtype)
     numbers = None if norm is None else x.new_empty(5, T * N, dtype=torch.float32)
-    return _present(dx, dtheta, low.new_empty(low.shape, dtype=how.of_weight), dbias if norm is None else numbers)
+    dweight = low.new_empty(low.shape, dtype=config.weight_dtype)
+    return _existing(dx, dtheta, dweight, dbias if norm is None else numbers)
 
 
 _infer = torch.ops.torch_dcl.closed_unit_infer.default

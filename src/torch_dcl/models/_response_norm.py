@@ -54,7 +54,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a second derivative, which torch's own has
-            (dx,) = unit.again(_reference, grads[0], (x,), ctx.settings)
+            (dx,) = unit.double_backward(_reference, grads[0], (x,), ctx.settings)
         else:
             dx = _backward_kernel(grads[0], x, *ctx.settings)
         return dx, None, None, None, None
