@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, advance_branches_, functional, kernels
-from torch_dcl.kernels import dispatch, host, ops, unit
+from torch_dcl.kernels import dispatch, host, launch, unit
 
 CASES: dict[str, Callable[[str, torch.dtype], Errors]] = {}
 WITHOUT = " without kernels"
@@ -778,7 +778,7 @@ def transpose_case(shape, channels, device, dtype):
                 "expanded": torch.ones((), dtype=dtype, device=device).expand(shape),
             }  # fmt: skip
             for call in range(3):  # the second is recorded, and the third replayed
-                found = ops.transpose(own, channels, name == "to the end", dtype)
+                found = launch.to_layout(own, channels, name == "to the end", dtype)
                 assert found.stride() == other.stride() or 1 in shape or 0 in shape
                 assert found.dtype == dtype
                 errors[f"{wide} {name}, call {call}"] = float((found - other.to(dtype)).abs().sum())

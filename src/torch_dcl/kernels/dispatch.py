@@ -245,7 +245,7 @@ def should_transpose(x: Tensor, channels: int = 1, *, cast: bool = False) -> boo
 
 def transpose(x: Tensor, channels: int = 1, *, last: bool, cast: bool = False) -> Tensor:
     """Copy x to channels_last (``last``) or to torch's default layout; with ``cast`` in the autocast dtype."""
-    return ops.transpose(x, channels, last, _type_of(x, cast))
+    return launch.to_layout(x, channels, last, _type_of(x, cast))
 
 
 def _is_channels_first(x: Tensor, channels: int) -> bool:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from torch_dcl import functional, kernels
 from torch_dcl.kernels.launcher import is_traced
+from torch_dcl.kernels.record import closed_operation, replayed_operation
 
 if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_FILTERS_IN_REGISTERS", "Norm", "cast", "channels_last_strides", "flatten_positions", "fuse", "fuse_backward",
     "hopper_kernels_for", "is_channels_last", "matmul_out", "max_fused_width", "products", "reference_fuse",
-    "responses", "strides_match", "transpose", "unflatten_positions", "uses_tensor_cores",
+    "responses", "strides_match", "to_layout", "transpose", "unflatten_positions", "uses_tensor_cores",
 ]  # fmt: skip
 
 
@@ -66,6 +67,52 @@ def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tenso
 
     with kernels.on_device_of(x):
         return elementwise.transpose(x, channels, last, dtype)
+
+
+def to_layout(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """x in channels_last (``last``) or in torch's default layout; no copy if it has that layout already."""
+    has_layout = is_channels_last(x, channels) if last else x.is_contiguous()
+    if has_layout or torch.compiler.is_compiling():  # a compiler fuses the transpose with its neighbours
+        low = x.to(dtype)
+        return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
+    if not torch.is_grad_enabled():
+        return _transpose(x, channels, last, dtype)
+    transposed: Tensor = _Transpose.apply(x, channels, last, dtype)
+    return transposed
+
+
+@closed_operation("transpose")
+def _op_transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    return transpose(x, channels, last, dtype)
+
+
+def _transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+    """A copy, replayed if one like it was made before; sizes that do not return are not worth recording."""
+    kind = x.shape, channels, last, dtype, x.dtype
+    if kind in _transposed and (operation := replayed_operation("transpose")) is not None:
+        copy: Tensor = operation(x, channels, last, dtype)
+        return copy
+    if len(_transposed) >= _MOST_TRANSPOSED:
+        _transposed.clear()
+    _transposed.add(kind)
+    return transpose(x, channels, last, dtype)
+
+
+_transposed: set[tuple[object, ...]] = set()
+_MOST_TRANSPOSED = 512
+
+
+class _Transpose(torch.autograd.Function):
+    """A copy in another memory layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
+        ctx.back = channels, not last, x.dtype
+        return _transpose(x, channels, last, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return to_layout(grads[0], *ctx.back), None, None, None
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,16 +19,9 @@ from torch_dcl.kernels import launch, unit
 from torch_dcl.kernels.launch import Norm
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.plans import Plan, Saved, plan_for, statistics_for
-from torch_dcl.kernels.record import (
-    LIBRARY,
-    call_of,
-    closed_operation,
-    operation,
-    prefix_of_operations,
-    replayed_operation,
-)
+from torch_dcl.kernels.record import LIBRARY, call_of, operation, prefix_of_operations
 
-__all__ = ["fuse", "linear", "project", "transpose"]
+__all__ = ["fuse", "linear", "project"]
 
 
 def fuse(pre: Sequence[Tensor], eps: float, *, pairs: bool) -> Tensor:
@@ -107,39 +100,6 @@ class _Normed(torch.autograd.Function):
         return None, dy, dweight, dbias, dgamma, dbeta, *(None,) * 6
 
 
-def transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """x in channels_last (``last``) or in torch's default layout; no copy if it has that layout already."""
-    has_layout = launch.is_channels_last(x, channels) if last else x.is_contiguous()
-    if has_layout or torch.compiler.is_compiling():  # a compiler fuses the transpose with its neighbours
-        low = x.to(dtype)
-        return low.movedim(channels, -1).contiguous().movedim(-1, channels) if last else low.contiguous()
-    if not torch.is_grad_enabled():
-        return _transpose(x, channels, last, dtype)
-    transposed: Tensor = _Transpose.apply(x, channels, last, dtype)
-    return transposed
-
-
-@closed_operation("transpose")
-def _op_transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    return launch.transpose(x, channels, last, dtype)
-
-
-def _transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """A copy, replayed if one like it was made before; sizes that do not return are not worth recording."""
-    kind = x.shape, channels, last, dtype, x.dtype
-    if kind in _transposed and (operation := replayed_operation("transpose")) is not None:
-        copy: Tensor = operation(x, channels, last, dtype)
-        return copy
-    if len(_transposed) >= _MOST_TRANSPOSED:
-        _transposed.clear()
-    _transposed.add(kind)
-    return launch.transpose(x, channels, last, dtype)
-
-
-_transposed: set[tuple[object, ...]] = set()
-_MOST_TRANSPOSED = 512
-
-
 def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
     """``F.linear`` with the half-precision copy of a weight; the gradient goes to the weight itself."""
     if torch.compiler.is_compiling():
@@ -147,19 +107,6 @@ def linear(x: Tensor, low: Tensor, weight: Tensor) -> Tensor:
         return compiled
     y: Tensor = _Linear.apply(x, low, weight)
     return y
-
-
-class _Transpose(torch.autograd.Function):
-    """A copy in another memory layout."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-        ctx.back = channels, not last, x.dtype
-        return _transpose(x, channels, last, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return transpose(grads[0], *ctx.back), None, None, None
 
 
 class _Fuse(torch.autograd.Function):
