@@ -200,6 +200,25 @@ def test_the_networks_of_the_readme():
     assert {key for key in rows if key[1] == "train"} <= shown
 
 
+def test_networks_of_units_that_are_faster():
+    rows = {
+        (r["network"], r["phase"]): r
+        for r in results("networks.csv")
+        if (r["selection"], r["mode"]) == ("faster", "compile")
+    }
+    every = {r["network"]: r["units"] for r in results("networks.csv") if r["selection"] == "all"}
+    shown = []
+    for name, units, weights, time in table_under('| `select="faster"` |', SPEED):
+        network, kind = name.split(", ")
+        key = NETWORKS[network], {"compiled training step": "train", "compiled inference": "infer"}[kind]
+        row = rows[key]
+        assert units == f"{row['units']} of {every[key[0]]}"
+        agree(weights, float(row["weights_ratio"]))
+        agree(time, float(row["ratio"]), float(row["spread"]))
+        shown.append(key)
+    assert shown == list(rows)
+
+
 def test_the_host_time_of_a_unit():
     rows = {row["unit"]: row for row in results("host.csv") if row["contender"] == "dcl"}
     units = ("conv + ReLU", "conv + BN + ReLU", "conv + ReLU, contiguous", "linear + ReLU")
