@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -23,6 +24,14 @@ def a_backward_pass_before_the_first() -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """A compiler counts how often a function was compiled, and refuses the ninth, whichever tests came before."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torch_dcl import DCLConv1d, DCLConv2d, DCLLinear, advance_branches_
 from torch_dcl.kernels import dispatch, host
-from torch_dcl.kernels.record import prefix_of_operations
+from torch_dcl.kernels.record import closed_operation, prefix_of_operations, serve
 
 LAST = torch.channels_last
 CALLS = 5
@@ -570,3 +570,21 @@ def check_calls_of_operations():
     assert torch.equal(again, first[0])
     with pytest.raises(RuntimeError, match="missing value for argument"):
         operation(*few[:8])
+
+
+def check_errors_of_operations():
+    """An error in a replay is the one that torch raises without it: a handler of memory errors, say, depends on it."""
+    library = host.wait()
+
+    @closed_operation("chosen_rows")
+    def _chosen_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, rows)
+
+    serve(library, "closed_chosen_rows", _chosen_rows)
+    operation = torch.ops.torch_dcl.closed_chosen_rows.default
+    x = torch.randn(3, 4)
+    for rows in ([0, 2], [1, 1]):
+        assert torch.equal(operation(x, torch.tensor(rows)), x[rows])
+    with pytest.raises(IndexError, match="out of range"):
+        operation(x, torch.tensor([0, 9]))
+    assert torch.equal(operation(x, torch.tensor([2, 0])), x[[2, 0]])

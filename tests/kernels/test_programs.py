@@ -78,6 +78,10 @@ def test_an_operation_called_from_python_is_replayed_and_seen_by_all_that_sees_o
     interpreter(cases.check_calls_of_operations)
 
 
+def test_an_error_in_a_replayed_operation_has_the_type_that_torch_gives_it(interpreter):
+    interpreter(cases.check_errors_of_operations)
+
+
 def test_a_replayed_layer_has_second_derivatives(interpreter):
     errors = interpreter(cases.second_derivative_case, "cpu")
     assert {name: error for name, error in errors.items() if not error <= 1e-5} == {}

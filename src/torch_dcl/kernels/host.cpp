@@ -20,6 +20,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -808,17 +809,12 @@ class Served : public c10::OperatorKernel {
 // An operation as Python calls it, without torch's way from Python to an operation, which takes several microseconds.
 // `self` has the service, and what to call where it has no tape.
 PyObject* call_served(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
-  try {
-    auto* service = static_cast<Service*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(self, 0), nullptr));
-    PyObject* found = names == nullptr ? service->call(arguments, count) : nullptr;
-    if (found != nullptr || PyErr_Occurred()) return found;
-    return PyObject_Vectorcall(PyTuple_GET_ITEM(self, 1), arguments, count, names);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  HANDLE_TH_ERRORS
+  auto* service = static_cast<Service*>(PyCapsule_GetPointer(PyTuple_GET_ITEM(self, 0), nullptr));
+  PyObject* found = names == nullptr ? service->call(arguments, count) : nullptr;
+  if (found != nullptr || PyErr_Occurred()) return found;
+  return PyObject_Vectorcall(PyTuple_GET_ITEM(self, 1), arguments, count, names);
+  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef method_of_served = {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_served)),

@@ -87,7 +87,7 @@ def _op_transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> T
 
 
 def _transpose(x: Tensor, channels: int, last: bool, dtype: torch.dtype) -> Tensor:
-    """A copy, replayed if one like it was made before; sizes that do not return are not worth recording."""
+    """Copy x to another layout. A second copy of the same sizes is recorded, and replayed from then on."""
     kind = x.shape, channels, last, dtype, x.dtype
     if kind in _transposed and (operation := replayed_operation("transpose")) is not None:
         copy: Tensor = operation(x, channels, last, dtype)
