@@ -113,7 +113,7 @@ def test_shards_are_the_same_bytes_however_they_were_made(folder, tmp_path):
     damaged = tmp_path / "two/val-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     done = prepare_imagenet(moved, tmp_path / "two", size=SIZE, images_per_shard=4)
-    assert done.written == 1
+    assert done.written == 2
     assert hashes(tmp_path / "two") == whole
     assert set(json.loads((tmp_path / "one/imagenet.json").read_text())["splits"]) == {"train", "val"}
 
@@ -253,6 +253,10 @@ def test_corrupt_images_are_named_and_skipped_only_if_asked(folder, tmp_path):
     assert done["images"] == {"train": 12, "val": 7}
     assert done["skipped"] == ["train/n01/3.jpg", "train/n02/5.jpg"]
     assert "2 corrupt images were skipped" in open_images(out, "train", size=SIZE).about
+    assert (prepare.say_skipped(1), prepare.say_skipped(1000)) == (
+        "1 corrupt image was skipped",
+        "1,000 corrupt images were skipped",
+    )
     checked = CliRunner().invoke(app, ["data", "check", str(out)])
     assert (checked.exit_code, checked.output.startswith("sound")) == (0, True)
 
@@ -317,7 +321,9 @@ def test_a_folder_of_other_shards_is_left_alone(folder, tmp_path):
     with pytest.raises(DataError, match="other images or with other settings; choose another folder"):
         prepare_imagenet(folder, tmp_path / "out", size=SIZE + 1)
     assert hashes(tmp_path / "out") == before
-    with pytest.raises(DataError, match="was prepared with size 16, 32 is asked for"):
+    with pytest.raises(
+        DataError, match=r"was prepared with size 16, 32 is asked for; ask for the same \(--set resize=16\)"
+    ):
         open_images(tmp_path / "out", "train", size=32)
 
 
@@ -333,6 +339,8 @@ def test_a_shard_that_changed_is_found(folder, tmp_path):
     images.check(0, 3), images.check(1, 3)
     with pytest.raises(DataError, match=r"train-00002\.safetensors is damaged or was altered"):
         images.check(2, 3)
+    assert prepare_imagenet(folder, out, size=SIZE, images_per_shard=4).written == 1, "it replaces the damaged one"
+    assert shard.read_bytes() == whole
     shutil.copy(out / "train-00001.safetensors", shard)
     with pytest.raises(
         DataError, match=r"train-00002\.safetensors is not the file that imagenet\.json lists|other tensors"

@@ -264,8 +264,12 @@ SOURCES = {
 }  # fmt: skip
 
 
+def sources_of_imagenet():
+    return {(row["network"], row["source"], row["model"]): row for row in results("imagenet.csv")}
+
+
 def test_the_sources_of_imagenet():
-    rows = {(row["network"], row["source"], row["model"]): row for row in results("imagenet.csv")}
+    rows = sources_of_imagenet()
     shown = table_under("| source | AlexNet | of synthetic |", SPEED)
     assert [row[0] for row in shown] == list(SOURCES)
     for name, *cells in shown:
@@ -279,6 +283,17 @@ def test_the_sources_of_imagenet():
     agree(ready, ratios["alexnet", "ready"])
     wanted = [("alexnet", "resident"), ("alexnet", "prepared"), ("resnet50", "ready"), ("resnet50", "prepared")]
     agree(others.replace("ResNet-50", ""), *(ratios[key] for key in wanted))
+
+
+def test_the_hours_of_imagenet():
+    speeds = {key[:2]: float(row["images_per_s"]) for key, row in sources_of_imagenet().items() if key[2] == "plain"}
+    images, bytes_of = 450_000 * 256, 3 * 256**2
+    cluster = (ROOT / "docs/cluster.md").read_text().splitlines()
+    for name, alexnet, resnet in table_under("| source | AlexNet | ResNet-50 |", cluster):
+        agree(alexnet, images / speeds["alexnet", SOURCES[name]] / 3600)
+        agree(resnet, images / speeds["resnet50", SOURCES[name]] / 3600)
+    assert round(speeds["resnet50", "prepared"] * bytes_of / 1e9, 1) == 0.9
+    assert round(speeds["alexnet", "prepared"] * bytes_of / 1e9, 1) == 5.7
 
 
 def test_the_speed_of_a_fleet():

@@ -51,6 +51,14 @@ def test_a_run_names_the_image_and_skips_it_only_if_asked(workers):
     assert said in " ".join(Path("page.html").read_text().split())
 
 
+def test_a_run_without_a_readable_validation_image_says_so(place):
+    for path in (place / "images/val").rglob("*.png"):
+        path.write_bytes(b"no image")
+    done = dcl(*words("run", "--models", "plain", data="images", skip_corrupt="yes")[2:])
+    assert done.exit_code == 1, done.output
+    assert "no validation image can be decoded; copy the images again" in " ".join(done.output.split())
+
+
 def test_tar_files_whose_classes_differ_are_refused_at_the_start(place):
     """Without the check the first evaluation would meet a label that the network has no output for."""
     (place / "tars").mkdir()

@@ -51,6 +51,13 @@ def test_every_record_reaches_a_tracker_once(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [note[1:] for note in tracker.noted if note[0] == "metrics"] == [(r["epoch"], r["loss"]) for r in lines]
     assert len(lines) == 4
+    curve = done.result["models"][0]["curves"]
+    judged = [record["judged"] for record in lines]
+    assert [point and point["of"] for point in judged] == [
+        "plain on synthetic, seed 0", None, "plain on synthetic, seed 1", None,
+    ]  # fmt: skip
+    for point, wanted in zip(judged[::2], curve, strict=True):
+        assert {key: value for key, value in point.items() if key != "of"} == wanted[0], "the last is an outcome"
     errors = done.result["models"][0]["top1"]
     assert [note[1:] for note in tracker.noted if note[0] == "outcome"] == list(enumerate(errors))
 
@@ -82,6 +89,9 @@ def test_tensorboard_is_told_losses_errors_and_curves(monkeypatch):
         point["top5"] for point in row["curves"][0]
     ]
     assert Path("run/tensorboard").is_dir()
+    tops = [at for at, (name, _, _) in enumerate(told) if name.startswith("top1")]
+    assert tops[0] < [name for name, _, _ in told].index("error/plain on synthetic"), "while the network trains"
+    assert f"seed 0: epoch 1 of 2, top-1 error {row['curves'][0][0]['top1']:.2f} %" in " ".join(done.output.split())
 
 
 def test_an_unknown_tracker_and_a_missing_package_are_named(monkeypatch):

@@ -271,6 +271,7 @@ def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) ->
     import os
 
     from torch_dcl.data import DataError, prepare_imagenet
+    from torch_dcl.data.imagenet.prepare import say_skipped
 
     screen = console()
     screen.print(f"Preparing {source} in {folder}", markup=False)
@@ -294,7 +295,7 @@ def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) ->
         f"now. Train on them: dcl run imagenet --data {folder}", markup=False, soft_wrap=True,
     )  # fmt: skip
     if result.skipped:
-        screen.print(f"{len(result.skipped):,} corrupt images were skipped, such as {result.skipped[0]}", markup=False)
+        screen.print(f"{say_skipped(len(result.skipped))}, such as {result.skipped[0]}", markup=False)
     return {**dataclasses.asdict(result), "folder": str(folder)}
 
 

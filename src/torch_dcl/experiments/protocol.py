@@ -120,6 +120,8 @@ class Progress:
     """Of the last epoch in training, mean over the networks that have not diverged; None before the first step."""
     part: float = 0.0
     """Of the epoch that is under way, where a fleet pauses inside of one."""
+    judged: Mapping[str, Any] | None = None
+    """``of`` which network, ``epoch``, ``top1``, ``top5``, …: an evaluation after this epoch, not the last."""
 
 
 class Listener:

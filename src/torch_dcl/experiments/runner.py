@@ -301,7 +301,7 @@ class _Sweep:
             if self.should_stop():
                 save()
                 return False
-            self._report_epoch(at, fleets)
+            self._report_epoch(dataclasses.replace(at, judged=_judged(group, fleets)), fleets)
             now, is_done = time.perf_counter(), all(fleet.epoch == fleet.epochs for fleet in fleets)
             if not is_done and (now > self.until or now - saved > self.every):
                 save()
@@ -332,6 +332,18 @@ class _Sweep:
         if write:
             self.folder.append(f"metrics{self.rank.part}", {"time": utc_now(), **dataclasses.asdict(now)})
         self.listener.on_epoch(now)
+        if now.judged is not None:
+            errors = f"top-1 error {now.judged['top1']:.2f} %, top-5 error {now.judged['top5']:.2f} %"
+            self.report(f"{now.name}: epoch {now.epoch} of {now.epochs}, {errors}")
+
+
+def _judged(group: Sequence[Sequence[Job]], fleets: Sequence[Fleet]) -> dict[str, Any] | None:
+    """The evaluation of a fleet that has just evaluated inside of its training."""
+    fleet, job = fleets[0], group[0][0]
+    curve = getattr(fleet, "curve", ())
+    if not curve or fleet.step or curve[-1]["epoch"] != fleet.epoch:
+        return None
+    return dict(finite({"of": f"{job.network} on {job.data}, seed {job.seed}", **curve[-1]}))
 
 
 def _slowest(fleets: Sequence[Fleet]) -> Fleet:

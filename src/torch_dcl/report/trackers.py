@@ -23,7 +23,7 @@ class Tracker(Listener):
         self._seen = {"metrics": 0, "outcomes": 0}
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """The progress of some networks: ``name``, ``epoch``, ``part`` of the next one, ``loss``."""
+        """The progress of some networks: ``name``, ``epoch``, ``part`` of the next one, ``loss``, ``judged``."""
 
     def outcomes(self, record: Mapping[str, Any]) -> None:
         """The ``outcomes`` of networks that are trained, each with its ``job`` and its ``error``."""
@@ -65,6 +65,7 @@ class TensorBoard(Tracker):
         except ImportError:
             raise SettingError("--log tensorboard needs the package: pip install tensorboard") from None
         self._open: Any = SummaryWriter
+        self._told: set[tuple[str, int]] = set()
         self._writer: Any = None
 
     @property
@@ -74,10 +75,12 @@ class TensorBoard(Tracker):
         return self._writer
 
     def metrics(self, record: Mapping[str, Any]) -> None:
-        """The loss, by thousandths of an epoch."""
+        """The loss, by thousandths of an epoch, and what an evaluation found."""
         if record["loss"] is not None:
             at = round(1000 * (record["epoch"] + record.get("part", 0.0)))
             self.writer.add_scalar(f"loss/{record['name']}", record["loss"], at)
+        if judged := record.get("judged"):
+            self._add_point(judged["of"], judged)
 
     def outcomes(self, record: Mapping[str, Any]) -> None:
         """The error of each network, by its seed, and its curve by epochs."""
@@ -87,9 +90,16 @@ class TensorBoard(Tracker):
             if outcome["error"] is not None:
                 self.writer.add_scalar(f"error/{name}", outcome["error"], job["seed"])
             for point in outcome["extra"].get("curve", ()):
-                for key in ("top1", "top5", "train_loss"):
-                    if point.get(key) is not None:
-                        self.writer.add_scalar(f"{key}/{name}, seed {job['seed']}", point[key], int(point["epoch"]))
+                self._add_point(f"{name}, seed {job['seed']}", point)
+
+    def _add_point(self, name: str, point: Mapping[str, Any]) -> None:
+        """Add a point of a curve, unless it was added before."""
+        epoch = int(point["epoch"])
+        if (name, epoch) not in self._told:
+            self._told.add((name, epoch))
+            for key in ("top1", "top5", "train_loss"):
+                if point.get(key) is not None:
+                    self.writer.add_scalar(f"{key}/{name}", point[key], epoch)
 
     def update(self) -> None:
         """Handle the new records, and flush them."""

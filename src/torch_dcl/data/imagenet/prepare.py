@@ -26,7 +26,17 @@ from torch_dcl.data.imagenet.samples import Samples, find_samples
 from torch_dcl.data.images import read_image
 from torch_dcl.files import SealedError, check_seal, locate_sealed, write_sealed, write_text
 
-__all__ = ["KEY", "MANIFEST", "VERSION", "Prepared", "check_classes", "decode", "prepare_imagenet", "shard_bytes"]
+__all__ = [
+    "KEY",
+    "MANIFEST",
+    "VERSION",
+    "Prepared",
+    "check_classes",
+    "decode",
+    "prepare_imagenet",
+    "say_skipped",
+    "shard_bytes",
+]
 
 KEY = "torch_dcl_images"
 MANIFEST = "imagenet.json"
@@ -45,7 +55,7 @@ class Prepared:
     """By split."""
     shards: int
     written: int
-    """Shards that were not there before."""
+    """Shards that were missing or damaged."""
     skipped: tuple[str, ...]
     """Images that cannot be decoded, where skipping them was asked for."""
     bytes: int
@@ -140,9 +150,8 @@ def prepare_imagenet(
     every = [shard for part in shards.values() for shard in part]
     _check_space(place, [shard for shard in every if not shard.path.exists()], size)
     place.mkdir(parents=True, exist_ok=True)
-    present = sum(shard.path.exists() for shard in every)
     results = _write_all(every, workers, report or (lambda *_: None))
-    return _finish(place, splits, shards, results, len(every) - present, size, shape)
+    return _finish(place, splits, shards, results, size, shape)
 
 
 def _first_of_each(samples: Samples, count: int | None) -> Samples:
@@ -187,6 +196,11 @@ def shard_bytes(images: int, size: int) -> int:
     return images * (3 * size * size + 8)
 
 
+def say_skipped(count: int) -> str:
+    """How many corrupt images were skipped, in words."""
+    return f"{count:,} corrupt image{' was' if count == 1 else 's were'} skipped"
+
+
 def _check_space(place: Path, missing: Sequence[_Shard], size: int) -> None:
     needed = shard_bytes(sum(len(shard.samples) for shard in missing), size)
     there = next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
@@ -202,8 +216,8 @@ def _size(count: int) -> str:
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
-Result = tuple[str, list[int], list[str]]
-"""The SHA-256 of a shard, the labels in it, and the images that were skipped."""
+Result = tuple[str, list[int], list[str], bool]
+"""The SHA-256 of a shard, the labels in it, the images that were skipped, and whether it was written now."""
 
 
 def _write_all(shards: Sequence[_Shard], workers: int, report: Callable[[int, int], None]) -> list[Result]:
@@ -251,7 +265,7 @@ def _write_shard(shard: _Shard) -> Result:
     stacked = np.stack(images) if images else np.empty((0, 3, shard.size, shard.size), np.uint8)
     tensors = {"images": torch.from_numpy(stacked), "labels": torch.tensor(labels, dtype=torch.int64)}
     about = {"version": VERSION, "key": shard.key, "labels": sorted(set(labels)), "skipped": skipped}
-    return write_sealed(shard.path, KEY, tensors, about), labels, skipped
+    return write_sealed(shard.path, KEY, tensors, about), labels, skipped, True
 
 
 def _read_shard(shard: _Shard) -> Result | None:
@@ -272,12 +286,12 @@ def _read_shard(shard: _Shard) -> Result | None:
         return None
     _, shape, first = places["labels"]
     labels = np.memmap(shard.path, "<i8", "r", first, shape).tolist() if shape[0] else []
-    return digest, labels, list(about["skipped"])
+    return digest, labels, list(about["skipped"]), False
 
 
 def _finish(
-    place: Path, splits: dict[str, Samples], shards: dict[str, list[_Shard]], results: list[Result], written: int,
-    size: int, shape: str,
+    place: Path, splits: dict[str, Samples], shards: dict[str, list[_Shard]], results: list[Result], size: int,
+    shape: str,
 ) -> Prepared:  # fmt: skip
     """Check that every class is left, and write the list of shards."""
     import PIL
@@ -292,7 +306,7 @@ def _finish(
         rows: list[dict[str, Any]] = []
         seen: set[int] = set()
         for shard in part:
-            digest, labels, gone = next(left)
+            digest, labels, gone, _ = next(left)
             rows.append({"file": shard.path.name, "images": len(labels), "sha256": digest})
             seen.update(labels)
             skipped += gone
@@ -303,5 +317,5 @@ def _finish(
         content["splits"][split] = {"images": images[split], "shards": rows}
     content["skipped"] = skipped
     write_text(place / MANIFEST, json.dumps(content, indent=1) + "\n")
-    total = sum(shard_bytes(count, size) for count in images.values())
+    total, written = sum(shard_bytes(count, size) for count in images.values()), sum(result[3] for result in results)
     return Prepared(place, images, sum(map(len, shards.values())), written, tuple(skipped), total)

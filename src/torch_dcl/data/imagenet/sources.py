@@ -25,7 +25,7 @@ from torch_dcl.data.dataset import DataError
 from torch_dcl.data.draws import draw
 from torch_dcl.data.imagenet.ahead import Made, Numbers, Wanted, copied, in_order
 from torch_dcl.data.imagenet.decoded import Decoded
-from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION
+from torch_dcl.data.imagenet.prepare import KEY, MANIFEST, VERSION, say_skipped
 from torch_dcl.data.imagenet.samples import find_samples
 from torch_dcl.files import SealedError, check_seal, locate_sealed, sha256_bytes, sha256_file
 
@@ -103,11 +103,11 @@ class Mapped:
     def __init__(self, folder: Path, split: str, size: int | None = None, shape: str | None = None):
         self.folder, listed = folder, read_manifest(folder)
         self.size, self.classes = int(listed["size"]), tuple(listed["classes"])
-        for name, given in (("size", size), ("shape", shape)):
+        for name, given, option in (("size", size, "resize"), ("shape", shape, "shape")):
             if given is not None and listed[name] != given:
                 raise DataError(
-                    f"{folder} was prepared with {name} {listed[name]}, {given} is asked for; ask for the same, or "
-                    "prepare it again in another folder"
+                    f"{folder} was prepared with {name} {listed[name]}, {given} is asked for; ask for the same "
+                    f"(--set {option}={listed[name]}), or prepare it again in another folder"
                 )
         self.shards = listed["splits"][split]["shards"]
         paths = [folder / shard["file"] for shard in self.shards]
@@ -129,7 +129,7 @@ class Mapped:
         self.windows = mapped.as_strided((max(0, len(mapped) - length + 1), length), (1, 1))
         self.about = (
             f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.shards):,} shards in {folder}"
-            + (f"; {len(listed['skipped']):,} corrupt images were skipped" if listed["skipped"] else "")
+            + (f"; {say_skipped(len(listed['skipped']))}" if listed["skipped"] else "")
         )
 
     def content(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_dcl.data import DataError
 from torch_dcl.data.draws import draw_key
 from torch_dcl.data.imagenet.batches import ImageNetBatches, Piece, share
 from torch_dcl.experiments.imagenet import team as ranks
@@ -294,6 +295,8 @@ class Training:
         self.network.train()
         self._share_skipped()
         count, top1, top5, loss = self.team.sum(sums.tolist())
+        if not count:
+            raise DataError("no validation image can be decoded; copy the images again")
         return {"top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count, "images": count}
 
     # Checkpoints

@@ -19,7 +19,7 @@ import torch
 from torch_dcl.convert.checkpoint import save_model
 from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
-from torch_dcl.data.imagenet.prepare import check_classes
+from torch_dcl.data.imagenet.prepare import check_classes, say_skipped
 from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, Resident, open_images
 from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
@@ -361,7 +361,7 @@ class ImageNet(Recipe[ImageNetConfig]):
         words = f"{result['network']} on {result['data']['val']}."
         if skipped := result.get("skipped"):
             more = ", …" if len(skipped) > 5 else ""
-            words += f" {len(skipped):,} corrupt images were skipped: {', '.join(skipped[:5])}{more}."
+            words += f" {say_skipped(len(skipped))}: {', '.join(skipped[:5])}{more}."
         if result["network"] == "alexnet":
             plain, dcl, _ = WEIGHTS["AlexNet"]
             words += f" The paper's errors are of ILSVRC2012, 450,000 steps, {plain:.2f}M and {dcl:.2f}M weights."
