@@ -25,6 +25,7 @@ SLOW = (
     r"(fixed|batch) norm, (?!T=2$|T=3 stoch|linear$|channels apart$|compiled$|two)|between calls, batch norm"
     r"|project T=3.* P=(3|40)|project .* P=40 .* bias$|fuse T=3 .*(dead|strided)|second derivative,"
     r"|beyond the range T=3|turned, (?!T=2)|evaluation$|^strided, (?!ResNet, channels last|AlexNet, channels apart)"
+    r"|^transpose (?!\(2, 3, 5, 7\)|\(0, |\(70, |\(2, 5, 2)"
 )
 
 
