@@ -8,13 +8,14 @@ backward and SGD with momentum, launches included; ``infer`` is a forward pass w
 runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that it keeps with
 ``select="faster"`` for that mode and phase.
 
-Each row has a process of its own, in which the plain and the converted network take turns. ``--at-once`` processes
-prepare at the same time: they plan, compile and run for the first time. What is timed, units and networks alike, is
-timed alone: the other processes are stopped meanwhile. Times are medians over rounds, the ratio is that of the medians,
-and ``spread`` is half the range of the rounds' ratios. For ``faster``, ``plan_ratio`` and ``plan_spread`` are what the
-plan measured, without loss and optimiser; where no unit is left, of the best network seen. Weights are random, which
-does not change the speed. Rows are written as they come, the most telling first, and a second call measures only what
-is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time.
+A network in a mode and a phase has a process of its own, in which the plain and the converted networks take turns.
+``--at-once`` processes prepare at the same time: they plan, compile and run for the first time. Units and networks
+alike are timed alone: the other processes are stopped meanwhile. Times are medians over rounds, the ratio is that of
+the medians, and ratio ± ``spread`` holds the 95 % interval of the median of the rounds' ratios. For ``faster``,
+``plan_ratio`` and ``plan_spread`` are what the plan measured, without loss and optimiser; where no unit is left, of the
+best network seen. A plan that keeps all units is the network of ``all``, which is timed once for both rows. Weights are
+random, which does not change the speed. Rows are written as they come, the most telling first, and a second call
+measures only what is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time.
 """
 
 import argparse
@@ -25,7 +26,6 @@ import gc
 import itertools
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from rows import write_rows
@@ -43,6 +44,7 @@ from torchvision import models as zoo
 import torch_dcl as dcl
 from torch_dcl.convert import measure as measuring
 from torch_dcl.convert.measure import signature
+from torch_dcl.convert.rows import Comparison
 from torch_dcl.convert.trace import trace
 from torch_dcl.kernels import host
 from torch_dcl.models import count_weights
@@ -52,6 +54,7 @@ COLUMNS += ["spread", "rounds", "device", "torch", "plan_ratio", "plan_spread"]
 NETWORKS = ["alexnet", "vgg16", "resnet18", "resnet50", "densenet121"]
 MODES = ["eager", "compile", "reduce-overhead"]
 PHASES = ["train", "infer"]
+SELECTIONS = ["all", "faster"]
 KEY = ["network", "batch", "mode", "phase", "selection"]
 
 
@@ -69,35 +72,44 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS[:4])
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument("--selections", nargs="+", default=["all"], choices=["all", "faster"])
+    parser.add_argument("--selections", nargs="+", default=SELECTIONS, choices=SELECTIONS)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of one contender in one round")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=0.05, help="of one contender in one round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--at-once", type=int, default=1, help="processes that prepare at the same time")
     parser.add_argument("--minutes", type=float, help="after these, give up what is not measured")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--row", nargs=4, help="measure this row in this process, a turn for each line on its input")
+    parser.add_argument("--job", nargs=3, help="measure these rows in this process, a turn for each line on its input")
     arguments = parser.parse_args()
     host.wait()  # what is compiled in the background, once a machine
-    if arguments.row:
+    if arguments.job:
         torch.backends.cudnn.benchmark = True
-        measure(*arguments.row, arguments)
+        measure(*arguments.job, arguments)
         return
-    rows = itertools.product(arguments.networks, arguments.modes, arguments.phases, arguments.selections)
-    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
-    missing = [row for row in rows if (row[0], str(arguments.batch), *row[1:]) not in done]
-    seconds = {row: estimate(row, arguments) for row in missing}
-    todo = sorted(missing, key=lambda row: (PHASES.index(row[2]), IMPORTANCE.index(row[1]), -seconds[row]))
+    jobs = itertools.product(arguments.networks, arguments.modes, arguments.phases)
+    seconds = {job: estimate(job, arguments) for job in jobs if missing(job, arguments)}
+    todo = sorted(seconds, key=lambda job: (PHASES.index(job[2]), IMPORTANCE.index(job[1]), -seconds[job]))
     longest, share = max(seconds.values(), default=0), sum(seconds.values()) / arguments.at_once
-    print(f"{len(todo)} rows; with preparing alone roughly {max(longest, share):.0f} s", flush=True)
+    print(f"{len(todo)} processes; with preparing alone roughly {max(longest, share):.0f} s", flush=True)
     Machine(arguments).measure(todo)
 
 
-def estimate(row: tuple[str, ...], arguments: argparse.Namespace) -> float:
-    """Roughly, the seconds of a row; and says what they are made of."""
-    network, mode, phase, selection = row
+Job = tuple[str, str, str]
+"""A network, a mode and a phase."""
+
+
+def missing(job: Job, arguments: argparse.Namespace) -> list[str]:
+    """The selections whose rows are not there yet."""
+    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
+    return [name for name in arguments.selections if (job[0], str(arguments.batch), *job[1:], name) not in done]
+
+
+def estimate(job: Job, arguments: argparse.Namespace) -> float:
+    """Roughly, the seconds of a process; and says what they are made of."""
+    network, mode, phase = job
+    selections = missing(job, arguments)
     model = getattr(zoo, network)(weights=None).to(memory_format=torch.channels_last)
     x = torch.zeros(2, 3, arguments.size, arguments.size).contiguous(memory_format=torch.channels_last)
     plan, seen = dcl.plan(model, example=x), trace(model, (x,), {})
@@ -107,17 +119,17 @@ def estimate(row: tuple[str, ...], arguments: argparse.Namespace) -> float:
         units.add(signature(module, unit.norm and model.get_submodule(unit.norm), unit, seen.calls[module][0]))
     parts = len(plan.rows)
     if mode == "eager":
-        seconds = START + (0.5 * len(units) if selection == "faster" else 0)
+        seconds = START + (0.5 * len(units) if "faster" in selections else 0)
     else:
         seconds = START + 2 * PART[phase] * parts  # plain and converted
-        if selection == "faster":  # again, from caches in part, and each unit twice
+        if "faster" in selections:  # again, from caches in part, and each unit twice
             seconds += 1.5 * PART[phase] * parts + 2 * COMPILATION[phase] * len(units)
-    print(f"{' '.join(row)}: {len(units)} kinds of units, {parts} layers, roughly {seconds:.0f} s", flush=True)
+    print(f"{' '.join(job)}: {len(units)} kinds of units, {parts} layers, roughly {seconds:.0f} s", flush=True)
     return seconds
 
 
 class Machine:
-    """Processes that prepare rows beside each other, and time one at a time, while the others are stopped."""
+    """Processes that prepare beside each other, and time one at a time, while the others are stopped."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.monotonic()
@@ -125,8 +137,8 @@ class Machine:
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._over = False
 
-    def measure(self, rows: list[tuple[str, ...]]) -> None:
-        """Measure rows in this order, as many at once as is asked for."""
+    def measure(self, jobs: list[Job]) -> None:
+        """Run processes in this order, as many at once as is asked for."""
         signal.signal(signal.SIGTERM, leave)
         minutes = self.arguments.minutes
         if minutes is not None:
@@ -135,20 +147,20 @@ class Machine:
             clock.start()
         threads = ThreadPoolExecutor(self.arguments.at_once)
         try:
-            waiting = [threads.submit(self._measure, row) for row in rows]
+            waiting = [threads.submit(self._measure, job) for job in jobs]
             for each in waiting:
                 each.result()
         finally:
             self._end()
             threads.shutdown()
 
-    def _measure(self, row: tuple[str, ...]) -> None:
+    def _measure(self, job: Job) -> None:
         with self._turn:
             if self._over:
-                print(*row, "not measured: the time is up", flush=True)
+                print(*job, "not measured: the time is up", flush=True)
                 return
-            process = self._running.setdefault(len(self._running), start(row, self.arguments))
-        name = " ".join(row)
+            process = self._running.setdefault(len(self._running), start(job, self.arguments))
+        name = " ".join(job)
         for line in process.stdout or ():
             if line != TURN:
                 print(f"[{time.monotonic() - self.start:4.0f} s] {name}: {line}", end="", flush=True)
@@ -214,9 +226,10 @@ def alone() -> Iterator[None]:
         print(DONE, end="", flush=True)
 
 
-def start(row: tuple[str, ...], arguments: argparse.Namespace) -> subprocess.Popen[str]:
-    """A process that measures a row, in turns."""
-    command = [sys.executable, __file__, "--row", *row, "--device", arguments.device]
+def start(job: Job, arguments: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process that measures the rows of a network, in turns."""
+    command = [sys.executable, __file__, "--job", *job, "--device", arguments.device]
+    command += ["--selections", *arguments.selections]
     command += ["--out", str(arguments.out)] if arguments.out else []
     for name in ("batch", "size", "rounds", "seconds"):
         command += [f"--{name}", str(getattr(arguments, name))]
@@ -234,47 +247,64 @@ def read(path: Path | None) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measure(network: str, mode: str, phase: str, selection: str, arguments: argparse.Namespace) -> None:
+def measure(network: str, mode: str, phase: str, arguments: argparse.Namespace) -> None:
+    """The rows of a network that are missing, with all units first."""
     batch = arguments.batch
     torch.manual_seed(0)
     plain = getattr(zoo, network)(weights=None).to(arguments.device, memory_format=torch.channels_last)
     x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
     x = x.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=arguments.device)
-    plan = choose(plain, x, mode, phase) if selection == "faster" else dcl.plan(plain, example=x[:2])
-    networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
-    if plan.selected:
-        dcl.convert_(networks["dcl"], plan, init="random")
-    weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
-    runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
-    with alone():
-        ratio, spread, medians = race(runs, arguments)
-    chosen = plan.choice and plan.choice.network
-    row = {
-        "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
-        "units": len(plan.selected), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{medians['plain']:.3f}",
-        "dcl_ms": f"{medians['dcl']:.3f}", "ratio": f"{ratio:.3f}", "spread": f"{spread:.3f}",
-        "rounds": arguments.rounds, "device": _name(arguments.device), "torch": torch.__version__,
-        "plan_ratio": f"{chosen.ratio:.3f}" if chosen else "", "plan_spread": f"{chosen.spread:.3f}" if chosen else "",
-    }  # fmt: skip
-    print("  ".join(f"{row[name]}" for name in COLUMNS[5:-4]), flush=True)
-    if arguments.out:
-        with alone():  # and nobody else writes
-            write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+    measured: dict[tuple[str, ...], tuple[Comparison, int]] = {}
+    for selection in missing((network, mode, phase), arguments):
+        plan = choose(plain, x, mode, phase) if selection == "faster" else dcl.plan(plain, example=x[:2])
+        networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
+        if plan.selected:
+            dcl.convert_(networks["dcl"], plan, init="random")
+        weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
+        units = tuple(unit.name for unit in plan.selected)
+        if units not in measured:
+            runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
+            with alone():
+                times = measuring.race(runs, rounds=arguments.rounds, seconds=arguments.seconds)
+            measured[units] = measuring.judge(times["plain"], times["dcl"]), len(times["plain"])
+            del runs
+        del networks
+        forget_compiled()
+        (time, rounds), chosen = measured[units], plan.choice and plan.choice.network
+        row = {
+            "network": network, "batch": batch, "mode": mode, "phase": phase, "selection": selection,
+            "units": len(units), "weights_ratio": f"{weights:.3f}", "plain_ms": f"{time.plain:.3f}",
+            "dcl_ms": f"{time.dcl:.3f}", "ratio": f"{time.ratio:.3f}", "spread": f"{time.spread:.3f}",
+            "rounds": rounds, "device": _name(arguments.device), "torch": torch.__version__,
+            "plan_ratio": f"{chosen.ratio:.3f}" if chosen else "",
+            "plan_spread": f"{chosen.spread:.3f}" if chosen else "",
+        }  # fmt: skip
+        print("  ".join(f"{row[name]}" for name in COLUMNS[4:-4]), flush=True)
+        if arguments.out:
+            with alone():  # and nobody else writes
+                write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+
+
+def forget_compiled() -> None:
+    """Give back the memory of what was compiled and captured."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def choose(network: nn.Module, x: torch.Tensor, mode: str, phase: str) -> dcl.Plan:
     """The plan of what is faster. Contenders are compiled and warm before their turn, which others wait for."""
     timing, count = measuring.race, itertools.count(1)
 
-    def turn(contenders: Mapping[str, Callable[[], object]], **settings: float) -> dict[str, list[float]]:
+    def turn(contenders: Mapping[str, Callable[[], object]], **settings: Any) -> dict[str, list[float]]:
         for run in contenders.values():
             for _ in range(3):
                 run()
         with alone():
             times = timing(contenders, **settings)
-        plain, converted = (statistics.median(times[name]) for name in ("plain", "dcl"))
-        print(f"comparison {next(count)}: {plain:.3g} → {converted:.3g} ms, {converted / plain:.2f}", flush=True)
+        print(f"comparison {next(count)}: {measuring.judge(times['plain'], times['dcl'])} of plain", flush=True)
         return times
 
     measuring.race = turn
@@ -283,10 +313,7 @@ def choose(network: nn.Module, x: torch.Tensor, mode: str, phase: str) -> dcl.Pl
             plan = dcl.plan(network, example=x, select="faster", mode=mode, phase=phase)
     finally:
         measuring.race = timing
-    torch.compiler.reset()  # what was compiled for a choice gives its memory back
-    gc.collect()
-    if x.is_cuda:
-        torch.cuda.empty_cache()
+    forget_compiled()
     timed = [row for row in plan.rows if row.comparison]
     told = f": {plan.choice.network} of plain" if plan.choice and plan.choice.network else ""
     print(f"{len(plan.selected)} of {len(timed)} units kept{told}", flush=True)
@@ -329,28 +356,6 @@ def prepare(network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: 
     for _ in range(4):
         step()
     return step
-
-
-def race(runs: dict[str, Callable[[], None]], arguments: argparse.Namespace) -> tuple[float, float, dict[str, float]]:
-    """The ratio of the medians, half the range of the rounds' ratios, and the medians in milliseconds."""
-    repeats = {name: max(3, int(1000 * arguments.seconds / timed(run, 3))) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(arguments.rounds):
-        for name, run in runs.items():
-            times[name].append(timed(run, repeats[name]))
-    ratios = [dcl_ms / plain_ms for dcl_ms, plain_ms in zip(times["dcl"], times["plain"], strict=True)]
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    return medians["dcl"] / medians["plain"], (max(ratios) - min(ratios)) / 2, medians
-
-
-def timed(run: Callable[[], None], repeats: int) -> float:
-    """Milliseconds of one call of several in a row."""
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    synchronize()
-    return 1000 * (time.perf_counter() - start) / repeats
 
 
 def synchronize() -> None:

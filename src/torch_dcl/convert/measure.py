@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from torch.utils.benchmark import Timer
 
 __all__ = [
-    "compare", "compare_unit", "device_name", "measure_network", "measure_unit", "network_step", "race", "signature"
+    "compare", "compare_unit", "device_name", "judge", "measure_network", "measure_unit", "network_step", "race",
+    "signature",
 ]  # fmt: skip
 
 ROUNDS = 5
+FEWEST = 7
 SECONDS = 0.02
 """The time of each contender in a round; at least one call."""
 BRIEFLY = 0.002
@@ -46,7 +48,8 @@ def race(
 ) -> dict[str, list[float]]:
     """Milliseconds of each contender in each round. They take turns, so that a slow spell of the machine affects all.
 
-    A turn has about this many seconds, at least one call; None for ``SECONDS``. No time is zero.
+    A turn has about this many seconds, at least one call; None for ``SECONDS``. Where calls are longer there are fewer
+    rounds, as many as fit into the same time, and at least ``FEWEST``. No time is zero.
     """
     from torch.utils.benchmark import Timer  # it looks for a compiler when it is imported
 
@@ -62,9 +65,13 @@ def race(
         timer.timeit(2)  # warm-up: allocations, autotuning, lazy initialisation
         repeats[name] = _repeats(timer, seconds)
     times: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
+    spent, limit = 0.0, 1.5 * rounds * seconds * len(timers)
+    for done in range(rounds):
+        if done >= FEWEST and spent > limit:
+            break
         for name, timer in timers.items():
             times[name].append(1000 * timer.timeit(repeats[name]).median)
+            spent += repeats[name] * times[name][-1] / 1000
     return times
 
 
@@ -89,8 +96,28 @@ def compare(
     if contenders is None:
         return None
     times = race(contenders, rounds=rounds, seconds=seconds)
-    ratios = [dcl / plain for plain, dcl in zip(times["plain"], times["dcl"], strict=True)]
-    return Comparison(median(times["plain"]), median(times["dcl"]), (max(ratios) - min(ratios)) / 2)
+    return judge(times["plain"], times["dcl"])
+
+
+def judge(plain: Sequence[float], dcl: Sequence[float]) -> Comparison:
+    """Compare the times of the same rounds of a plain and a converted unit or network."""
+    ratios = sorted(b / a for a, b in zip(plain, dcl, strict=True))
+    outside = _outside(len(ratios))
+    medians = median(plain), median(dcl)
+    ratio = medians[1] / medians[0]
+    return Comparison(*medians, max(ratio - ratios[outside], ratios[-1 - outside] - ratio))
+
+
+def _outside(count: int) -> int:
+    """How many of some independent values lie on either side of the 95 % interval of their median.
+
+    Fewer than k of n values lie below the true median as rarely as n fair coins show fewer than k heads.
+    """
+    k, tail = 0, 2.0**-count
+    while 2 * tail <= 0.05:
+        k += 1
+        tail += math.comb(count, k) / 2.0**count
+    return max(0, k - 1)
 
 
 def signature(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -> tuple[object, ...]:

@@ -61,7 +61,7 @@ def plan(
         select: "smaller" selects every unit that has fewer weights as a DCL layer. "faster" times these units in the
             mode and the phase below (instead of the timings of ``measure``) and selects those that are faster. Then it
             times the network and deselects the slowest units until the network is not slower than the plain one, within
-            the spread of the measurement. A caller's autocast applies.
+            the spread of the measurement and 5 %. A caller's autocast applies.
         mode: How the network will run: "eager", "compile" (``torch.compile``), "reduce-overhead" (the same with CUDA
             graphs), or "graph", captured as a CUDA graph without a compiler.
         phase: The step to speed up: "train", forward and backward in training mode, or "infer", a forward pass in

@@ -18,8 +18,8 @@ from torch_dcl.progress import EVERY, error_console, say_minutes
 
 __all__ = ["select_faster"]
 
-ROUNDS = 7
-TURN = 5
+ROUNDS = 21
+TURN = 2.5
 """The time of a network in a round, in units of that of a unit."""
 
 
