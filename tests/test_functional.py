@@ -339,6 +339,31 @@ def test_only_branches_that_want_a_gradient_get_one():
     assert (b.grad > 0).all()
 
 
+LARGE = {  # above a million numbers, which a CPU computes in parts
+    "rows": lambda T: torch.randn(T, 4097, 300),
+    "channels_last": lambda T: torch.randn(T, 3, 101, 100, 37).movedim(-1, 2),
+    "one image": lambda T: torch.randn(T, 1, 128, 93, 90),
+    "one image, channels_last": lambda T: torch.randn(T, 1, 93, 90, 128).movedim(-1, 2),
+    "transposed": lambda T: torch.randn(T, 300, 4097).mT,
+    "every second": lambda T: torch.randn(T, 8, 131_999)[..., ::2],
+    "one dimension": lambda T: torch.randn(T, 1_100_003),
+}
+
+
+@pytest.mark.parametrize("T", [2, 3])
+@pytest.mark.parametrize("large", LARGE.values(), ids=LARGE)
+def test_large_tensors_are_fused_as_small_ones(T, large):
+    pre = large(T)
+    fuse = fuse_branches if T == 2 else fuse_pairs
+    z, gradient = fused_with_gradient(fuse, pre)
+    positions = pre.flatten(1)
+    values, slopes = z.flatten(), gradient.flatten(1)
+    for part in torch.arange(positions.shape[1]).split(60_000)[:: 1 if T == 2 else 7]:
+        expected, expected_gradient = fused_with_gradient(fuse, positions[:, part])
+        assert torch.equal(values[part], expected)
+        assert torch.equal(slopes[:, part], expected_gradient)
+
+
 def test_strided_and_expanded_inputs():
     pre = torch.randn(6, 3, 4).transpose(0, 2)
     assert torch.equal(fuse_branches(pre), fuse_branches(pre.contiguous()))
