@@ -155,9 +155,7 @@ class _Fuse(torch.autograd.Function):
 
     @staticmethod
     def forward(groups: Groups, eps: float, *pre: Tensor) -> Tensor:
-        if len(pre) == 1:
-            return _rectified(pre[0], eps)
-        return _by_parts(lambda parts: [_fused(parts, groups, eps)], pre, 1)[0]
+        return _by_parts(lambda parts: [fused(parts, groups, eps)], pre, 1)[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -169,24 +167,26 @@ class _Fuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: activation checkpointing allows no second access
-        return None, None, *_gradients(grad_outputs[0], saved, ctx.groups, ctx.eps)
+        groups, eps = ctx.groups, ctx.eps
+        parts = _by_parts(
+            lambda part: fused_gradients(part[0], part[1:], groups, eps), (grad_outputs[0], *saved), len(saved)
+        )
+        return None, None, *parts
 
 
-def _gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) -> list[Tensor]:
+def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
+    """The mean over groups of the rooted product of the branches of a group, without autograd."""
     if len(pre) == 1:
-        return [_where_alive(_cast(grad, pre[0].dtype), pre[0])]
-    return _by_parts(lambda part: _fused_gradients(part[0], part[1:], groups, eps), (grad, *pre), len(pre))
-
-
-def _fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
-    """The mean over groups of two or more branches."""
+        return _rectified(pre[0], eps)
     v = [_respond(p) for p in pre]
     z = [_rooted_product([v[t] for t in group], eps) for group in groups]
     return _saturate(z[0] if len(z) == 1 else reduce(torch.add, (part / len(z) for part in z)), pre[0].dtype)
 
 
-def _fused_gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) -> list[Tensor]:
-    """The gradients of `_fused`."""
+def fused_gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: float) -> list[Tensor]:
+    """The gradients of the pre-activations in `fused`."""
+    if len(pre) == 1:
+        return [_where_alive(_cast(grad, pre[0].dtype), pre[0])]
     v = [_respond(p) for p in pre]
     grad_z = _cast(grad, v[0].dtype)
     grads: dict[int, Tensor] = {}
@@ -197,7 +197,14 @@ def _fused_gradients(grad: Tensor, pre: Sequence[Tensor], groups: Groups, eps: f
     return [_saturate(grads[t], pre[0].dtype) for t in range(len(v))]
 
 
-def _by_parts(compute: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor], last: int) -> list[Tensor]:
+def part_size() -> int:
+    """The number of elements of a part of a large tensor that stays in the caches of a CPU."""
+    return max(1 << 19, torch.get_num_threads() << 16)
+
+
+def _by_parts(
+    compute: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequence[Tensor], last: int
+) -> list[Tensor]:
     """Compute elementwise; large tensors on a CPU in parts, each of which stays in its cache.
 
     Without parts every operation would also allocate a large tensor, whose memory the system maps anew: together ten
@@ -210,18 +217,15 @@ def _by_parts(compute: Callable[[Sequence[Tensor]], list[Tensor]], tensors: Sequ
     """
     like = tensors[-last:]
     x = like[0]
-    if not _is_plain_cpu(x) or x.numel() < 2 * (size := max(1 << 19, torch.get_num_threads() << 16)):
+    if not _is_plain_cpu(x) or x.numel() < 2 * (size := part_size()):
         return compute(tensors)
     d = max(range(x.dim()), key=lambda d: (x.shape[d] > 1, x.stride(d)))
     rows = max(1, size * x.shape[d] // x.numel())
     results = [torch.empty_like(t) for t in like]
-    for given, into in zip(
-        zip(*(t.split(rows, d) for t in tensors), strict=True),
-        zip(*(t.split(rows, d) for t in results), strict=True),
-        strict=True,
-    ):
-        for result, part in zip(into, compute(given), strict=True):
-            result.copy_(part)
+    given, into = ([torch.split(t, rows, d) for t in group] for group in (tensors, results))
+    for parts, places in zip(zip(*given, strict=True), zip(*into, strict=True), strict=True):
+        for place, part in zip(places, compute(parts), strict=True):
+            place.copy_(part)
     return results
 
 

@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl.functional import check_eps, draw_pair
 from torch_dcl.kernels import dispatch
-from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, project_and_fuse
-from torch_dcl.norms import join_norms, kernel_norm, normalise
+from torch_dcl.kernels.dispatch import Norm, Stage, fuse_branches, fuse_pairs, project_and_fuse
+from torch_dcl.norms import called_plainly, join_norms, kernel_norm, normalise
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -234,19 +234,28 @@ class ConceptFusion(nn.Module):
         if stochastic and self.training:
             pre = self.respond(y)
             return fuse_branches([_pick(pre, index) for index in self.active.unbind(0)], self.eps)
-        if self.norm is None:
-            return self._project_and_fuse(y, self.weight, self.bias, self.widths, pairs=stochastic)
+        norm = None
+        if self.norm is None or (norm := self._norm_of_parts(y)) is not None:
+            return self._project_and_fuse(y, self.weight, self.bias, self.widths, norm, pairs=stochastic)
         pre = self.respond(y)
         return fuse_pairs(pre, self.eps) if stochastic else fuse_branches(pre, self.eps)
 
+    def _norm_of_parts(self, y: Tensor) -> Norm | None:
+        """The norm for `dispatch.runs_in_parts`; None if it has to be called."""
+        if not dispatch.runs_in_parts(y, self.weight, self.widths, 1) or y.dim() != self.spatial + 2:
+            return None
+        norm = kernel_norm(self.norm) if self.norm is not None and called_plainly(self.norm) else None
+        return norm if norm is not None and norm.ranks == 1 else None
+
     def _project_and_fuse(
-        self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], *, pairs: bool
-    ) -> Tensor:
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], norm: Norm | None = None,
+        *, pairs: bool,
+    ) -> Tensor:  # fmt: skip
         """Stage 2, as one operation if the positions are the rows of a matrix, else projection and fusion in turn."""
         channels = y.dim() - 1 - self.spatial
-        if self._is_matrix(y, weight, widths, pairs=pairs):
+        if self._is_matrix(y, weight, widths, pairs=pairs) or dispatch.runs_in_parts(y, weight, widths, channels):
             keep = self.spatial == 0
-            return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep)
+            return project_and_fuse(y, weight, bias, widths, self.eps, channels, pairs=pairs, keep=keep, norm=norm)
         pre = self._project(y, weight, bias, widths)
         return fuse_pairs(pre, self.eps) if pairs else fuse_branches(pre, self.eps)
 

@@ -109,11 +109,19 @@ def test_the_first_stage_goes_through_vmap():
     torch.testing.assert_close(mapped, x @ weight.t())
 
 
-def test_on_the_cpu_the_reference_runs_and_says_so():
+def test_what_runs_on_the_cpu_says_so():
     layer = DCLConv2d(3, 8, 3, width=4).to(memory_format=torch.channels_last)
+    x = torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last)
     with dispatch.watch() as ran:
-        layer(torch.randn(1, 3, 5, 5).to(memory_format=torch.channels_last))
-    assert ran == {"project_and_fuse: reference": 1, "fuse_branches: reference": 1}
+        layer(x)
+    assert ran == {"project_and_fuse: parts": 1}
+    reference = {"project_and_fuse: reference": 1, "fuse_branches: reference": 1}
+    with dispatch.watch() as ran:
+        DCLLinear(3, 8, width=4)(torch.randn(5, 3))
+    assert ran == reference
+    with dispatch.watch() as ran, dispatch.disabled():
+        layer(x)
+    assert ran == reference
 
 
 def test_watching_ends_with_the_block():

@@ -4,6 +4,8 @@ The kernels run on a GPU, for two or three branches of equal width, in float32, 
 during export, under ``torch.func`` transforms, in float64 and for any other T. The kernels are registered torch
 operations (`ops`), so ``torch.compile`` and CUDA graphs support them.
 
+On a CPU stage 2 of a convolution runs in plain torch, part by part (`cpu`), in float32 and float64.
+
 In eager mode a layer is one autograd node (`unit`), which casts weights to the autocast dtype and returns their
 gradients in the dtype of the weights.
 """
@@ -27,7 +29,7 @@ from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
     "Norm", "Stage", "can_project", "count_path", "disabled", "fuse_branches", "fuse_pairs", "kernels_accept", "linear",
-    "may_run", "project_and_fuse", "should_transpose", "transpose", "unit", "watch",
+    "may_run", "project_and_fuse", "runs_in_parts", "should_transpose", "transpose", "unit", "watch",
 ]  # fmt: skip
 
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
@@ -202,7 +204,7 @@ def _max_normed_width(dtype: torch.dtype, device: torch.device, traced: bool) ->
 
 def project_and_fuse(
     y: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], eps: float, channels: int = 1,
-    *, pairs: bool, keep: bool,
+    *, pairs: bool, keep: bool, norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """Stage 2 at every position: ``z = fuse_t(y_t · W_t + b_t)``.
 
@@ -216,6 +218,7 @@ def project_and_fuse(
         pairs: Whether to average over pairs instead of fusing all branches.
         keep: Whether to save the responses for backward. Recomputing them needs less memory, and less time if there
             are many positions for each weight.
+        norm: The batch norm of the responses, where `runs_in_parts`.
 
     Returns:
         z ``[..., K2, ...]`` with the channels last in memory, or in the layout of y if a kernel had to transpose it.
@@ -227,6 +230,9 @@ def project_and_fuse(
         if torch.compiler.is_compiling():
             return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
+    if runs_in_parts(y, weight, widths, channels):
+        count_path("project_and_fuse", "parts")
+        return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, False, y.dtype), norm)
     count_path("project_and_fuse", "reference")
     pre = launch.responses(y, weight, bias, widths, channels)
     return fuse_pairs(pre, eps) if pairs else fuse_branches(pre, eps)
@@ -236,6 +242,19 @@ def can_project(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool
     """Whether `project_and_fuse` runs a kernel for these arguments."""
     supported = (3,) if pairs else (2, 3)
     return len(set(widths)) == 1 and len(widths) in supported and kernels_accept((y, weight), matched=False)
+
+
+def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: int) -> bool:
+    """Whether stage 2 of a convolution runs on a CPU by parts of the positions, with its batch norm."""
+    if y.device.type != "cpu" or kernels.INTERPRETED or not _enabled or torch.compiler.is_compiling():
+        return False
+    if any(type(t) not in _PLAIN for t in (y, weight)) or functional.exporting() or _transformed():
+        return False
+    if y.dtype not in (torch.float32, torch.float64) or weight.dtype is not y.dtype or weight.device != y.device:
+        return False
+    if channels == y.dim() - 1 or any(width != widths[0] for width in widths) or not y.numel():
+        return False
+    return not torch.is_autocast_enabled("cpu") and (launch.is_channels_last(y, channels) or y.is_contiguous())
 
 
 def should_transpose(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:

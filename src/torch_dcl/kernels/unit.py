@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
+from torch_dcl.kernels.cpu import CPUPlan
 from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import is_traced, recording
 from torch_dcl.kernels.plans import Plan, Saved, plan_for
@@ -79,7 +80,8 @@ def _norm_tensors(norm: Norm | None, first: int, last: int) -> list[Tensor]:
     return [] if norm is None else [t for t in norm[first:last] if isinstance(t, Tensor)]
 
 
-_Computed = tuple[Tensor, Tensor | None, Tensor, Plan, Saved]
+AnyPlan = Plan | CPUPlan
+_Computed = tuple[Tensor, Tensor | None, Tensor, AnyPlan, Saved]
 """z; the filters and the branch outputs; the plan of stage 2, and what it saves for backward."""
 
 
@@ -140,7 +142,11 @@ def forward(
     with kernels.on_device_of(x):
         if theta is not None and stage is not None:
             low, y = _construct(x, theta, stage)
-        plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
+        plan: AnyPlan
+        if y.device.type == "cpu" and not kernels.INTERPRETED:
+            plan = CPUPlan(y, weight.shape[1], channels, T, eps, pairs, norm)
+        else:
+            plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
         if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
         z, stage2 = plan.forward(y, weight, bias, norm, learns=learns)
@@ -212,8 +218,8 @@ def _once_differentiable(compute: Callable[[bool], list[Tensor | None]]) -> list
 
 
 def _gradients(
-    plan: Plan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: Sequence[Any], running: Sequence[Tensor],
-    needs: Sequence[bool], twice: bool,
+    plan: AnyPlan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: Sequence[Any],
+    running: Sequence[Tensor], needs: Sequence[bool], twice: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of input, filters, weights, biases, and the norm's γ and β."""
     x, theta, weight, bias, low, y, *stage2 = saved
@@ -234,7 +240,7 @@ def _gradients(
 
 
 def gradients(
-    plan: Plan, settings: Settings, grad: Tensor, x: Tensor, low: Tensor | None, y: Tensor, bias: Tensor | None,
+    plan: AnyPlan, settings: Settings, grad: Tensor, x: Tensor, low: Tensor | None, y: Tensor, bias: Tensor | None,
     stage2: Sequence[Tensor | None], weight_dtype: torch.dtype, needs: Sequence[bool], theta_dtype: torch.dtype | None,
     group: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -264,7 +270,7 @@ def gradients(
 
 
 def _replayed_backward(
-    plan: Plan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: list[Tensor | None],
+    plan: AnyPlan, settings: Settings, norm: _Normed | None, grad: Tensor, saved: list[Tensor | None],
     running: list[Tensor], needs: list[bool], twice: bool,
 ) -> tuple[list[Tensor | None], Any]:  # fmt: skip
     """The gradients of a replayed forward pass, and the tape of their computation."""

@@ -1,0 +1,196 @@
+"""Stage 2 on a CPU, in plain torch: parts of the positions, whose responses stay in the processor's cache.
+
+The responses of all positions are T times as large as z, and no tensor of their size exists here: a part is projected,
+normalised and fused before the next one, and backward projects it again. A batch norm in training takes its statistics
+from those of the branch outputs; `moments` has the formulas.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from torch_dcl import functional
+from torch_dcl.kernels import launch
+from torch_dcl.kernels.launch import Norm
+
+__all__ = ["CPUPlan"]
+
+
+class CPUPlan:
+    """Stage 2 for branch outputs of one shape and layout: the interface of `plans.Plan`.
+
+    Args:
+        y: Branch outputs, dense in channels_last or in torch's default layout.
+        N: Outputs.
+        channels: The channel dimension.
+        T: Branches.
+        eps: ε.
+        pairs: Whether to average over pairs instead of fusing all branches.
+        norm: The norm, of whose tensors none is kept, or None.
+    """
+
+    def __init__(self, y: Tensor, N: int, channels: int, T: int, eps: float, pairs: bool, norm: Norm | None) -> None:
+        shape = y.shape
+        self.channels, self.T, self.N, self.eps = channels, T, N, eps
+        self.M = shape[channels] // T
+        self.groups = tuple(combinations(range(T), 2)) if pairs else (tuple(range(T)),)
+        self.images, self.positions = math.prod(shape[:channels]), math.prod(shape[channels + 1 :])
+        self.P = self.images * self.positions
+        self.z_shape = (*shape[:channels], N, *shape[channels + 1 :])
+        self.last = launch.is_channels_last(y, channels)
+        self.fixed = norm is not None and norm.fixed
+
+    def forward(
+        self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, learns: bool = True
+    ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+        """z, and what backward needs."""
+        del learns
+        weight = weight.contiguous()
+        stats = None if norm is None else self._statistics(y, weight, bias, norm)
+        z = self._empty(self.z_shape, y)
+        mean, weights, shifts = self._affine(weight, bias, stats)
+        for part, into in zip(self._parts(y), self._parts(z), strict=True):
+            into.copy_(functional.fused(self._respond(part, mean, weights, shifts), self.groups, self.eps))
+        return z, (weight, stats)
+
+    def backward(
+        self, grad: Tensor, y: Tensor, bias: Tensor | None, saved: Sequence[Tensor | None], dtype: torch.dtype,
+        group: object = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """The gradients of branch outputs, weights and biases; with a norm, those of γ, β and biases instead.
+
+        The names are those of `moments`: d is the gradient of a normalised response, D and h are sums over positions.
+        """
+        del dtype, group  # there is one dtype, and one process
+        weight, stats = saved
+        assert weight is not None
+        mean, weights, shifts = self._affine(weight, bias, stats)
+        dy = self._empty(y.shape, y)
+        D, h = weight.new_zeros(self.T, self.M, self.N), weight.new_zeros(self.T, self.N)
+        for part, g, into in zip(self._parts(y), self._parts(grad), self._parts(dy), strict=True):
+            pre = self._respond(part, mean, weights, shifts)
+            branches = self._branches(part, mean)
+            for t, d in enumerate(functional.fused_gradients(g, pre, self.groups, self.eps)):
+                h[t] += d.sum(tuple(range(d.dim() - 1)))
+                D[t] += self._sum_of_products(branches[t], d)
+                into[..., t * self.M : (t + 1) * self.M] = self._times(d, weights[t].t(), None)
+        if stats is None:
+            return dy, D.view_as(weight), None if bias is None else h, None
+        scale, _, rstd, centre, _, covariance = self._unpack(stats)
+        W = weight.view_as(D)
+        s = (W * D).sum(1)
+        if self.fixed:
+            s += h * (-centre if bias is None else bias - centre)
+            dweight, dbias = scale[:, None] * D, scale * h
+        else:
+            V = scale * rstd.square() * s
+            dweight, dbias = scale[:, None] * D - V[:, None] * (covariance @ W), torch.zeros_like(h)
+            self._add_through_statistics(dy, y, mean, W, scale * h / self.P, V / self.P)
+        return dy, dweight.view_as(weight), None, torch.stack([s * rstd, h, dbias]).flatten(1)
+
+    def _affine(
+        self, weight: Tensor, bias: Tensor | None, stats: Tensor | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """What to subtract from the branch outputs, and the map from them to normalised responses."""
+        weights = weight.view(self.T, self.M, self.N)
+        if stats is None:
+            return None, weights, bias
+        scale, shift, _, _, mean, _ = self._unpack(stats)
+        return None if self.fixed else mean, scale[:, None] * weights, shift
+
+    def _parts(self, x: Tensor) -> Iterator[Tensor]:
+        """Views ``[positions, C]`` of a tensor in channels_last, or ``[images, positions, C]`` in torch's layout."""
+        rows, channels = max(1, functional.part_size() // self.N), x.shape[self.channels]
+        if self.last:
+            yield from torch.split(x.movedim(self.channels, -1).reshape(self.P, channels), rows)
+            return
+        images = x.reshape(self.images, channels, self.positions).mT
+        for some in torch.split(images, max(1, rows // self.positions)):
+            yield from torch.split(some, rows, 1)
+
+    def _respond(self, part: Tensor, mean: Tensor | None, weights: Tensor, shifts: Tensor | None) -> list[Tensor]:
+        """The normalised responses of all branches."""
+        branches = enumerate(self._branches(part, mean))
+        return [self._times(y, weights[t], None if shifts is None else shifts[t]) for t, y in branches]
+
+    def _branches(self, part: Tensor, mean: Tensor | None) -> tuple[Tensor, ...]:
+        """The branch outputs of a part, minus their mean."""
+        return torch.split(part if mean is None else part - mean, self.M, -1)
+
+    def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A linear map at every position, in the layout of x."""
+        if self.last:
+            return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        matrices = weight.t().expand(len(x), -1, -1)
+        product = torch.bmm(matrices, x.mT) if bias is None else torch.baddbmm(bias[:, None], matrices, x.mT)
+        return product.mT
+
+    def _sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
+        """``Σ a · bᵀ`` over the positions of a part."""
+        return a.t() @ b if self.last else torch.bmm(a.mT, b).sum(0)
+
+    def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A new tensor in the layout of the branch outputs."""
+        if not self.last:
+            return like.new_empty(shape)
+        return torch.empty_strided(shape, launch.channels_last_strides(shape, self.channels), dtype=like.dtype)
+
+    def _statistics(self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
+        """Scale, shift, inverse standard deviation and centre of the responses; mean and covariance of the branches."""
+        W = weight.view(self.T, self.M, self.N)
+        mean, covariance = weight.new_zeros(self.T * self.M), weight.new_zeros(self.T, self.M, self.M)
+        if norm.fixed:
+            assert norm.mean is not None
+            assert norm.variance is not None
+            centre, variance = norm.mean.view(self.T, self.N), norm.variance.view(self.T, self.N)
+        else:
+            for part in self._parts(y):
+                mean += part.sum(tuple(range(part.dim() - 1)))
+            mean /= self.P
+            for part in self._parts(y):
+                for t, centred in enumerate(self._branches(part, mean)):
+                    covariance[t] += self._sum_of_products(centred, centred)
+            covariance /= self.P
+            centre = (mean.view(self.T, 1, self.M) @ W).squeeze(1)
+            variance = (W * (covariance @ W)).sum(1).clamp(min=0.0)
+            self._track(norm, centre if bias is None else centre + bias, variance)
+        rstd = (variance + norm.eps).rsqrt()
+        scale = rstd if norm.gamma is None else rstd * norm.gamma.view_as(rstd)
+        shift = torch.zeros_like(rstd) if norm.beta is None else norm.beta.view_as(rstd)
+        if norm.fixed:
+            shift = shift + scale * (-centre if bias is None else bias - centre)
+        return torch.cat([t.flatten() for t in (scale, shift, rstd, centre, mean, covariance)])
+
+    def _unpack(self, stats: Tensor) -> tuple[Tensor, ...]:
+        """The results of `_statistics`."""
+        outputs, width = self.T * self.N, self.T * self.M
+        *vectors, mean, covariance = torch.split(stats, [outputs] * 4 + [width, width * self.M])
+        return *(v.view(self.T, self.N) for v in vectors), mean, covariance.view(self.T, self.M, self.M)
+
+    def _track(self, norm: Norm, mean: Tensor, variance: Tensor) -> None:
+        """Update the running statistics as torch does: autograd must not count it as a change in place."""
+        if norm.mean is None or norm.variance is None:
+            return
+        momentum = norm.momentum
+        if norm.tracked is not None:
+            norm.tracked.add_(1)
+            momentum = 1.0 / float(norm.tracked) if momentum is None else momentum
+        assert momentum is not None
+        unbiased = variance * (self.P / (self.P - 1))
+        for running, new in ((norm.mean, mean), (norm.variance, unbiased)):
+            running.data.mul_(1.0 - momentum).add_(new.flatten(), alpha=momentum)
+
+    def _add_through_statistics(
+        self, dy: Tensor, y: Tensor, mean: Tensor | None, W: Tensor, of_mean: Tensor, of_variance: Tensor
+    ) -> None:
+        """Subtract from the gradients of the branch outputs what comes through the statistics of the batch."""
+        assert mean is not None
+        through_mean = (W @ of_mean[:, :, None]).flatten()
+        through_variance = (W * of_variance[:, None]) @ W.mT
+        for part, into in zip(self._parts(y), self._parts(dy), strict=True):
+            for t, centred in enumerate(self._branches(part, mean)):
+                own = slice(t * self.M, (t + 1) * self.M)
+                into[..., own] -= self._times(centred, through_variance[t], through_mean[own])

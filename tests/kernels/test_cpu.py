@@ -1,0 +1,255 @@
+"""Stage 2 on a CPU by parts of the positions: its values, gradients and statistics against plain torch in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from tests.reference import norms_of_branches, plain_fusion, plain_pair_fusion
+from torch import nn
+from torch.autograd import gradgradcheck
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torch_dcl as dcl
+from torch_dcl import functional
+from torch_dcl.kernels import dispatch
+
+LAYERS = {1: (dcl.DCLConv1d, nn.BatchNorm1d), 2: (dcl.DCLConv2d, nn.BatchNorm2d), 3: (dcl.DCLConv3d, nn.BatchNorm3d)}
+SIZES = {1: (37,), 2: (7, 9), 3: (4, 3, 5)}
+NORMS = {
+    "no norm": None,
+    "norm": {},
+    "cumulative": {"momentum": None},
+    "not affine": {"affine": False},
+    "not tracked": {"track_running_stats": False},
+}
+PARTS = {"one part": 10**9, "parts of images": 4000, "parts of rows": 500}
+
+
+def layer_of(spatial, norm, *, last=True, dtype=torch.float64, seed=0, **arguments):
+    """A layer with random biases, norms and running statistics."""
+    torch.manual_seed(seed)
+    make, batch_norm = LAYERS[spatial]
+    norm_layer = None if norm is None else lambda channels: batch_norm(channels, **norm)
+    layer = make(5, 24, 3, padding=1, width=6, norm_layer=norm_layer, **arguments).to(dtype)
+    for tensor in [*layer.parameters(), *layer.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data += 0.2 * torch.rand_like(tensor)
+    return layer.to(memory_format=torch.channels_last) if last and spatial == 2 else layer
+
+
+def images_of(spatial, *, last=True, dtype=torch.float64, batch=6):
+    x = torch.randn(batch, 5, *SIZES[spatial], dtype=dtype) + 1
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if last else x
+
+
+def plain(layer, x):
+    """The layer as the paper writes it, with a batch norm of its own for every branch."""
+    fusion, y = layer.fusion, layer.branch(x)
+    biases = [None] * fusion.branches if fusion.bias is None else fusion.bias
+    weights = fusion.weight.split(list(fusion.widths))
+    branches = zip(fusion.split(y), weights, biases, strict=True)
+    pre = [F.linear(a.movedim(1, -1), W.t(), b).movedim(-1, 1) for a, W, b in branches]
+    if fusion.norm is not None:
+        norm = fusion.norm
+        by_batch = norm.training or norm.running_mean is None
+        running = (None, None) if by_batch else (norm.running_mean, norm.running_var)
+        normed = F.batch_norm(torch.cat(pre, 1), *running, norm.weight, norm.bias, by_batch, 0.0, norm.eps)
+        pre = list(normed.chunk(len(pre), 1))
+    fuse = plain_pair_fusion if fusion.strategy == "stochastic" and not layer.training else plain_fusion
+    return fuse(pre, fusion.eps)
+
+
+def gradients(z, x, layer, grad):
+    return torch.autograd.grad(z, [x, *layer.parameters()], grad)
+
+
+def run(layer, x):
+    with dispatch.watch() as ran:
+        z = layer(x)
+    assert ran == {"project_and_fuse: parts": 1}
+    return z
+
+
+@pytest.fixture(params=PARTS.values(), ids=PARTS)
+def part(monkeypatch, request):
+    monkeypatch.setattr(functional, "part_size", lambda: request.param)
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
+@pytest.mark.usefixtures("part")
+def test_values_and_gradients_are_those_of_the_formula(norm, training, last):
+    layer = layer_of(2, norm, last=last).train(training)
+    x = images_of(2, last=last).requires_grad_()
+    expected = plain(layer, x)
+    z = run(layer, x)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(gradients(z, x, layer, grad), gradients(expected, x, layer, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "arguments",  # with the paper's ε of 0.001 the gradient of three branches varies by 1e5 times a response's error
+    [{"branches": 1}, {"branches": 3, "eps": 0.25}, {"branches": 3, "strategy": "stochastic"}],
+)
+@pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
+@pytest.mark.parametrize("spatial", LAYERS)
+@pytest.mark.usefixtures("part")
+def test_other_branches_strategies_and_dimensions(spatial, norm, arguments):
+    layer = layer_of(spatial, norm, last=False, **arguments).train(arguments.get("strategy") is None)
+    x = images_of(spatial, last=False).requires_grad_()
+    z, expected = run(layer, x), plain(layer, x)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-13)
+    for ours, theirs in zip(gradients(z, x, layer, grad), gradients(expected, x, layer, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("part")
+def test_a_single_image(bias):
+    layer, x = layer_of(2, None, last=False, bias=bias), images_of(2, last=False)[0]
+    torch.testing.assert_close(run(layer, x), plain(layer, x[None])[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("norm", [{}, {"momentum": None}, {"momentum": 0.3, "affine": False}])
+@pytest.mark.usefixtures("part")
+def test_running_statistics_are_those_of_a_batch_norm_for_each_branch(norm):
+    layer = layer_of(2, norm)
+    norms = norms_of_branches(layer.fusion.norm, layer.branches)
+    for _ in range(3):
+        x = images_of(2)
+        ys = layer.fusion.split(layer.branch(x))
+        for y, W, b, own in zip(ys, layer.fusion.weight.chunk(2), layer.fusion.bias, norms, strict=True):
+            own(torch.einsum("nmhw,mk->nkhw", y, W) + b[:, None, None])
+        run(layer, x)
+    for name in ("running_mean", "running_var"):
+        expected = torch.cat([getattr(own, name) for own in norms])
+        torch.testing.assert_close(getattr(layer.fusion.norm, name), expected, rtol=1e-12, atol=1e-12)
+    assert layer.fusion.norm.num_batches_tracked == norms[0].num_batches_tracked
+
+
+@pytest.mark.parametrize("offset", [0, 100, 1000])
+def test_in_float32_means_of_many_deviations_do_not_cancel(offset):
+    layer = layer_of(2, {}, dtype=torch.float32)
+    nn.init.constant_(layer.fusion.norm.bias, 0.5)
+    x = images_of(2, dtype=torch.float32, batch=16) + offset
+    exact = plain(copy.deepcopy(layer).double(), x.double())
+    with dispatch.disabled():
+        reference = copy.deepcopy(layer)(x)
+    error, allowed = (float((z.double() - exact).abs().max()) for z in (run(layer, x), reference))
+    assert error <= 2 * allowed + 2e-6
+
+
+def test_several_forward_passes_before_one_backward():
+    layer, xs = layer_of(2, {}), [images_of(2).requires_grad_() for _ in range(3)]
+    torch.stack([run(layer, x).square().mean() for x in xs]).sum().backward()
+    for x in xs:
+        (expected,) = torch.autograd.grad(plain(layer, x).square().mean(), x)
+        torch.testing.assert_close(x.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_running_statistics_may_be_views_of_one_tensor_that_autograd_has_saved():
+    layer, other = layer_of(2, {}), nn.BatchNorm2d(5).double()
+    shared = torch.cat([layer.fusion.norm.running_mean, other.running_mean])
+    layer.fusion.norm.running_mean, other.running_mean = shared[:48], shared[48:]
+    x = images_of(2).requires_grad_()
+    run(layer, other(x)).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
+def test_second_derivatives(norm):
+    layer = layer_of(2, norm)
+    x = images_of(2, batch=2)[:, :, :2, :2].contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert gradgradcheck(lambda given: layer(given).square().sum(), x, nondet_tol=0.0)
+
+
+def test_what_follows_may_work_in_place():
+    layer, x = layer_of(2, {}), images_of(2).requires_grad_()
+    doubled = run(layer, x).mul_(2)
+    torch.testing.assert_close(
+        torch.autograd.grad(doubled.sum(), x)[0], torch.autograd.grad(2 * plain(layer, x).sum(), x)[0]
+    )
+
+
+def test_weights_that_are_not_contiguous():
+    layer, x = layer_of(2, {}), images_of(2)
+    expected = run(layer, x)
+    layer.fusion.weight = nn.Parameter(layer.fusion.weight.detach().t().contiguous().t())
+    assert not layer.fusion.weight.is_contiguous()
+    z = run(layer, x)
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-13)
+    z.sum().backward()
+    assert layer.fusion.weight.grad.shape == layer.fusion.weight.shape
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_value_per_channel_is_torchs_error(batch):
+    layer, x = layer_of(2, {}), images_of(2, batch=batch)[:, :, :1, :1]
+    if batch == 2:
+        assert run(layer, x).shape == (2, 24, 1, 1)
+        return
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        layer(x)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        for t in tree_leaves(results):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return results
+
+
+def test_no_tensor_is_as_large_as_all_responses():
+    layer = layer_of(2, {}, dtype=torch.float32)
+    x = images_of(2, dtype=torch.float32, batch=40).requires_grad_()
+    with Largest() as largest:
+        z = run(layer, x)
+        z.sum().backward()
+    assert largest.elements == math.prod(z.shape)
+
+
+UNSUPPORTED = {
+    "bfloat16": {},
+    "widths that differ": {"width": (4, 6)},
+    "another norm": {"norm_layer": lambda channels: nn.GroupNorm(2, channels)},
+    "an empty batch": {},
+}
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_what_parts_do_not_support_runs_the_reference(what):
+    layer = dcl.DCLConv2d(5, 24, 3, **{"width": 6, **UNSUPPORTED[what]})
+    x = images_of(2, dtype=torch.float32, batch=0 if what == "an empty batch" else 2)
+    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
+    with dispatch.watch() as ran:
+        layer.to(dtype)(x.to(dtype))
+    assert ran["project_and_fuse: parts"] == 0
+    assert ran["fuse_branches: reference"] == 1
+
+
+def test_autocast_runs_the_reference():
+    layer, x = layer_of(2, {}, dtype=torch.float32), images_of(2, dtype=torch.float32)
+    with dispatch.watch() as ran, torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    assert ran["project_and_fuse: parts"] == 0
+
+
+def test_hooks_of_the_norm_are_called():
+    layer, seen = layer_of(2, {}), []
+    layer.fusion.norm.register_forward_hook(lambda *given: seen.append(given[2].shape))
+    x = images_of(2)
+    torch.testing.assert_close(layer(x), plain(layer, x), rtol=1e-12, atol=1e-13)
+    assert len(seen) == 1
