@@ -2,9 +2,9 @@
 
 `dispatch` chooses kernel or reference, `unit` runs a layer as one autograd node, and `ops` registers the same
 computation as torch operations for compilers. `plans` selects the kernels for each size; `elementwise`, `project`,
-`saved_responses`, `moments`, `exchange` and `hopper` define them, and `launcher` launches them. `cpu` needs no kernel. `pointwise` fuses the
-responses of stacked networks, whose other kernels are in `torch_dcl.fleet.kernels`; callers check `usable` or
-`reachable` first. Triton is imported with the first kernel, never with the package.
+`saved_responses`, `moments`, `exchange` and `hopper` define them, and `launcher` launches them. `cpu` is for CPUs.
+`pointwise` fuses the responses of stacked networks, whose other kernels are in `torch_dcl.fleet.kernels`; callers check
+`usable` or `reachable` first. Triton is imported with the first kernel, never with the package.
 """
 
 import contextlib
