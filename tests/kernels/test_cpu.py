@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.reference import norms_of_branches, plain_fusion, plain_pair_fusion
+from tests.reference import exact_over, norms_of_branches, plain_fusion, plain_pair_fusion, worst_error
 from torch import nn
 from torch.autograd import gradgradcheck
 from torch.nn import functional as F
@@ -25,6 +25,7 @@ NORMS = {
     "not affine": {"affine": False},
     "not tracked": {"track_running_stats": False},
 }
+LARGEST = torch.finfo(torch.float32).max
 PARTS = {"one part": 10**9, "parts of images": 4000, "parts of rows": 500}
 
 
@@ -197,6 +198,53 @@ def test_one_value_per_channel_is_torchs_error(batch):
         return
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(x)
+
+
+def identity_layer(N, eps):
+    """A layer whose responses are its input's channels, the first branch's first."""
+    layer = dcl.DCLConv2d(2 * N, N, 1, width=N, bias=False, eps=eps)
+    layer.branch.weight.data.copy_(torch.eye(2 * N)[:, :, None, None])
+    layer.fusion.weight.data.copy_(torch.eye(N).repeat(2, 1))
+    return layer
+
+
+@pytest.mark.parametrize("eps", [1e-36, 1e-20, None, 100.0])
+@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1e-12, 1.0, 1e12, 1e18, 1e25, 1e37])
+def test_z_and_its_gradient_are_exact_in_float32_or_saturate(scale, eps):
+    layer = identity_layer(8, eps)
+    spread = torch.exp(2 * torch.randn(2, 16, 3, 4, generator=torch.Generator().manual_seed(0)))
+    signs = torch.where(torch.rand_like(spread) < 0.7, 1.0, -1.0)
+    x = (scale * signs * spread).clamp(-LARGEST, LARGEST)
+    x[0, 3] = x[1, 9] = 0.0
+    x[0, 5] = 1.0 / max(scale, 1e-30)  # a small one beside a large one
+    x.requires_grad_()
+    z = run(layer, x)
+    (gradient,) = torch.autograd.grad(z.sum(), x)
+    pre = torch.stack(x.detach().chunk(2, 1)).flatten(1)
+    exact_z, exact_gradient = exact_over(pre, layer.eps)
+    assert worst_error(z, exact_z) <= 4
+    assert worst_error(torch.stack(gradient.chunk(2, 1)), exact_gradient) <= 20
+
+
+@pytest.mark.parametrize("grad", [1e-30, 1e30, 3e38])
+def test_large_gradients_saturate_as_in_the_reference(grad):
+    layer = layer_of(2, None, dtype=torch.float32)
+    x = images_of(2, dtype=torch.float32)
+    ys = layer.branch(x).detach().requires_grad_()
+    with dispatch.disabled():
+        (expected,) = torch.autograd.grad(layer.fusion(ys), ys, torch.full((6, 24, 7, 9), grad))
+    (ours,) = torch.autograd.grad(layer.fusion(ys), ys, torch.full((6, 24, 7, 9), grad))
+    assert torch.equal(ours.isfinite(), expected.isfinite())
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4 * min(grad, 1e30))
+
+
+def test_responses_that_are_not_finite_are_those_of_the_reference():
+    layer, x = layer_of(2, None, dtype=torch.float32), images_of(2, dtype=torch.float32)
+    x[0, 0, 0, 0], x[1, 2, 3, 4], x[2, 1, 5, 5] = math.nan, math.inf, -math.inf
+    z = run(layer, x)
+    with dispatch.disabled():
+        expected = layer(x)
+    torch.testing.assert_close(z, expected, equal_nan=True)
 
 
 class Largest(TorchDispatchMode):

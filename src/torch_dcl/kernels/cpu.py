@@ -18,6 +18,9 @@ from torch_dcl.kernels.launch import Norm
 
 __all__ = ["CPUPlan"]
 
+_LEAST_EPS = 1e-30
+"""Below, the product of two responses could vanish where z is not yet √ε."""
+
 
 class CPUPlan:
     """Stage 2 for branch outputs of one shape and layout: the interface of `plans.Plan`.
@@ -53,7 +56,7 @@ class CPUPlan:
         z = self._empty(self.z_shape, y)
         mean, weights, shifts = self._affine(weight, bias, stats)
         for part, into in zip(self._parts(y), self._parts(z), strict=True):
-            into.copy_(functional.fused(self._respond(part, mean, weights, shifts), self.groups, self.eps))
+            self._fuse(self._respond(part, mean, weights, shifts), into)
         return z, (weight, stats)
 
     def backward(
@@ -73,8 +76,9 @@ class CPUPlan:
         for part, g, into in zip(self._parts(y), self._parts(grad), self._parts(dy), strict=True):
             pre = self._respond(part, mean, weights, shifts)
             branches = self._branches(part, mean)
-            for t, d in enumerate(functional.fused_gradients(g, pre, self.groups, self.eps)):
-                h[t] += d.sum(tuple(range(d.dim() - 1)))
+            gradients, sums = self._fused_gradients(g, pre)
+            for t, d in enumerate(gradients):
+                h[t] += sums[t]
                 D[t] += self._sum_of_products(branches[t], d)
                 into[..., t * self.M : (t + 1) * self.M] = self._times(d, weights[t].t(), None)
         if stats is None:
@@ -120,6 +124,43 @@ class CPUPlan:
         """The branch outputs of a part, minus their mean."""
         return torch.split(part if mean is None else part - mean, self.M, -1)
 
+    def _fuse(self, pre: list[Tensor], into: Tensor) -> None:
+        """Write z of a part; the responses are overwritten."""
+        square = self._square(pre, 1.0)
+        if square is None:
+            into.copy_(functional.fused(pre, self.groups, self.eps))
+        else:
+            torch.reciprocal(square.rsqrt_(), out=into)
+
+    def _fused_gradients(self, grad: Tensor, pre: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients of the responses of a part, which are overwritten, and their sums over the positions."""
+        square = self._square(pre, 4.0)
+        if square is not None:
+            unit = square.rsqrt_().mul_(grad)  # ∂z/∂v = w / 2z
+            gradients = [self._where_alive(unit * pre[1 - t], pre[t]) for t in range(2)]
+            sums = [self._sum(d) for d in gradients]
+            if all(bool(h.isfinite().all()) for h in sums):
+                return gradients, sums
+        gradients = functional.fused_gradients(grad, pre, self.groups, self.eps)
+        return gradients, [self._sum(d) for d in gradients]
+
+    def _where_alive(self, grad: Tensor, v: Tensor) -> Tensor:
+        """The gradient of a ReLU with the response v, in place."""
+        alive: Tensor = torch.ops.aten.threshold_backward.grad_input(grad, v, 0, grad_input=grad)
+        return alive
+
+    def _square(self, pre: list[Tensor], factor: float) -> Tensor | None:
+        """A multiple of z² of two branches, whose negative responses become zero; None where the range is too small."""
+        if len(pre) != 2 or self.eps < _LEAST_EPS:
+            return None
+        v, w = (p.clamp_(min=0.0) for p in pre)
+        square = torch.addcmul(torch.full((), factor * self.eps, dtype=v.dtype), v, w, value=factor)
+        return square if float(square.amax()) < math.inf else None
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The sum over the positions of a part."""
+        return x.sum(tuple(range(x.dim() - 1)))
+
     def _times(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A linear map at every position, in the layout of x."""
         if self.last:
@@ -148,7 +189,7 @@ class CPUPlan:
             centre, variance = norm.mean.view(self.T, self.N), norm.variance.view(self.T, self.N)
         else:
             for part in self._parts(y):
-                mean += part.sum(tuple(range(part.dim() - 1)))
+                mean += self._sum(part)
             mean /= self.P
             for part in self._parts(y):
                 for t, centred in enumerate(self._branches(part, mean)):
