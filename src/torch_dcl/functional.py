@@ -245,7 +245,7 @@ def _rectified(pre: Tensor, eps: float) -> Tensor:
 
 def _respond(pre: Tensor) -> Tensor:
     """v = relu(pre) in the type to compute in; an infinite response counts as the largest number."""
-    wide = _compute_dtype(pre.dtype)
+    wide = compute_dtype(pre.dtype)
     return _cast(pre, wide).clamp(0.0, torch.finfo(wide).max)
 
 
@@ -320,7 +320,8 @@ def _root(x: Tensor, degree: int) -> Tensor:
     return x.rsqrt().reciprocal_()  # MKL's sqrt takes ten times as long where half of the numbers are zero
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a dtype is computed: float32 for half precision."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

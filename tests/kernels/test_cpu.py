@@ -1,5 +1,6 @@
 """Stage 2 on a CPU by parts of the positions: its values, gradients and statistics against plain torch in float64."""
 
+import contextlib
 import copy
 import math
 
@@ -47,8 +48,11 @@ def images_of(spatial, *, last=True, dtype=torch.float64, batch=6):
 
 
 def plain(layer, x):
-    """The layer as the paper writes it, with a batch norm of its own for every branch."""
-    fusion, y = layer.fusion, layer.branch(x)
+    """The layer as the paper writes it."""
+    return plain_stage2(layer.fusion, layer.branch(x))
+
+
+def plain_stage2(fusion, y):
     biases = [None] * fusion.branches if fusion.bias is None else fusion.bias
     weights = fusion.weight.split(list(fusion.widths))
     branches = zip(fusion.split(y), weights, biases, strict=True)
@@ -59,7 +63,7 @@ def plain(layer, x):
         running = (None, None) if by_batch else (norm.running_mean, norm.running_var)
         normed = F.batch_norm(torch.cat(pre, 1), *running, norm.weight, norm.bias, by_batch, 0.0, norm.eps)
         pre = list(normed.chunk(len(pre), 1))
-    fuse = plain_pair_fusion if fusion.strategy == "stochastic" and not layer.training else plain_fusion
+    fuse = plain_pair_fusion if fusion.strategy == "stochastic" and not fusion.training else plain_fusion
     return fuse(pre, fusion.eps)
 
 
@@ -270,7 +274,6 @@ def test_no_tensor_is_as_large_as_all_responses():
 
 
 UNSUPPORTED = {
-    "bfloat16": {},
     "widths that differ": {"width": (4, 6)},
     "another norm": {"norm_layer": lambda channels: nn.GroupNorm(2, channels)},
     "an empty batch": {},
@@ -281,18 +284,40 @@ UNSUPPORTED = {
 def test_what_parts_do_not_support_runs_the_reference(what):
     layer = dcl.DCLConv2d(5, 24, 3, **{"width": 6, **UNSUPPORTED[what]})
     x = images_of(2, dtype=torch.float32, batch=0 if what == "an empty batch" else 2)
-    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
     with dispatch.watch() as ran:
-        layer.to(dtype)(x.to(dtype))
+        layer(x)
     assert ran["project_and_fuse: parts"] == 0
     assert ran["fuse_branches: reference"] == 1
 
 
-def test_autocast_runs_the_reference():
-    layer, x = layer_of(2, {}, dtype=torch.float32), images_of(2, dtype=torch.float32)
-    with dispatch.watch() as ran, torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype is torch.bfloat16
-    assert ran["project_and_fuse: parts"] == 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [True, False], ids=["autocast", "all in half"])
+@pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
+@pytest.mark.usefixtures("part")
+def test_half_precision_is_at_least_as_exact_as_the_reference(dtype, cast, norm, last):
+    fusion = layer_of(2, norm, last=last, dtype=torch.float32).fusion
+    y = torch.relu(layer_of(2, None, last=last).branch(images_of(2, last=last))).to(dtype).detach()
+    fusion = fusion if cast else fusion.to(dtype)
+    exact, grad = copy.deepcopy(fusion).double(), torch.rand(6, 24, 7, 9).to(dtype) + 1
+    errors = {}
+    for name, enabled in (("parts", True), ("reference", False)):
+        own, given = copy.deepcopy(fusion), y.clone().requires_grad_()
+        arithmetic = contextlib.nullcontext() if enabled else dispatch.disabled()
+        with arithmetic, torch.autocast("cpu", dtype, enabled=cast), dispatch.watch() as ran:
+            z = own(given)
+        assert ran[f"project_and_fuse: {name}"] == 1 or name == "reference"
+        assert z.dtype is dtype
+        results = [z, *torch.autograd.grad(z, [given, *own.parameters()], grad)]
+        wide = y.double().requires_grad_()
+        expected = plain_stage2(exact, wide)
+        theirs = [expected, *torch.autograd.grad(expected, [wide, *exact.parameters()], grad.double())]
+        errors[name] = [
+            float((a.double() - b).norm() / b.norm().clamp(min=1e-2)) for a, b in zip(results, theirs, strict=True)
+        ]
+    for ours, allowed in zip(errors["parts"], errors["reference"], strict=True):
+        assert ours <= 1.05 * allowed + 1e-6
+    assert errors["parts"][0] <= 0.3 * torch.finfo(dtype).eps
 
 
 def test_hooks_of_the_norm_are_called():

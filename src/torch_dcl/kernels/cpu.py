@@ -2,7 +2,8 @@
 
 The responses of all positions are T times as large as z, and no tensor of their size exists here: a part is projected,
 normalised and fused before the next one, and backward projects it again. A batch norm in training takes its statistics
-from those of the branch outputs; `moments` has the formulas.
+from those of the branch outputs; `moments` has the formulas. Half-precision parts are computed in float32, also the
+products.
 """
 
 import math
@@ -45,18 +46,20 @@ class CPUPlan:
         self.z_shape = (*shape[:channels], N, *shape[channels + 1 :])
         self.last = launch.is_channels_last(y, channels)
         self.fixed = norm is not None and norm.fixed
+        self.dtype = functional.compute_dtype(y.dtype)
 
     def forward(
         self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, learns: bool = True
     ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
         """z, and what backward needs."""
         del learns
-        weight = weight.contiguous()
-        stats = None if norm is None else self._statistics(y, weight, bias, norm)
-        z = self._empty(self.z_shape, y)
-        mean, weights, shifts = self._affine(weight, bias, stats)
-        for part, into in zip(self._parts(y), self._parts(z), strict=True):
-            self._fuse(self._respond(part, mean, weights, shifts), into)
+        weight = weight.to(self.dtype).contiguous()
+        with torch.autocast("cpu", enabled=False):
+            stats = None if norm is None else self._statistics(y, weight, bias, norm)
+            z = self._empty(self.z_shape, y.dtype)
+            mean, weights, shifts = self._affine(weight, bias, stats)
+            for part, into in zip(self._parts(y), self._parts(z), strict=True):
+                self._fuse(self._respond(self._branches(part, mean), weights, shifts), into)
         return z, (weight, stats)
 
     def backward(
@@ -67,22 +70,21 @@ class CPUPlan:
 
         The names are those of `moments`: d is the gradient of a normalised response, D and h are sums over positions.
         """
-        del dtype, group  # there is one dtype, and one process
+        del group  # there is one process
         weight, stats = saved
         assert weight is not None
         mean, weights, shifts = self._affine(weight, bias, stats)
-        dy = self._empty(y.shape, y)
+        dy = self._empty(y.shape, self.dtype)
         D, h = weight.new_zeros(self.T, self.M, self.N), weight.new_zeros(self.T, self.N)
         for part, g, into in zip(self._parts(y), self._parts(grad), self._parts(dy), strict=True):
-            pre = self._respond(part, mean, weights, shifts)
             branches = self._branches(part, mean)
-            gradients, sums = self._fused_gradients(g, pre)
+            gradients, sums = self._fused_gradients(g, self._respond(branches, weights, shifts))
             for t, d in enumerate(gradients):
                 h[t] += sums[t]
                 D[t] += self._sum_of_products(branches[t], d)
                 into[..., t * self.M : (t + 1) * self.M] = self._times(d, weights[t].t(), None)
         if stats is None:
-            return dy, D.view_as(weight), None if bias is None else h, None
+            return dy.to(y.dtype), D.view_as(weight).to(dtype), None if bias is None else h.to(dtype), None
         scale, _, rstd, centre, _, covariance = self._unpack(stats)
         W = weight.view_as(D)
         s = (W * D).sum(1)
@@ -93,7 +95,7 @@ class CPUPlan:
             V = scale * rstd.square() * s
             dweight, dbias = scale[:, None] * D - V[:, None] * (covariance @ W), torch.zeros_like(h)
             self._add_through_statistics(dy, y, mean, W, scale * h / self.P, V / self.P)
-        return dy, dweight.view_as(weight), None, torch.stack([s * rstd, h, dbias]).flatten(1)
+        return dy.to(y.dtype), dweight.view_as(weight).to(dtype), None, torch.stack([s * rstd, h, dbias]).flatten(1)
 
     def _affine(
         self, weight: Tensor, bias: Tensor | None, stats: Tensor | None
@@ -101,7 +103,7 @@ class CPUPlan:
         """What to subtract from the branch outputs, and the map from them to normalised responses."""
         weights = weight.view(self.T, self.M, self.N)
         if stats is None:
-            return None, weights, bias
+            return None, weights, None if bias is None else bias.to(self.dtype)
         scale, shift, _, _, mean, _ = self._unpack(stats)
         return None if self.fixed else mean, scale[:, None] * weights, shift
 
@@ -115,22 +117,22 @@ class CPUPlan:
         for some in torch.split(images, max(1, rows // self.positions)):
             yield from torch.split(some, rows, 1)
 
-    def _respond(self, part: Tensor, mean: Tensor | None, weights: Tensor, shifts: Tensor | None) -> list[Tensor]:
-        """The normalised responses of all branches."""
-        branches = enumerate(self._branches(part, mean))
-        return [self._times(y, weights[t], None if shifts is None else shifts[t]) for t, y in branches]
-
     def _branches(self, part: Tensor, mean: Tensor | None) -> tuple[Tensor, ...]:
         """The branch outputs of a part, minus their mean."""
-        return torch.split(part if mean is None else part - mean, self.M, -1)
+        return torch.split(part.to(self.dtype) if mean is None else part - mean, self.M, -1)
+
+    def _respond(self, branches: Sequence[Tensor], weights: Tensor, shifts: Tensor | None) -> list[Tensor]:
+        """The normalised responses of all branches."""
+        return [self._times(y, weights[t], None if shifts is None else shifts[t]) for t, y in enumerate(branches)]
 
     def _fuse(self, pre: list[Tensor], into: Tensor) -> None:
         """Write z of a part; the responses are overwritten."""
         square = self._square(pre, 1.0)
-        if square is None:
-            into.copy_(functional.fused(pre, self.groups, self.eps))
-        else:
+        if square is not None and into.dtype == square.dtype:
             torch.reciprocal(square.rsqrt_(), out=into)
+            return
+        z = functional.fused(pre, self.groups, self.eps) if square is None else square.rsqrt_().reciprocal_()
+        into.copy_(z.clamp_(max=torch.finfo(into.dtype).max))
 
     def _fused_gradients(self, grad: Tensor, pre: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients of the responses of a part, which are overwritten, and their sums over the positions."""
@@ -173,11 +175,12 @@ class CPUPlan:
         """``Σ a · bᵀ`` over the positions of a part."""
         return a.t() @ b if self.last else torch.bmm(a.mT, b).sum(0)
 
-    def _empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new tensor in the layout of the branch outputs."""
         if not self.last:
-            return like.new_empty(shape)
-        return torch.empty_strided(shape, launch.channels_last_strides(shape, self.channels), dtype=like.dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        strides = launch.channels_last_strides(shape, self.channels)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
     def _statistics(self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
         """Scale, shift, inverse standard deviation and centre of the responses; mean and covariance of the branches."""
@@ -186,10 +189,10 @@ class CPUPlan:
         if norm.fixed:
             assert norm.mean is not None
             assert norm.variance is not None
-            centre, variance = norm.mean.view(self.T, self.N), norm.variance.view(self.T, self.N)
+            centre, variance = (t.view(self.T, self.N).to(self.dtype) for t in (norm.mean, norm.variance))
         else:
             for part in self._parts(y):
-                mean += self._sum(part)
+                mean += self._sum(part.to(self.dtype))
             mean /= self.P
             for part in self._parts(y):
                 for t, centred in enumerate(self._branches(part, mean)):
@@ -203,7 +206,7 @@ class CPUPlan:
         shift = torch.zeros_like(rstd) if norm.beta is None else norm.beta.view_as(rstd)
         if norm.fixed:
             shift = shift + scale * (-centre if bias is None else bias - centre)
-        return torch.cat([t.flatten() for t in (scale, shift, rstd, centre, mean, covariance)])
+        return torch.cat([t.flatten().to(self.dtype) for t in (scale, shift, rstd, centre, mean, covariance)])
 
     def _unpack(self, stats: Tensor) -> tuple[Tensor, ...]:
         """The results of `_statistics`."""

@@ -250,11 +250,13 @@ def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: in
         return False
     if any(type(t) not in _PLAIN for t in (y, weight)) or functional.exporting() or _transformed():
         return False
-    if y.dtype not in (torch.float32, torch.float64) or weight.dtype is not y.dtype or weight.device != y.device:
+    casts = torch.is_autocast_enabled("cpu")
+    dtypes = (torch.get_autocast_dtype("cpu"), torch.float32) if casts else (y.dtype, y.dtype)
+    if y.dtype is not dtypes[0] or weight.dtype not in dtypes or weight.device != y.device:
         return False
     if channels == y.dim() - 1 or any(width != widths[0] for width in widths) or not y.numel():
         return False
-    return not torch.is_autocast_enabled("cpu") and (launch.is_channels_last(y, channels) or y.is_contiguous())
+    return launch.is_channels_last(y, channels) or y.is_contiguous()
 
 
 def should_transpose(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
