@@ -1,8 +1,9 @@
 """Whole networks, plain and converted, as users run them: ``model(x)``, ``torch.compile`` and its CUDA graphs.
 
     python benchmarks/networks.py --out results/networks.csv
+    python benchmarks/networks.py --out results/networks-cpu.csv --device cpu --modes eager --batch 8 --dtype float32
 
-Batch 64, 224 × 224 images in channels_last, autocast to bfloat16. ``train`` is a whole step: forward, cross-entropy,
+224 × 224 images; by default batch 64, channels_last, autocast to bfloat16. ``train`` is a whole step: forward, cross-entropy,
 backward and SGD with momentum, launches included; ``infer`` is a forward pass without gradients in eval mode. Modes are
 ``eager``, ``compile`` (``torch.compile(model)``) and ``reduce-overhead`` (the same with CUDA graphs); the plain network
 runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that it keeps with
@@ -50,13 +51,14 @@ from torch_dcl.kernels import host
 from torch_dcl.models import count_weights
 
 COLUMNS = ["network", "batch", "mode", "phase", "selection", "units", "weights_ratio", "plain_ms", "dcl_ms", "ratio"]
-COLUMNS += ["spread", "rounds", "device", "torch", "plan_ratio", "plan_spread"]
+COLUMNS += ["spread", "rounds", "device", "torch", "plan_ratio", "plan_spread", "dtype", "layout"]
 NETWORKS = ["alexnet", "vgg16", "resnet18", "resnet50", "densenet121"]
 MODES = ["eager", "compile", "reduce-overhead"]
 PHASES = ["train", "infer"]
 SELECTIONS = ["all", "faster"]
-KEY = ["network", "batch", "mode", "phase", "selection"]
-
+DTYPES = ["bfloat16", "float32"]
+LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+KEY = ["network", "batch", "mode", "phase", "selection", "dtype", "layout"]
 
 IMPORTANCE = ["compile", "eager", "reduce-overhead"]
 COMPILATION = {"train": 4.0, "infer": 2.0}
@@ -75,6 +77,8 @@ def main() -> None:
     parser.add_argument("--selections", nargs="+", default=SELECTIONS, choices=SELECTIONS)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="bfloat16 by autocast")
+    parser.add_argument("--layout", default="channels_last", choices=LAYOUTS)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seconds", type=float, default=0.05, help="of one contender in one round")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -103,7 +107,8 @@ Job = tuple[str, str, str]
 def missing(job: Job, arguments: argparse.Namespace) -> list[str]:
     """The selections whose rows are not there yet."""
     done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
-    return [name for name in arguments.selections if (job[0], str(arguments.batch), *job[1:], name) not in done]
+    of_job, settings = (job[0], str(arguments.batch), *job[1:]), (arguments.dtype, arguments.layout)
+    return [name for name in arguments.selections if (*of_job, name, *settings) not in done]
 
 
 def estimate(job: Job, arguments: argparse.Namespace) -> float:
@@ -216,7 +221,8 @@ TURN, DONE = "turn\n", "done\n"
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Wait for a turn, in which nothing else runs."""
-    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     print(TURN, end="", flush=True)
     if not sys.stdin.readline():
         raise SystemExit("nobody gives turns any more")
@@ -231,7 +237,7 @@ def start(job: Job, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--job", *job, "--device", arguments.device]
     command += ["--selections", *arguments.selections]
     command += ["--out", str(arguments.out)] if arguments.out else []
-    for name in ("batch", "size", "rounds", "seconds"):
+    for name in ("batch", "size", "rounds", "seconds", "dtype", "layout"):
         command += [f"--{name}", str(getattr(arguments, name))]
     threads = str(max(2, (os.cpu_count() or 1) // arguments.at_once))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
@@ -251,20 +257,21 @@ def measure(network: str, mode: str, phase: str, arguments: argparse.Namespace) 
     """The rows of a network that are missing, with all units first."""
     batch = arguments.batch
     torch.manual_seed(0)
-    plain = getattr(zoo, network)(weights=None).to(arguments.device, memory_format=torch.channels_last)
-    x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device)
-    x = x.contiguous(memory_format=torch.channels_last)
+    layout = LAYOUTS[arguments.layout]
+    plain = getattr(zoo, network)(weights=None).to(arguments.device, memory_format=layout)
+    x = torch.randn(batch, 3, arguments.size, arguments.size, device=arguments.device).contiguous(memory_format=layout)
     labels = torch.randint(1000, (batch,), device=arguments.device)
     measured: dict[tuple[str, ...], tuple[Comparison, int]] = {}
     for selection in missing((network, mode, phase), arguments):
-        plan = choose(plain, x, mode, phase) if selection == "faster" else dcl.plan(plain, example=x[:2])
+        with autocast(arguments):
+            plan = choose(plain, x, mode, phase) if selection == "faster" else dcl.plan(plain, example=x[:2])
         networks = {"plain": copy.deepcopy(plain), "dcl": copy.deepcopy(plain)}
         if plan.selected:
             dcl.convert_(networks["dcl"], plan, init="random")
         weights = count_weights(networks["dcl"]) / count_weights(networks["plain"])
         units = tuple(unit.name for unit in plan.selected)
         if units not in measured:
-            runs = {name: prepare(made, mode, phase, x, labels) for name, made in networks.items()}
+            runs = {name: prepare(made, mode, phase, x, labels, arguments) for name, made in networks.items()}
             with alone():
                 times = measuring.race(runs, rounds=arguments.rounds, seconds=arguments.seconds)
             measured[units] = measuring.judge(times["plain"], times["dcl"]), len(times["plain"])
@@ -279,8 +286,9 @@ def measure(network: str, mode: str, phase: str, arguments: argparse.Namespace) 
             "rounds": rounds, "device": _name(arguments.device), "torch": torch.__version__,
             "plan_ratio": f"{chosen.ratio:.3f}" if chosen else "",
             "plan_spread": f"{chosen.spread:.3f}" if chosen else "",
+            "dtype": arguments.dtype, "layout": arguments.layout,
         }  # fmt: skip
-        print("  ".join(f"{row[name]}" for name in COLUMNS[4:-4]), flush=True)
+        print("  ".join(f"{row[name]}" for name in COLUMNS[4:-6]), flush=True)
         if arguments.out:
             with alone():  # and nobody else writes
                 write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
@@ -309,8 +317,7 @@ def choose(network: nn.Module, x: torch.Tensor, mode: str, phase: str) -> dcl.Pl
 
     measuring.race = turn
     try:
-        with autocast(str(x.device)):
-            plan = dcl.plan(network, example=x, select="faster", mode=mode, phase=phase)
+        plan = dcl.plan(network, example=x, select="faster", mode=mode, phase=phase)
     finally:
         measuring.race = timing
     forget_compiled()
@@ -326,14 +333,17 @@ def choose(network: nn.Module, x: torch.Tensor, mode: str, phase: str) -> dcl.Pl
 
 
 def _name(device: str) -> str:
-    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+    return torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
 
 
-def autocast(device: str) -> torch.autocast:
-    return torch.autocast(device.split(":", maxsplit=1)[0], torch.bfloat16)
+def autocast(arguments: argparse.Namespace) -> torch.autocast:
+    kind = arguments.device.split(":", maxsplit=1)[0]
+    return torch.autocast(kind, torch.bfloat16, enabled=arguments.dtype == "bfloat16")
 
 
-def prepare(network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+def prepare(
+    network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: torch.Tensor, arguments: argparse.Namespace
+) -> Callable[[], None]:
     """One step of the network in a mode, warm."""
     network.train(phase == "train")
     run = network
@@ -343,24 +353,19 @@ def prepare(network: nn.Module, mode: str, phase: str, x: torch.Tensor, labels: 
 
     def train() -> None:
         optimizer.zero_grad()
-        with autocast(str(x.device)):
+        with autocast(arguments):
             loss = F.cross_entropy(run(x), labels)
         loss.backward()
         optimizer.step()
 
     def infer() -> None:
-        with torch.no_grad(), autocast(str(x.device)):
+        with torch.no_grad(), autocast(arguments):
             run(x)
 
     step = train if phase == "train" else infer
     for _ in range(4):
         step()
     return step
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
