@@ -3,11 +3,11 @@
     python benchmarks/networks.py --out results/networks.csv
     python benchmarks/networks.py --out results/networks-cpu.csv --device cpu --modes eager --batch 8 --dtype float32
 
-224 × 224 images; by default batch 64, channels_last, autocast to bfloat16. ``train`` is a whole step: forward, cross-entropy,
-backward and SGD with momentum, launches included; ``infer`` is a forward pass without gradients in eval mode. Modes are
-``eager``, ``compile`` (``torch.compile(model)``) and ``reduce-overhead`` (the same with CUDA graphs); the plain network
-runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that it keeps with
-``select="faster"`` for that mode and phase.
+224 × 224 images; by default batch 64, channels_last, autocast to bfloat16. ``train`` is a whole step: forward, cross-
+entropy, backward and SGD with momentum, launches included; ``infer`` is a forward pass without gradients in eval mode.
+Modes are ``eager``, ``compile`` (``torch.compile(model)``) and ``reduce-overhead`` (the same with CUDA graphs); the
+plain network runs in the same mode. Selection ``all`` converts every unit that ``plan`` selects, ``faster`` those that
+it keeps with ``select="faster"`` for that mode and phase.
 
 A network in a mode and a phase has a process of its own, in which the plain and the converted networks take turns.
 ``--at-once`` processes prepare at the same time: they plan, compile and run for the first time. Units and networks
