@@ -98,9 +98,9 @@ def convert_(
             be white noise, for ``match`` of unit mean square.
         seed: The seed of the fit, and of the branch pairs of the stochastic strategy.
         check: Whether to run the plan's example before and after: once in training mode, once in eval mode without
-            gradients. If only the converted network fails, nothing is converted. Flags, buffers and the random state
-            are restored. A plan from JSON has no example, and a network on the meta device cannot run: neither is
-            checked.
+            gradients. If only the converted network fails, or if it still calls a replaced layer, which it holds in a
+            list for example, nothing is converted. Flags, buffers and the random state are restored. A plan from JSON
+            has no example, and a network on the meta device cannot run: neither is checked.
         progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
             terminal, periodic lines elsewhere. None shows it if two seconds or more are expected.
 
@@ -142,7 +142,9 @@ def convert_(
         if layers:
             disable_fast_paths(model)
             seed_branches_(model, seed)
-        trial.verify(model)  # before the fit, which may take minutes
+        replaced = {module: row.name for row, module, _, _ in units}
+        replaced |= {norm: str(row.norm) for row, _, norm, _ in units if norm is not None}
+        trial.verify(model, replaced)  # before the fit, which may take minutes
         if init == "fit":
             fits = _fit_units(units, layers, samples, seed, progress)
         for (_, module, norm, _), layer in zip(units, layers, strict=True):
