@@ -319,16 +319,32 @@ def test_what_cannot_be_replaced_is_refused_with_the_reason():
     conv = nn.Conv2d(16, 32, 3)
     hooked = copy.deepcopy(conv)
     hooked.register_forward_hook(lambda *_: None)
+    patched, frozen = copy.deepcopy(conv), copy.deepcopy(conv)
+    patched.forward = lambda x: conv(x) * 2
+    del frozen.weight
+    frozen.register_buffer("weight", conv.weight.detach())
     for module, reason in [
         (nn.Conv2d(16, 32, 3, groups=4), "grouped (4 groups)"),
         (OwnForward(16, 32, 3), "a OwnForward with a forward of its own"),
         (nn.utils.parametrizations.weight_norm(copy.deepcopy(conv)), "parametrized: remove the parametrization first"),
         (hooked, "carries hooks, which would be lost: remove them first"),
+        (patched, "carries a forward that somebody put in the place of its own, which would be lost: remove it first"),
+        (frozen, "its weight is not a parameter"),
         (nn.ConvTranspose2d(16, 32, 3), "a transposed convolution"),
         (dcl.DCLConv2d(16, 32, 3), "already a DCL layer"),
     ]:
         row = refused(module)
         assert (row.status, row.reason) == ("refused", reason)
+
+
+def test_a_norm_or_a_relu_whose_forward_was_replaced_stays():
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    norm, relu = model[1].forward, model[2].forward
+    model[2].forward = lambda x: relu(x) + 1
+    row = rows(dcl.plan(model, (16,), width=2))["0"]
+    assert (row.status, row.norm, row.relu) == ("pays", "1", None)
+    model[1].forward = lambda x: norm(x) + 1
+    assert "batch norm" in rows(dcl.plan(model, (16,), width=2))["0"].reason
 
 
 def test_a_plain_subclass_without_a_forward_of_its_own_is_a_unit():

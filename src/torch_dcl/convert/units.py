@@ -68,8 +68,8 @@ class SharedReLU(nn.ReLU):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, which a replacement would lose."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    """Whether a module has hooks, or a forward of this instance alone, which a replacement would lose."""
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def is_removable(module: nn.Module | None) -> bool:
@@ -123,7 +123,8 @@ def obstacle(module: nn.Module) -> str:
         return f"a {kind} with a forward of its own"
     if getattr(module, "groups", 1) != 1:
         return f"grouped ({module.groups} groups)"
-    return _hook_obstacle(module)
+    is_parameter = module._parameters.get("weight") is not None
+    return _hook_obstacle(module) or ("" if is_parameter else "its weight is not a parameter")
 
 
 def is_frozen_norm(module: nn.Module) -> bool:
@@ -158,6 +159,8 @@ def norm_obstacle(norm: nn.Module) -> str:
 
 
 def _hook_obstacle(module: nn.Module) -> str:
+    if "forward" in vars(module):
+        return "carries a forward that somebody put in the place of its own, which would be lost: remove it first"
     return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
 
 
