@@ -1,6 +1,7 @@
 """What a person expects of a fit: close to the trained layer, honest about how close, and never in the way."""
 
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -654,7 +655,17 @@ def test_batches_may_be_tensors_tuples_or_keywords():
     model = Branching()
     x, layers = inputs(2, 3, 6, 6), {"fc": model.fc}
     expected = collect_samples(model, layers, [x])["fc"]
-    for calibration in ([(x, torch.zeros(2))], [[x]], [{"x": x, "scale": 1.0}], x, {"x": x}, iter([x])):
+    mapping = UserDict(x=x)  # as tokenizers return it
+    for calibration in (
+        [(x, torch.zeros(2))],
+        [[x]],
+        [{"x": x, "scale": 1.0}],
+        x,
+        {"x": x},
+        iter([x]),
+        [mapping],
+        mapping,
+    ):
         assert torch.equal(collect_samples(model, layers, calibration)["fc"], expected)
 
 

@@ -76,7 +76,7 @@ def collect_samples(
     batches = 0
     try:
         with evaluating(model), _uncompiled():
-            batched = [calibration] if isinstance(calibration, Tensor | dict) else calibration
+            batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
                 inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
@@ -140,7 +140,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 def _move(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return {name: _move(value, device) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):
         return [_move(value, device) for value in inputs]
