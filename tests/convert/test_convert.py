@@ -420,6 +420,17 @@ def test_wrong_arguments_name_the_remedy():
         dcl.convert_(plan, model, init="random")
 
 
+def test_too_little_calibration_data_for_one_layer_names_it_before_any_fit(monkeypatch):
+    monkeypatch.setattr(apply, "fit_", lambda *_, **__: pytest.fail("fitted before the check"))
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
+    plan = dcl.plan(model, (16, 8, 8))
+    with pytest.raises(ValueError, match=r"'3' cannot be fitted: the calibration data give 4 .* at least 8"):
+        dcl.convert_(model, plan, init="fit", calibration=torch.randn(4, 16, 8, 8))
+    dcl.convert_(model, plan, init="random", match=True, calibration=torch.randn(4, 16, 8, 8))
+
+
 def test_an_empty_plan_converts_nothing_and_says_so():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())

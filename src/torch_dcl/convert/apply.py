@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
+from torch_dcl.convert.fit import MIN_SAMPLES, FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import QUICK, Incoming, collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
@@ -114,6 +114,11 @@ def convert_(
     """
     _check(model, plan, init, match, calibration, seed, progress)
     units = [(row, *_find(model, row)) for row in plan.selected]
+    if empty := [row.name for row, module, *_ in units if layer_weight(module).is_meta and (match or init == "fit")]:
+        raise ValueError(
+            f"{empty[0]!r} is on the meta device and has "
+            + ("no scale to match; leave match out" if match else 'no weights to fit; load them, or use init="random"')
+        )
     trial = Trial(model, plan.inputs if check and units else None)
     layers = [
         build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
@@ -127,9 +132,7 @@ def convert_(
         samples = collect_samples(model, plain, calibration, seed=seed, on_input=on_input, progress=progress)
     if init == "fit" or match:
         for row, module, norm, _ in units:
-            if match and layer_weight(module).is_meta:
-                raise ValueError(f"{row.name!r} is on the meta device and has no scale to match; leave match out")
-            check_values(module, norm, samples.get(row.name), name=repr(row.name))
+            check_values(module, norm, samples.get(row.name), name=repr(row.name), fewest=1 if match else MIN_SAMPLES)
     fits = {}
     with all_or_nothing(model):
         if match:
