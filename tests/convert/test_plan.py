@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import json
+import pickle
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -620,6 +621,17 @@ def test_json_goes_out_and_in_and_is_versioned(bignet_plan):
         dcl.Plan.from_json(json.dumps({**data, "torch_dcl_plan": 99}))
     with pytest.raises(ValueError, match="a predicate needs the network"):
         again.only(lambda *_: True)
+
+
+def test_a_plan_can_be_pickled_for_another_process_and_copied():
+    model = models.lenet(100)
+    plan = dcl.plan(model, (1, 28, 28), width=100)
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
+        assert again == plan
+        assert torch.equal(again.inputs[0][0], plan.inputs[0][0])
+    assert copy.deepcopy(plan).only(lambda _, module: module is model.fc1).selected[0].name == "fc1"
+    with pytest.raises(ValueError, match="a predicate needs the network"):
+        pickle.loads(pickle.dumps(plan)).only(lambda *_: True)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"torch_dcl_plan": 1}', '{"torch_dcl_plan": 1, "rows": [{}]}'])

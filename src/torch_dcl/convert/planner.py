@@ -1,7 +1,6 @@
 """``plan``: find the units of a network that DCL can replace, with their cost before and after."""
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import Select, UnitOptions, check_choice, check_model, check_unit_options, read_example
 from torch_dcl.convert.measure import device_name, measure_network, measure_unit, signature
-from torch_dcl.convert.rows import GROWS, Mode, Phase, Plan, Row, Status, Timing
+from torch_dcl.convert.rows import GROWS, Mode, Modules, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import SharedReLU, build, is_removable, kind_of, names_of, norm_obstacle, obstacle
@@ -87,7 +86,7 @@ def plan(
         weights=weights,
         parameters=sum(p.numel() for p in model.parameters()),
         example=description,
-        modules=weakref.WeakValueDictionary({row.name: modules[row.name] for row in rows}),
+        modules=Modules({row.name: modules[row.name] for row in rows}),
         inputs=(args if input_size is None else (args[0][:1].clone(),), kwargs),
     )
     if budget is not None:

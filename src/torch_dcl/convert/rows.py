@@ -31,6 +31,13 @@ Phase = Literal["train", "infer"]
 Pattern = str | Callable[[str, nn.Module], bool]
 
 
+class Modules(weakref.WeakValueDictionary[str, nn.Module]):
+    """The layers of a plan by name. A copy keeps them, a pickle does not: they belong to one process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Modules, ()
+
+
 class Timing(NamedTuple):
     """Milliseconds of a forward pass, and of forward and backward (None if nothing can be differentiated)."""
 
@@ -183,8 +190,8 @@ class Plan:
     graphs. None after the selection has changed."""
     choice: Choice | None = None
     """The selection by time, if there was one."""
-    modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
-    """The layers of the rows, for predicates; not part of the JSON."""
+    modules: Modules | None = field(default=None, repr=False, compare=False)
+    """The layers of the rows, for predicates; not part of the JSON, nor of a pickle."""
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
     """The input of the run, a single one if a size was given, for the check of ``convert_``; not part of the JSON."""
 
