@@ -75,6 +75,25 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_float32_batch_norm_in_a_network_of_half_precision_stays_float32(dtype, tmp_path):
+    def mixed():
+        model = network().to(dtype)
+        model[1].float()
+        return model
+
+    model, x = mixed(), torch.randn(2, 16, 8, 8).to(dtype)
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="fit")
+    norm = model[0].fusion.norm
+    assert {t.dtype for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)} == {torch.float32}
+    assert model[0].fusion.weight.dtype is model(x).dtype is dtype
+    model(x).sum().backward()
+    dcl.save_model(model, tmp_path / "mixed.safetensors")
+    again = dcl.load_model(mixed, tmp_path / "mixed.safetensors")
+    assert again[0].fusion.norm.running_var.dtype is torch.float32
+    assert torch.equal(again.eval()(x), model.eval()(x))
+
+
 @pytest.mark.parametrize("init", ["random", "fit"])
 @pytest.mark.parametrize("strategy", ["deterministic", "stochastic"])
 def test_the_statistics_of_a_batch_norm_in_eval_stay_still_in_training(init, strategy, tmp_path):

@@ -194,6 +194,9 @@ def build(
         norm_layer=None if norm is None else norm_factory(plain, norm),
         **changed,
     )
+    if norm is not None and layer.fusion.norm is not None:  # often float32 in a network of half precision
+        floating = (t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point())
+        layer.fusion.norm.to(dtype=next(floating, None))
     return layer.to(memory_format=torch.channels_last) if is_channels_last(layer_weight(module)) else layer
 
 
