@@ -450,6 +450,20 @@ def test_too_little_calibration_data_for_one_layer_names_it_before_any_fit(monke
     dcl.convert_(model, plan, init="random", match=True, calibration=torch.randn(4, 16, 8, 8))
 
 
+@pytest.mark.parametrize("init", ["random", "fit"])
+def test_a_network_that_is_converted_or_loaded_in_inference_mode_can_be_trained(init, tmp_path):
+    model, loaded, x = network(), network(), torch.randn(4, 16, 8, 8)
+    with torch.inference_mode():
+        dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init=init)
+        dcl.save_model(model, tmp_path / "net.safetensors")
+        dcl.load_model(loaded, tmp_path / "net.safetensors")
+        dcl.load_model(network(), tmp_path / "net.safetensors")
+        assert torch.equal(model.eval()(x), loaded.eval()(x))
+    for each in (model, loaded):
+        each.train()(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in each[0].parameters())
+
+
 def test_an_empty_plan_converts_nothing_and_says_so():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 2))
     before = copy.deepcopy(model.state_dict())

@@ -623,6 +623,17 @@ def test_json_goes_out_and_in_and_is_versioned(bignet_plan):
         again.only(lambda *_: True)
 
 
+def test_in_inference_mode_a_plan_is_the_same():
+    model = Lambda(
+        lambda m, x: m.head(F.relu6(m.b(F.relu(F.dropout(m.a(x), training=m.training))))),
+        a=nn.Linear(64, 64), b=nn.Linear(64, 64), head=nn.Linear(64, 2),
+    )  # fmt: skip
+    plan = dcl.plan(model, (64,), width=4)
+    with torch.inference_mode():
+        assert dcl.plan(model, (64,), width=4) == plan
+    assert rows(plan)["a"].selected
+
+
 def test_a_plan_can_be_pickled_for_another_process_and_copied():
     model = models.lenet(100)
     plan = dcl.plan(model, (1, 28, 28), width=100)

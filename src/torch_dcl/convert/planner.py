@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import Select, UnitOptions, check_choice, check_model, check_unit_options, read_example
@@ -20,6 +21,7 @@ from torch_dcl.module import _DCL
 __all__ = ["plan"]
 
 
+@torch.inference_mode(False)  # in it torch records composite operations, and no step could be timed with its backward
 def plan(
     model: nn.Module,
     input_size: Sequence[int] | None = None,

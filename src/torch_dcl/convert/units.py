@@ -164,6 +164,7 @@ def _hook_obstacle(module: nn.Module) -> str:
     return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
 
 
+@torch.inference_mode(False)  # parameters made in it could never be trained
 def build(
     module: nn.Module,
     *,
