@@ -697,8 +697,9 @@ def test_no_data_is_an_error_that_says_so():
 def test_an_error_on_the_way_leaves_the_model_as_it_was():
     model = Branching().train()
     model.drop.eval()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as caught:
         collect_samples(model, {"fc": model.fc}, [inputs(1, 3, 6, 6), inputs(1, 5, 6, 6)])
+    assert caught.value.__notes__[0].startswith("This was calibration batch 2. A batch is a tensor, a tuple that")
     assert model.training
     assert not model.drop.training
     assert not model.fc._forward_hooks

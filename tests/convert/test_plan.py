@@ -931,6 +931,16 @@ def test_a_width_that_fits_no_layer_is_said_in_every_row():
     assert rows(plan)["fc1"].reason == "width 2147483648 does not fit its 500 output channels"
 
 
+def test_a_network_that_does_not_run_says_why_even_without_words():
+    class Fails(nn.Linear):
+        def forward(self, *_):
+            raise AssertionError
+
+    for example, shown in [((torch.zeros(2, 3), "text"), r"\(\(2, 3\), str\)"), ([torch.zeros(2)], r"\(list\)")]:
+        with pytest.raises(ValueError, match=f"does not run on the example given {shown}: AssertionError. An"):
+            dcl.plan(Fails(3, 3), example=example)
+
+
 def test_an_example_that_is_none_says_what_one_is():
     with pytest.raises(ValueError, match="An example is a tensor, a tuple of arguments, or a dictionary"):
         dcl.plan(models.lenet(10), example=torch.zeros(2, 1, 28, 28).numpy())

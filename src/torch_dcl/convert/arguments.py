@@ -138,7 +138,7 @@ def read_example(
         if isinstance(example, Mapping):
             return (), dict(example), "the example given"
         args = tuple(example) if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+        shapes = ", ".join(str(tuple(a.shape)) if isinstance(a, Tensor) else type(a).__name__ for a in args)
         return args, {}, f"the example given ({shapes})"
     if isinstance(input_size, Tensor):
         raise TypeError(

@@ -107,7 +107,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
             if sized
             else "An example is a tensor, a tuple of arguments, or a dictionary of keyword arguments"
         )
-        raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
+        problem = str(error) or type(error).__name__
+        raise ValueError(f"{type(model).__name__} does not run on {description}: {problem}. {remedy}") from error
 
 
 def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:

@@ -80,7 +80,12 @@ def collect_samples(
             for batch in _with_bar(batched, progress):
                 batches += 1
                 inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
-                model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                try:
+                    model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                except Exception as error:
+                    kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
+                    error.add_note(f"This was calibration batch {batches}. A batch is {kinds}.")
+                    raise
     finally:
         for handle in handles:
             handle.remove()
