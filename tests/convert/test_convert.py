@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import itertools
+import json
 import re
 import sys
 
@@ -462,6 +463,32 @@ def test_a_network_that_is_converted_or_loaded_in_inference_mode_can_be_trained(
     for each in (model, loaded):
         each.train()(x).sum().backward()
         assert all(parameter.grad is not None for parameter in each[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("edits", "told"),
+    [
+        ({"widths": [0, 8]}, "width 0 does not fit a layer of 64 output channels"),
+        ({"widths": []}, "branches must be from 1 to 8, got 0"),
+        ({"eps": -1}, "eps must be a finite positive number, got -1"),
+        ({"strategy": "both"}, 'strategy must be "deterministic" or "stochastic"'),
+    ],
+)
+def test_a_plan_that_was_edited_wrongly_says_in_which_layer(edits, told):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    data = json.loads(dcl.plan(model, (64,), width=8).to_json())
+    data["rows"][0].update(edits)
+    with pytest.raises(ValueError, match=f"'0' cannot be converted: {told}"):
+        dcl.convert_(model, dcl.Plan.from_json(json.dumps(data)), init="random")
+
+
+def test_a_layer_that_was_refused_is_not_converted_by_an_edited_plan():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    model[2].weight = model[0].weight
+    data = json.loads(dcl.plan(model, (64,), width=8).to_json())
+    data["rows"][0]["selected"] = True
+    with pytest.raises(ValueError, match="'0' cannot be converted: its weight is shared with another module"):
+        dcl.convert_(model, dcl.Plan.from_json(json.dumps(data)), init="random")
 
 
 def test_an_empty_plan_converts_nothing_and_says_so():

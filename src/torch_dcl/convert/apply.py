@@ -120,10 +120,7 @@ def convert_(
             + ("no scale to match; leave match out" if match else 'no weights to fit; load them, or use init="random"')
         )
     trial = Trial(model, plan.inputs if check and units else None)
-    layers = [
-        build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
-        for row, module, norm, _ in units
-    ]
+    layers = [_build(row, module, norm) for row, module, norm, _ in units]
     incoming = Incoming({row.name: layer for (row, *_), layer in zip(units, layers, strict=True)})
     samples = {}
     if calibration is not None and units:
@@ -192,6 +189,7 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
     except AttributeError as error:
         raise ValueError(f"the network has no {row.name!r} with batch norm {row.norm!r}; {other}") from error
     trouble = obstacle(module) or ("" if norm is None else norm_obstacle(norm))
+    trouble = trouble or (row.reason if row.status == "refused" else "")
     if trouble:
         raise ValueError(f"{row.name!r} cannot be converted: {trouble}")
     weight: Tensor = module.weight  # type: ignore[assignment]
@@ -201,6 +199,14 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
         raise ValueError(f"{row.name!r} is a {actual}, the plan has a {row.kind} of {shape}; {other}")
     relu = dict(model.named_modules(remove_duplicate=False)).get(row.relu or "")
     return module, norm, relu if is_removable(relu) else None
+
+
+def _build(row: Row, module: nn.Module, norm: nn.Module | None) -> _DCL:
+    """The DCL layer of a row; an error names the row, since a plan may have been edited."""
+    try:
+        return build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{row.name!r} cannot be converted: {error}") from error
 
 
 def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:
