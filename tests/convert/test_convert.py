@@ -434,6 +434,10 @@ def test_wrong_arguments_name_the_remedy():
         dcl.convert_(model, plan, init="svd")
     with pytest.raises(ValueError, match='calibration is for init="fit"'):
         dcl.convert_(model, plan, init="random", calibration=[torch.zeros(1, 16, 8, 8)])
+    with pytest.raises(TypeError, match=r"before it is wrapped in DataParallel \(it is in .module\)"):
+        dcl.convert_(nn.DataParallel(model), plan, init="random")
+    with pytest.raises(ValueError, match="the network has no '0'; the plan was made for another network"):
+        dcl.convert_(nn.Sequential(), plan, init="random")
     with pytest.raises(TypeError, match="takes the network and then a Plan, got dict"):
         dcl.convert_(model, {}, init="random")
     with pytest.raises(TypeError, match=r"takes a network, an nn.Module, first; got a Plan"):

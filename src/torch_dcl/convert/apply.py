@@ -187,7 +187,8 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
     except AttributeError as error:
-        raise ValueError(f"the network has no {row.name!r} with batch norm {row.norm!r}; {other}") from error
+        normed = f" with batch norm {row.norm!r}" if row.norm else ""
+        raise ValueError(f"the network has no {row.name!r}{normed}; {other}") from error
     trouble = obstacle(module) or ("" if norm is None else norm_obstacle(norm))
     trouble = trouble or (row.reason if row.status == "refused" else "")
     if trouble:

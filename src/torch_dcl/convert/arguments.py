@@ -94,6 +94,8 @@ def check_layers(model: nn.Module, verb: str) -> None:
             "a scripted or traced network has no layers to convert any more; plan and convert the network itself. "
             "What is converted can be exported with torch.export or torch.onnx.export, or traced, but not scripted"
         )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,8 +103,6 @@ def check_model(model: nn.Module) -> None:
     check_layers(model, "plan")
     if hasattr(model, "_orig_mod"):
         raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
