@@ -1,7 +1,7 @@
 """What a person expects of a fit: close to the trained layer, honest about how close, and never in the way."""
 
 import math
-from collections import UserDict
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -667,6 +667,17 @@ def test_batches_may_be_tensors_tuples_or_keywords():
         mapping,
     ):
         assert torch.equal(collect_samples(model, layers, calibration)["fc"], expected)
+
+
+def test_an_input_of_tensors_keeps_its_kind():
+    class Kinds(nn.Linear):
+        def forward(self, x, state):
+            assert (type(x), type(state), type(state[1])) == (list, tuple, Slots)
+            return super().forward(x[0] + state[0] + state[1].value)
+
+    Slots = namedtuple("Slots", "value")
+    model, batch = Kinds(2, 3), {"x": [torch.ones(4, 2)], "state": (torch.ones(2), Slots(torch.ones(2)))}
+    assert collect_samples(model, {"": model}, [batch])[""].shape == (4, 3)
 
 
 def test_positions_are_drawn_evenly_from_all_batches():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import torch_dcl as dcl
 from torch_dcl import models
@@ -929,6 +930,15 @@ def test_what_is_no_network_is_named(given, message):
 def test_a_width_that_fits_no_layer_is_said_in_every_row():
     plan = dcl.plan(models.lenet(10), (1, 28, 28), width=1 << 31)
     assert rows(plan)["fc1"].reason == "width 2147483648 does not fit its 500 output channels"
+
+
+def test_a_named_tuple_is_one_input():
+    model = Lambda(
+        lambda m, x: m.head(F.relu(m.a(pad_packed_sequence(x)[0]))), a=nn.Linear(32, 32), head=nn.Linear(32, 2)
+    )
+    plan = dcl.plan(model, example=pack_sequence([torch.zeros(3, 32), torch.zeros(2, 32)]), width=4)
+    assert rows(plan)["a"].selected
+    dcl.convert_(model, plan, init="random")
 
 
 def test_a_network_that_does_not_run_says_why_even_without_words():

@@ -137,7 +137,8 @@ def read_example(
             raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
         if isinstance(example, Mapping):
             return (), dict(example), "the example given"
-        args = tuple(example) if isinstance(example, tuple) else (example,)
+        is_plain = isinstance(example, tuple) and not hasattr(example, "_fields")  # a NamedTuple is one argument
+        args = tuple(example) if is_plain else (example,)
         shapes = ", ".join(str(tuple(a.shape)) if isinstance(a, Tensor) else type(a).__name__ for a in args)
         return args, {}, f"the example given ({shapes})"
     if isinstance(input_size, Tensor):
