@@ -8,6 +8,7 @@ import pickle
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -644,6 +645,14 @@ def test_a_plan_can_be_pickled_for_another_process_and_copied():
     assert copy.deepcopy(plan).only(lambda _, module: module is model.fc1).selected[0].name == "fc1"
     with pytest.raises(ValueError, match="a predicate needs the network"):
         pickle.loads(pickle.dumps(plan)).only(lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("plan.json", "the text is not JSON"), (Path("plan.json"), r"a \w+Path is no text")]
+)
+def test_the_name_of_a_file_is_no_plan_and_the_message_says_what_is(given, told):
+    with pytest.raises(ValueError, match=rf"not a plan: {told} .*; from_json takes what a file holds, .*read_text\(\)"):
+        dcl.Plan.from_json(given)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"torch_dcl_plan": 1}', '{"torch_dcl_plan": 1, "rows": [{}]}'])

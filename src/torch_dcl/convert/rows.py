@@ -266,8 +266,11 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not a plan: the text is not JSON ({error})") from error
+        except (json.JSONDecodeError, RecursionError, TypeError) as error:
+            given = "the text is not JSON" if isinstance(text, str) else f"a {type(text).__name__} is no text"
+            raise ValueError(
+                f"not a plan: {given} ({error}); from_json takes what a file holds, as in Path(file).read_text()"
+            ) from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):
             raise ValueError('not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()')
