@@ -48,6 +48,18 @@ def test_every_kind_of_convolution_and_padding(kind, padding):
     assert model.eval()(torch.randn(2, *size)).shape == expected
 
 
+def test_a_channels_last_3d_network_stays_one(tmp_path):
+    def volumes():
+        model = nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 2, 1))
+        return model.to(memory_format=torch.channels_last_3d)
+
+    model = volumes()
+    dcl.convert_(model, dcl.plan(model, (8, 5, 5, 5), width=4), init="fit")
+    dcl.save_model(model, tmp_path / "volumes.safetensors")
+    for each in (model, dcl.load_model(volumes, tmp_path / "volumes.safetensors")):
+        assert each[0].branch.weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over():
     model = network().to(torch.bfloat16).to(memory_format=torch.channels_last)
     model[0].eval()

@@ -198,7 +198,10 @@ def build(
     if norm is not None and layer.fusion.norm is not None:  # often float32 in a network of half precision
         floating = (t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point())
         layer.fusion.norm.to(dtype=next(floating, None))
-    return layer.to(memory_format=torch.channels_last) if is_channels_last(layer_weight(module)) else layer
+    weight = layer_weight(module)
+    last = torch.channels_last_3d if weight.dim() == 5 else torch.channels_last
+    is_last = weight.dim() > 3 and weight.is_contiguous(memory_format=last) and not weight.is_contiguous()
+    return layer.to(memory_format=last) if is_last else layer
 
 
 def layer_weight(module: nn.Module) -> Tensor:
