@@ -94,6 +94,8 @@ def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
         (lambda m, x: m.head(F.relu6(m.a(x))), "ReLU6 or a clipped activation follows"),
         (lambda m, x: m.head(m.a(x) + x), "feeds a residual sum"),
         (lambda m, x: m.head(F.relu(m.a(x) + x)), "feeds a residual sum"),
+        (lambda m, x: m.head(F.relu(m.a(x) + 3)), "a number is added to it"),
+        (lambda m, x: m.head(F.relu(1 - m.a(x))), "a number is added to it"),
         (lambda m, x: m.head(m.a(x) * x), "is multiplied with another tensor"),
         (lambda m, x: m.head(F.layer_norm(m.a(x), (32,))), "a layer norm follows"),
         (lambda m, x: m.head(m.a(x)), "another layer follows without ReLU"),

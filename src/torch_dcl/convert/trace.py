@@ -302,14 +302,20 @@ def _follow(
             elif op in ("mul", "div") and len(event.reads) == 1:
                 moved = scaled = True
                 todo.extend(event.writes)
-            elif op.startswith("_scaled_dot_product") or "attention" in op:
-                return norm, relus, "feeds attention", moved
             else:
-                reason = _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
-                return norm, relus, reason, moved
+                return norm, relus, _reason(event, op), moved
     if not relus:
         return norm, relus, "its output is not used", moved
     return norm, relus, "is multiplied with a number" if scaled else "", moved
+
+
+def _reason(event: _Event, op: str) -> str:
+    """Why a layer that this operation follows is not a unit."""
+    if op.startswith("_scaled_dot_product") or "attention" in op:
+        return "feeds attention"
+    if op in ("add", "sub", "rsub") and len(event.reads) == 1:
+        return "a number is added to it"
+    return _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
 
 
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
