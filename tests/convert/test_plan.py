@@ -77,6 +77,7 @@ def linear_plan(function, size=(32,), **modules):
         lambda m, x: m.head(F.relu(m.a(x).view(-1, 4, 8)).flatten(1)),
         lambda m, x: m.head(F.dropout(F.relu(m.a(x)), training=m.training)),
         lambda m, x: m.head(torch.cat([F.relu(h) for h in m.a(x).chunk(2, -1)], -1)),
+        lambda m, x: m.head(F.relu(sum(branch(x) for branch in [m.a]))),
     ],
 )
 def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
@@ -94,6 +95,7 @@ def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
         (lambda m, x: m.head(F.relu6(m.a(x))), "ReLU6 or a clipped activation follows"),
         (lambda m, x: m.head(m.a(x) + x), "feeds a residual sum"),
         (lambda m, x: m.head(F.relu(m.a(x) + x)), "feeds a residual sum"),
+        (lambda m, x: m.head(F.relu(sum([m.a(x), x]))), "feeds a residual sum"),
         (lambda m, x: m.head(F.relu(m.a(x) + 3)), "a number is added to it"),
         (lambda m, x: m.head(F.relu(1 - m.a(x))), "a number is added to it"),
         (lambda m, x: m.head(m.a(x) * x), "is multiplied with another tensor"),

@@ -221,6 +221,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes = func._schema.is_mutable
         if _is_clamp_at_zero(op, args):
             op = "relu"
+        elif _adds_zero(op, args):
+            op = "alias"
         if "batch_norm" in op:
             op, written = "batch_norm", written[:1]
         module = self.inside[-1] if self.inside and _is_op_of(op, self.inside[-1]) else None
@@ -321,6 +323,11 @@ def _reason(event: _Event, op: str) -> str:
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
     bounds = args[1:] if op.removesuffix("_") in ("clamp", "clamp_min") else (None,)
     return not isinstance(bounds[0], Tensor) and bounds[0] == 0 and bounds[1:] in ((), (None,))
+
+
+def _adds_zero(op: str, args: tuple[Any, ...]) -> bool:
+    """As Python's sum does first."""
+    return op.removesuffix("_") == "add" and not isinstance(args[1], Tensor) and args[1] == 0
 
 
 @contextmanager
