@@ -226,6 +226,12 @@ def test_a_missing_folder_is_named_with_the_remedy(tmp_path):
     assert "create it" in str(caught.value)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder in which nobody can write")
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_file():
+    with pytest.raises(OSError, match=r"cannot write /proc/net.bin: .*, in the folder /proc; choose another path"):
+        files.write_bytes("/proc/net.bin", b"")
+
+
 def test_a_file_where_a_folder_should_be_is_named(old):
     with pytest.raises(NotADirectoryError, match=r"model\.bin is a file"):
         files.write_text(old / "a.txt", "x")

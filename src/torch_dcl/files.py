@@ -53,10 +53,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileNotFoundError: The folder of `path` does not exist, or the block wrote nothing.
         NotADirectoryError: The folder of `path` is a file.
         IsADirectoryError: `path` is a folder.
+        OSError: Nothing can be written to the folder of `path`.
     """
     target = Path(os.path.realpath(path))
     _check_target(path, target)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent, ignore_cleanup_errors=True) as aside:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise type(error)(
+            f"cannot write {os.fspath(path)}: {error.strerror}, in the folder {target.parent}; choose another path"
+        ) from error
+    with folder as aside:
         fresh = Path(aside) / target.name
         usual = fresh.with_name("usual" if target.name != "usual" else "bits")
         usual.touch()

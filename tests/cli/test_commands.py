@@ -210,7 +210,7 @@ def test_plan_refuses_a_unit_that_is_not_there(dcl):
 def test_plan_of_an_input_that_does_not_fit_is_an_error_of_the_run(dcl):
     shown = dcl("plan", "alexnet", "--input-size", "3,8,8", code=1)
     assert shown.startswith("Error: alexnet does not run on an input of 3×8×8: RuntimeError: ")
-    assert shown.rstrip().endswith("check --input-size, which is without the batch")
+    assert "check --input-size, which is without the batch; an input of whole numbers, or several" in shown
     assert "example=" not in shown
 
 

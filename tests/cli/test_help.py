@@ -171,6 +171,8 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["data", "digits", "--out", "net.py/digits"], "a file is in the way"),
         (["data", "fetch", "mnist", "--out", "net.py"], "a file is in the way"),
         (["demo", "--out", "net.py"], "a file is in the way"),
+        (["demo", "--out", "/proc/demo"], "/proc/demo cannot be made: No such file or directory; choose another --out"),
+        (["plan", "x", "-o", "/proc/p.json"], "/proc/p.json cannot be written: No such file or directory; choose"),
         (["plan", "nowhere:net"], "no module"),
         (["plan", "nowhere.py:net"], "does not exist"),
         (["plan", "json:dump"], "without arguments"),

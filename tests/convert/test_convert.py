@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import itertools
+import json
 import re
 import sys
 
@@ -47,6 +48,18 @@ def test_every_kind_of_convolution_and_padding(kind, padding):
     assert model.eval()(torch.randn(2, *size)).shape == expected
 
 
+def test_a_channels_last_3d_network_stays_one(tmp_path):
+    def volumes():
+        model = nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm3d(16), nn.ReLU(), nn.Conv3d(16, 2, 1))
+        return model.to(memory_format=torch.channels_last_3d)
+
+    model = volumes()
+    dcl.convert_(model, dcl.plan(model, (8, 5, 5, 5), width=4), init="fit")
+    dcl.save_model(model, tmp_path / "volumes.safetensors")
+    for each in (model, dcl.load_model(volumes, tmp_path / "volumes.safetensors")):
+        assert each[0].branch.weight.is_contiguous(memory_format=torch.channels_last_3d)
+
+
 def test_dtype_training_flags_memory_format_and_requires_grad_are_carried_over():
     model = network().to(torch.bfloat16).to(memory_format=torch.channels_last)
     model[0].eval()
@@ -73,6 +86,25 @@ def test_the_batch_norm_moves_into_the_layer_with_its_settings():
     out = model(torch.randn(4, 16, 8, 8))
     out.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_float32_batch_norm_in_a_network_of_half_precision_stays_float32(dtype, tmp_path):
+    def mixed():
+        model = network().to(dtype)
+        model[1].float()
+        return model
+
+    model, x = mixed(), torch.randn(2, 16, 8, 8).to(dtype)
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init="fit")
+    norm = model[0].fusion.norm
+    assert {t.dtype for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)} == {torch.float32}
+    assert model[0].fusion.weight.dtype is model(x).dtype is dtype
+    model(x).sum().backward()
+    dcl.save_model(model, tmp_path / "mixed.safetensors")
+    again = dcl.load_model(mixed, tmp_path / "mixed.safetensors")
+    assert again[0].fusion.norm.running_var.dtype is torch.float32
+    assert torch.equal(again.eval()(x), model.eval()(x))
 
 
 @pytest.mark.parametrize("init", ["random", "fit"])
@@ -414,10 +446,65 @@ def test_wrong_arguments_name_the_remedy():
         dcl.convert_(model, plan, init="svd")
     with pytest.raises(ValueError, match='calibration is for init="fit"'):
         dcl.convert_(model, plan, init="random", calibration=[torch.zeros(1, 16, 8, 8)])
+    with pytest.raises(TypeError, match=r"before it is wrapped in DataParallel \(it is in .module\)"):
+        dcl.convert_(nn.DataParallel(model), plan, init="random")
+    with pytest.raises(ValueError, match="the network has no '0'; the plan was made for another network"):
+        dcl.convert_(nn.Sequential(), plan, init="random")
     with pytest.raises(TypeError, match="takes the network and then a Plan, got dict"):
         dcl.convert_(model, {}, init="random")
     with pytest.raises(TypeError, match=r"takes a network, an nn.Module, first; got a Plan"):
         dcl.convert_(plan, model, init="random")
+
+
+def test_too_little_calibration_data_for_one_layer_names_it_before_any_fit(monkeypatch):
+    monkeypatch.setattr(apply, "fit_", lambda *_, **__: pytest.fail("fitted before the check"))
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(1152, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
+    plan = dcl.plan(model, (16, 8, 8))
+    with pytest.raises(ValueError, match=r"'3' cannot be fitted: the calibration data give 4 .* at least 8"):
+        dcl.convert_(model, plan, init="fit", calibration=torch.randn(4, 16, 8, 8))
+    dcl.convert_(model, plan, init="random", match=True, calibration=torch.randn(4, 16, 8, 8))
+
+
+@pytest.mark.parametrize("init", ["random", "fit"])
+def test_a_network_that_is_converted_or_loaded_in_inference_mode_can_be_trained(init, tmp_path):
+    model, loaded, x = network(), network(), torch.randn(4, 16, 8, 8)
+    with torch.inference_mode():
+        dcl.convert_(model, dcl.plan(model, (16, 8, 8)), init=init)
+        dcl.save_model(model, tmp_path / "net.safetensors")
+        dcl.load_model(loaded, tmp_path / "net.safetensors")
+        dcl.load_model(network(), tmp_path / "net.safetensors")
+        assert torch.equal(model.eval()(x), loaded.eval()(x))
+    for each in (model, loaded):
+        each.train()(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in each[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("edits", "told"),
+    [
+        ({"widths": [0, 8]}, "width 0 does not fit a layer of 64 output channels"),
+        ({"widths": []}, "branches must be from 1 to 8, got 0"),
+        ({"eps": -1}, "eps must be a finite positive number, got -1"),
+        ({"strategy": "both"}, 'strategy must be "deterministic" or "stochastic"'),
+    ],
+)
+def test_a_plan_that_was_edited_wrongly_says_in_which_layer(edits, told):
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    data = json.loads(dcl.plan(model, (64,), width=8).to_json())
+    data["rows"][0].update(edits)
+    with pytest.raises(ValueError, match=f"'0' cannot be converted: {told}"):
+        dcl.convert_(model, dcl.Plan.from_json(json.dumps(data)), init="random")
+
+
+def test_a_layer_that_was_refused_is_not_converted_by_an_edited_plan():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    model[2].weight = model[0].weight
+    data = json.loads(dcl.plan(model, (64,), width=8).to_json())
+    data["rows"][0]["selected"] = True
+    with pytest.raises(ValueError, match="'0' cannot be converted: its weight is shared with another module"):
+        dcl.convert_(model, dcl.Plan.from_json(json.dumps(data)), init="random")
 
 
 def test_an_empty_plan_converts_nothing_and_says_so():

@@ -1,6 +1,7 @@
 """What a person expects of a fit: close to the trained layer, honest about how close, and never in the way."""
 
 import math
+from collections import UserDict, namedtuple
 
 import pytest
 import torch
@@ -505,8 +506,8 @@ LAYER = {"layer": DCLLinear.like(PLAIN, width=4), "plain": PLAIN}
             ValueError,
             "needs a bias for its constant; build with bias=True",
         ),
-        ({"samples": torch.randn(64, 16)}, ValueError, r"samples must be \[N, 32\] .*, got \[64, 16\]"),
-        ({"samples": torch.randn(7, 32)}, ValueError, r"N of at least 8, got \[7, 32\]; use more calibration data"),
+        ({"samples": torch.randn(64, 16)}, ValueError, r"samples must be \[N, 32\], got \[64, 16\]"),
+        ({"samples": torch.randn(7, 32)}, ValueError, "give 7 of its outputs, and a fit needs at least 8; use more"),
         ({"samples": torch.full((64, 32), math.nan)}, ValueError, "cannot be fitted: samples holds nan"),
         ({"plain": linear(torch.full((32, 16), math.inf))}, ValueError, "cannot be fitted: weight holds inf"),
         ({"plain": linear(torch.full((32, 16), 1e31))}, ValueError, r"weight holds 1e\+31, .* values up to 1e\+30"),
@@ -654,8 +655,29 @@ def test_batches_may_be_tensors_tuples_or_keywords():
     model = Branching()
     x, layers = inputs(2, 3, 6, 6), {"fc": model.fc}
     expected = collect_samples(model, layers, [x])["fc"]
-    for calibration in ([(x, torch.zeros(2))], [[x]], [{"x": x, "scale": 1.0}], x, {"x": x}, iter([x])):
+    mapping = UserDict(x=x)  # as tokenizers return it
+    for calibration in (
+        [(x, torch.zeros(2))],
+        [[x]],
+        [{"x": x, "scale": 1.0}],
+        x,
+        {"x": x},
+        iter([x]),
+        [mapping],
+        mapping,
+    ):
         assert torch.equal(collect_samples(model, layers, calibration)["fc"], expected)
+
+
+def test_an_input_of_tensors_keeps_its_kind():
+    class Kinds(nn.Linear):
+        def forward(self, x, state):
+            assert (type(x), type(state), type(state[1])) == (list, tuple, Slots)
+            return super().forward(x[0] + state[0] + state[1].value)
+
+    Slots = namedtuple("Slots", "value")
+    model, batch = Kinds(2, 3), {"x": [torch.ones(4, 2)], "state": (torch.ones(2), Slots(torch.ones(2)))}
+    assert collect_samples(model, {"": model}, [batch])[""].shape == (4, 3)
 
 
 def test_positions_are_drawn_evenly_from_all_batches():
@@ -686,8 +708,9 @@ def test_no_data_is_an_error_that_says_so():
 def test_an_error_on_the_way_leaves_the_model_as_it_was():
     model = Branching().train()
     model.drop.eval()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as caught:
         collect_samples(model, {"fc": model.fc}, [inputs(1, 3, 6, 6), inputs(1, 5, 6, 6)])
+    assert caught.value.__notes__[0].startswith("This was calibration batch 2. A batch is a tensor, a tuple that")
     assert model.training
     assert not model.drop.training
     assert not model.fc._forward_hooks

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import itertools
 import json
+import pickle
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import torch_dcl as dcl
 from torch_dcl import models
@@ -74,6 +77,7 @@ def linear_plan(function, size=(32,), **modules):
         lambda m, x: m.head(F.relu(m.a(x).view(-1, 4, 8)).flatten(1)),
         lambda m, x: m.head(F.dropout(F.relu(m.a(x)), training=m.training)),
         lambda m, x: m.head(torch.cat([F.relu(h) for h in m.a(x).chunk(2, -1)], -1)),
+        lambda m, x: m.head(F.relu(sum(branch(x) for branch in [m.a]))),
     ],
 )
 def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
@@ -91,6 +95,9 @@ def test_a_layer_with_its_relu_is_a_unit_however_the_relu_is_written(function):
         (lambda m, x: m.head(F.relu6(m.a(x))), "ReLU6 or a clipped activation follows"),
         (lambda m, x: m.head(m.a(x) + x), "feeds a residual sum"),
         (lambda m, x: m.head(F.relu(m.a(x) + x)), "feeds a residual sum"),
+        (lambda m, x: m.head(F.relu(sum([m.a(x), x]))), "feeds a residual sum"),
+        (lambda m, x: m.head(F.relu(m.a(x) + 3)), "a number is added to it"),
+        (lambda m, x: m.head(F.relu(1 - m.a(x))), "a number is added to it"),
         (lambda m, x: m.head(m.a(x) * x), "is multiplied with another tensor"),
         (lambda m, x: m.head(F.layer_norm(m.a(x), (32,))), "a layer norm follows"),
         (lambda m, x: m.head(m.a(x)), "another layer follows without ReLU"),
@@ -319,16 +326,32 @@ def test_what_cannot_be_replaced_is_refused_with_the_reason():
     conv = nn.Conv2d(16, 32, 3)
     hooked = copy.deepcopy(conv)
     hooked.register_forward_hook(lambda *_: None)
+    patched, frozen = copy.deepcopy(conv), copy.deepcopy(conv)
+    patched.forward = lambda x: conv(x) * 2
+    del frozen.weight
+    frozen.register_buffer("weight", conv.weight.detach())
     for module, reason in [
         (nn.Conv2d(16, 32, 3, groups=4), "grouped (4 groups)"),
         (OwnForward(16, 32, 3), "a OwnForward with a forward of its own"),
         (nn.utils.parametrizations.weight_norm(copy.deepcopy(conv)), "parametrized: remove the parametrization first"),
         (hooked, "carries hooks, which would be lost: remove them first"),
+        (patched, "carries a forward that somebody put in the place of its own, which would be lost: remove it first"),
+        (frozen, "its weight is not a parameter"),
         (nn.ConvTranspose2d(16, 32, 3), "a transposed convolution"),
         (dcl.DCLConv2d(16, 32, 3), "already a DCL layer"),
     ]:
         row = refused(module)
         assert (row.status, row.reason) == ("refused", reason)
+
+
+def test_a_norm_or_a_relu_whose_forward_was_replaced_stays():
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    norm, relu = model[1].forward, model[2].forward
+    model[2].forward = lambda x: relu(x) + 1
+    row = rows(dcl.plan(model, (16,), width=2))["0"]
+    assert (row.status, row.norm, row.relu) == ("pays", "1", None)
+    model[1].forward = lambda x: norm(x) + 1
+    assert "batch norm" in rows(dcl.plan(model, (16,), width=2))["0"].reason
 
 
 def test_a_plain_subclass_without_a_forward_of_its_own_is_a_unit():
@@ -604,6 +627,36 @@ def test_json_goes_out_and_in_and_is_versioned(bignet_plan):
         dcl.Plan.from_json(json.dumps({**data, "torch_dcl_plan": 99}))
     with pytest.raises(ValueError, match="a predicate needs the network"):
         again.only(lambda *_: True)
+
+
+def test_in_inference_mode_a_plan_is_the_same():
+    model = Lambda(
+        lambda m, x: m.head(F.relu6(m.b(F.relu(F.dropout(m.a(x), training=m.training))))),
+        a=nn.Linear(64, 64), b=nn.Linear(64, 64), head=nn.Linear(64, 2),
+    )  # fmt: skip
+    plan = dcl.plan(model, (64,), width=4)
+    with torch.inference_mode():
+        assert dcl.plan(model, (64,), width=4) == plan
+    assert rows(plan)["a"].selected
+
+
+def test_a_plan_can_be_pickled_for_another_process_and_copied():
+    model = models.lenet(100)
+    plan = dcl.plan(model, (1, 28, 28), width=100)
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan), copy.copy(plan)):
+        assert again == plan
+        assert torch.equal(again.inputs[0][0], plan.inputs[0][0])
+    assert copy.deepcopy(plan).only(lambda _, module: module is model.fc1).selected[0].name == "fc1"
+    with pytest.raises(ValueError, match="a predicate needs the network"):
+        pickle.loads(pickle.dumps(plan)).only(lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("plan.json", "the text is not JSON"), (Path("plan.json"), r"a \w+Path is no text")]
+)
+def test_the_name_of_a_file_is_no_plan_and_the_message_says_what_is(given, told):
+    with pytest.raises(ValueError, match=rf"not a plan: {told} .*; from_json takes what a file holds, .*read_text\(\)"):
+        dcl.Plan.from_json(given)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"torch_dcl_plan": 1}', '{"torch_dcl_plan": 1, "rows": [{}]}'])
@@ -890,6 +943,25 @@ def test_what_is_no_network_is_named(given, message):
 def test_a_width_that_fits_no_layer_is_said_in_every_row():
     plan = dcl.plan(models.lenet(10), (1, 28, 28), width=1 << 31)
     assert rows(plan)["fc1"].reason == "width 2147483648 does not fit its 500 output channels"
+
+
+def test_a_named_tuple_is_one_input():
+    model = Lambda(
+        lambda m, x: m.head(F.relu(m.a(pad_packed_sequence(x)[0]))), a=nn.Linear(32, 32), head=nn.Linear(32, 2)
+    )
+    plan = dcl.plan(model, example=pack_sequence([torch.zeros(3, 32), torch.zeros(2, 32)]), width=4)
+    assert rows(plan)["a"].selected
+    dcl.convert_(model, plan, init="random")
+
+
+def test_a_network_that_does_not_run_says_why_even_without_words():
+    class Fails(nn.Linear):
+        def forward(self, *_):
+            raise AssertionError
+
+    for example, shown in [((torch.zeros(2, 3), "text"), r"\(\(2, 3\), str\)"), ([torch.zeros(2)], r"\(list\)")]:
+        with pytest.raises(ValueError, match=f"does not run on the example given {shown}: AssertionError. An"):
+            dcl.plan(Fails(3, 3), example=example)
 
 
 def test_an_example_that_is_none_says_what_one_is():

@@ -114,8 +114,11 @@ def test_a_start_that_fails_leaves_the_network_as_it_was():
     assert all(torch.equal(value.nan_to_num(), before[key].nan_to_num()) for key, value in model.state_dict().items())
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(300, 512), nn.ReLU())
-    with pytest.raises(ValueError, match="'0' is on the meta device and has no scale to match"):
-        dcl.convert_(empty, dcl.plan(empty, (300,)).only("0", force=True), init="random", match=True)
+    plan = dcl.plan(empty, (300,)).only("0", force=True)
+    with pytest.raises(ValueError, match="'0' is on the meta device and has no scale to match; leave match out"):
+        dcl.convert_(empty, plan, init="random", match=True)
+    with pytest.raises(ValueError, match=r"'0' is on the meta device and has no weights to fit; .* init=\"random\""):
+        dcl.convert_(empty, plan, init="fit", calibration=[torch.zeros(16, 300)])
 
 
 @pytest.mark.parametrize(

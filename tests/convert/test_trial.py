@@ -73,6 +73,36 @@ def test_a_network_that_would_fail_in_one_mode_is_left_alone(monkeypatch, when, 
     assert model.converted
 
 
+class Listed(nn.Module):
+    """A network that calls some of its modules by a list, which torch does not know."""
+
+    def __init__(self, *, listed):
+        super().__init__()
+        self.layer, self.norm, self.relu, self.head = nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2)
+        self.kept = {name: getattr(self, name) for name in listed}
+
+    def forward(self, x):
+        for name in ("layer", "norm", "relu", "head"):
+            x = (self.kept.get(name) or getattr(self, name))(x)
+        return x
+
+
+@pytest.mark.parametrize(("listed", "named"), [(["layer"], "'layer'"), (["norm", "layer"], "'layer', 'norm'")])
+def test_a_network_that_holds_its_layers_in_a_list_besides_is_left_alone(listed, named):
+    model = Listed(listed=listed)
+    plan, modules, state = dcl.plan(model, (32,), width=2), list(model.modules()), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"still calls the old {named}: .* Nothing was changed. .* nn.ModuleList"):
+        dcl.convert_(model, plan, init="fit")
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+
+
+def test_a_relu_or_a_head_in_a_list_is_no_obstacle():
+    model = Listed(listed=["relu", "head"])
+    dcl.convert_(model, dcl.plan(model, (32,), width=2), init="random")
+    assert isinstance(model.layer, dcl.DCLLinear)
+
+
 @pytest.mark.parametrize("when", [in_training, in_inference])
 def test_a_mode_in_which_the_plain_network_fails_too_says_nothing(when):
     def fails(model):

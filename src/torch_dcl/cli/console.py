@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -221,6 +222,11 @@ def check_output(path: Path) -> None:
         raise UsageError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
         raise UsageError(f"{path} cannot be written: it is a folder; name a file inside it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
 
 
 def make_folder(path: Path) -> None:
@@ -229,6 +235,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another --out") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be made: {error.strerror}; choose another --out") from None
 
 
 def read_device(given: str) -> str:

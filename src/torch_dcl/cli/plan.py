@@ -52,7 +52,8 @@ def plan_network(
             shown = "×".join(map(str, size))
             raise RuntimeError(
                 f"{name} does not run on {'an input' if batch == 1 else f'{batch} inputs'} of {shown}: "
-                f"{type(cause).__name__}: {cause}; check --input-size, which is without the batch"
+                f"{type(cause).__name__}: {cause}; check --input-size, which is without the batch; "
+                "an input of whole numbers, or several inputs, need a plan in Python"
             ) from error
         raise UsageError(in_options(str(error), _OPTIONS)) from error
 

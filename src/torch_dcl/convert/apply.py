@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.fit import FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
+from torch_dcl.convert.fit import MIN_SAMPLES, FitReport, check_values, estimate_seconds, fit_, match_, measure_pace
 from torch_dcl.convert.rows import Plan, Row
 from torch_dcl.convert.samples import QUICK, Incoming, collect_samples
 from torch_dcl.convert.snapshot import all_or_nothing
@@ -98,9 +98,9 @@ def convert_(
             be white noise, for ``match`` of unit mean square.
         seed: The seed of the fit, and of the branch pairs of the stochastic strategy.
         check: Whether to run the plan's example before and after: once in training mode, once in eval mode without
-            gradients. If only the converted network fails, nothing is converted. Flags, buffers and the random state
-            are restored. A plan from JSON has no example, and a network on the meta device cannot run: neither is
-            checked.
+            gradients. If only the converted network fails, or if it still calls a replaced layer, which it holds in a
+            list for example, nothing is converted. Flags, buffers and the random state are restored. A plan from JSON
+            has no example, and a network on the meta device cannot run: neither is checked.
         progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
             terminal, periodic lines elsewhere. None shows it if two seconds or more are expected.
 
@@ -114,11 +114,13 @@ def convert_(
     """
     _check(model, plan, init, match, calibration, seed, progress)
     units = [(row, *_find(model, row)) for row in plan.selected]
+    if empty := [row.name for row, module, *_ in units if layer_weight(module).is_meta and (match or init == "fit")]:
+        raise ValueError(
+            f"{empty[0]!r} is on the meta device and has "
+            + ("no scale to match; leave match out" if match else 'no weights to fit; load them, or use init="random"')
+        )
     trial = Trial(model, plan.inputs if check and units else None)
-    layers = [
-        build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
-        for row, module, norm, _ in units
-    ]
+    layers = [_build(row, module, norm) for row, module, norm, _ in units]
     incoming = Incoming({row.name: layer for (row, *_), layer in zip(units, layers, strict=True)})
     samples = {}
     if calibration is not None and units:
@@ -127,9 +129,7 @@ def convert_(
         samples = collect_samples(model, plain, calibration, seed=seed, on_input=on_input, progress=progress)
     if init == "fit" or match:
         for row, module, norm, _ in units:
-            if match and layer_weight(module).is_meta:
-                raise ValueError(f"{row.name!r} is on the meta device and has no scale to match; leave match out")
-            check_values(module, norm, samples.get(row.name), name=repr(row.name))
+            check_values(module, norm, samples.get(row.name), name=repr(row.name), fewest=1 if match else MIN_SAMPLES)
     fits = {}
     with all_or_nothing(model):
         if match:
@@ -142,7 +142,9 @@ def convert_(
         if layers:
             disable_fast_paths(model)
             seed_branches_(model, seed)
-        trial.verify(model)  # before the fit, which may take minutes
+        replaced = {module: row.name for row, module, _, _ in units}
+        replaced |= {norm: str(row.norm) for row, _, norm, _ in units if norm is not None}
+        trial.verify(model, replaced)  # before the fit, which may take minutes
         if init == "fit":
             fits = _fit_units(units, layers, samples, seed, progress)
         for (_, module, norm, _), layer in zip(units, layers, strict=True):
@@ -185,8 +187,10 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
         module = model.get_submodule(row.name)
         norm = None if row.norm is None else model.get_submodule(row.norm)
     except AttributeError as error:
-        raise ValueError(f"the network has no {row.name!r} with batch norm {row.norm!r}; {other}") from error
+        normed = f" with batch norm {row.norm!r}" if row.norm else ""
+        raise ValueError(f"the network has no {row.name!r}{normed}; {other}") from error
     trouble = obstacle(module) or ("" if norm is None else norm_obstacle(norm))
+    trouble = trouble or (row.reason if row.status == "refused" else "")
     if trouble:
         raise ValueError(f"{row.name!r} cannot be converted: {trouble}")
     weight: Tensor = module.weight  # type: ignore[assignment]
@@ -196,6 +200,14 @@ def _find(model: nn.Module, row: Row) -> tuple[nn.Module, nn.Module | None, nn.M
         raise ValueError(f"{row.name!r} is a {actual}, the plan has a {row.kind} of {shape}; {other}")
     relu = dict(model.named_modules(remove_duplicate=False)).get(row.relu or "")
     return module, norm, relu if is_removable(relu) else None
+
+
+def _build(row: Row, module: nn.Module, norm: nn.Module | None) -> _DCL:
+    """The DCL layer of a row; an error names the row, since a plan may have been edited."""
+    try:
+        return build(module, widths=row.widths, strategy=row.strategy, eps=row.eps, norm=norm)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{row.name!r} cannot be converted: {error}") from error
 
 
 def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]) -> None:

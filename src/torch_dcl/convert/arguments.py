@@ -94,6 +94,8 @@ def check_layers(model: nn.Module, verb: str) -> None:
             "a scripted or traced network has no layers to convert any more; plan and convert the network itself. "
             "What is converted can be exported with torch.export or torch.onnx.export, or traced, but not scripted"
         )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,8 +103,6 @@ def check_model(model: nn.Module) -> None:
     check_layers(model, "plan")
     if hasattr(model, "_orig_mod"):
         raise TypeError("a compiled network cannot be converted; plan and convert it before torch.compile")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise TypeError(f"convert the network before it is wrapped in {type(model).__name__} (it is in .module)")
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         raise ValueError(f"{lazy[0]!r} is lazy and has no size yet; run one batch through the network first")
@@ -137,8 +137,9 @@ def read_example(
             raise ValueError(f"batch = {batch} goes with input_size; an example is a batch by itself")
         if isinstance(example, Mapping):
             return (), dict(example), "the example given"
-        args = tuple(example) if isinstance(example, tuple) else (example,)
-        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+        is_plain = isinstance(example, tuple) and not hasattr(example, "_fields")  # a NamedTuple is one argument
+        args = tuple(example) if is_plain else (example,)
+        shapes = ", ".join(str(tuple(a.shape)) if isinstance(a, Tensor) else type(a).__name__ for a in args)
         return args, {}, f"the example given ({shapes})"
     if isinstance(input_size, Tensor):
         raise TypeError(

@@ -316,21 +316,31 @@ def _check(
         raise ValueError(f"the batch norm has {norm.num_features} channels, the layer {K2}; pass the one behind it")
     if norm is not None and layer.fusion.norm is None and layer.fusion.bias is None:
         raise ValueError("a batch norm that is folded in needs a bias for its constant; build with bias=True")
-    if samples is not None and (samples.dim() != 2 or samples.shape[1] != K2 or len(samples) < MIN_SAMPLES):
-        need = f"[N, {K2}] with N of at least {MIN_SAMPLES}"
-        raise ValueError(f"samples must be {need}, got {list(samples.shape)}; use more calibration data of this layer")
+    if samples is not None and (samples.dim() != 2 or samples.shape[1] != K2):
+        raise ValueError(f"samples must be [N, {K2}], got {list(samples.shape)}; pass outputs of this layer")
     check_values(plain, norm, samples)
     return plain, norm  # type: ignore[return-value]
 
 
 def check_values(
-    plain: nn.Module, norm: nn.Module | None = None, samples: Tensor | None = None, *, name: str = "the layer"
+    plain: nn.Module,
+    norm: nn.Module | None = None,
+    samples: Tensor | None = None,
+    *,
+    name: str = "the layer",
+    fewest: int = MIN_SAMPLES,
 ) -> None:
     """Check the values of a unit that is to be fitted: of a layer, its batch norm, and the layer's outputs.
 
     Raises:
-        ValueError: a value that is not finite, a negative variance, or one value that dominates all others.
+        ValueError: a value that is not finite, a negative variance, one value that dominates all others, or fewer than
+            the ``fewest`` samples.
     """
+    if samples is not None and len(samples) < fewest:
+        raise ValueError(
+            f"{name} cannot be fitted: the calibration data give {len(samples)} of its outputs, and a fit needs at "
+            f"least {fewest}; use more calibration data, or none"
+        )
     tensors = {part: getattr(plain, part, None) for part in ("weight", "bias")}
     parts = ("weight", "bias", "running_mean", "running_var")
     tensors |= {f"{part} of the batch norm": getattr(norm, part, None) for part in parts}

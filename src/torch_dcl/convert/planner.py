@@ -1,17 +1,17 @@
 """``plan``: find the units of a network that DCL can replace, with their cost before and after."""
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_dcl.convert.arguments import Select, UnitOptions, check_choice, check_model, check_unit_options, read_example
 from torch_dcl.convert.measure import device_name, measure_network, measure_unit, signature
-from torch_dcl.convert.rows import GROWS, Mode, Phase, Plan, Row, Status, Timing
+from torch_dcl.convert.rows import GROWS, Mode, Modules, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
 from torch_dcl.convert.units import SharedReLU, build, is_removable, kind_of, names_of, norm_obstacle, obstacle
@@ -21,6 +21,7 @@ from torch_dcl.module import _DCL
 __all__ = ["plan"]
 
 
+@torch.inference_mode(False)  # in it torch records composite operations, and no step could be timed with its backward
 def plan(
     model: nn.Module,
     input_size: Sequence[int] | None = None,
@@ -87,7 +88,7 @@ def plan(
         weights=weights,
         parameters=sum(p.numel() for p in model.parameters()),
         example=description,
-        modules=weakref.WeakValueDictionary({row.name: modules[row.name] for row in rows}),
+        modules=Modules({row.name: modules[row.name] for row in rows}),
         inputs=(args if input_size is None else (args[0][:1].clone(),), kwargs),
     )
     if budget is not None:
@@ -106,7 +107,8 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
             if sized
             else "An example is a tensor, a tuple of arguments, or a dictionary of keyword arguments"
         )
-        raise ValueError(f"{type(model).__name__} does not run on {description}: {error}. {remedy}") from error
+        problem = str(error) or type(error).__name__
+        raise ValueError(f"{type(model).__name__} does not run on {description}: {problem}. {remedy}") from error
 
 
 def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:

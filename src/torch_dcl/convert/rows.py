@@ -31,6 +31,13 @@ Phase = Literal["train", "infer"]
 Pattern = str | Callable[[str, nn.Module], bool]
 
 
+class Modules(weakref.WeakValueDictionary[str, nn.Module]):
+    """The layers of a plan by name. A copy keeps them, a pickle does not: they belong to one process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Modules, ()
+
+
 class Timing(NamedTuple):
     """Milliseconds of a forward pass, and of forward and backward (None if nothing can be differentiated)."""
 
@@ -183,8 +190,8 @@ class Plan:
     graphs. None after the selection has changed."""
     choice: Choice | None = None
     """The selection by time, if there was one."""
-    modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
-    """The layers of the rows, for predicates; not part of the JSON."""
+    modules: Modules | None = field(default=None, repr=False, compare=False)
+    """The layers of the rows, for predicates; not part of the JSON, nor of a pickle."""
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
     """The input of the run, a single one if a size was given, for the check of ``convert_``; not part of the JSON."""
 
@@ -259,8 +266,11 @@ class Plan:
         """
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not a plan: the text is not JSON ({error})") from error
+        except (json.JSONDecodeError, RecursionError, TypeError) as error:
+            given = "the text is not JSON" if isinstance(text, str) else f"a {type(text).__name__} is no text"
+            raise ValueError(
+                f"not a plan: {given} ({error}); from_json takes what a file holds, as in Path(file).read_text()"
+            ) from error
         version = data.pop("torch_dcl_plan", None) if isinstance(data, dict) else None
         if not isinstance(version, int):
             raise ValueError('not a plan: the key "torch_dcl_plan" is missing; write plans with Plan.to_json()')

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from torch_dcl.convert.trace import evaluating
 from torch_dcl.module import _DCL
@@ -76,11 +77,18 @@ def collect_samples(
     batches = 0
     try:
         with evaluating(model), _uncompiled():
-            batched = [calibration] if isinstance(calibration, Tensor | dict) else calibration
+            batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
-                inputs = _move(batch[0] if isinstance(batch, tuple | list) else batch, device)
-                model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                inputs = batch[0] if isinstance(batch, tuple | list) else batch
+                inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+                inputs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
+                try:
+                    model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                except Exception as error:
+                    kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
+                    error.add_note(f"This was calibration batch {batches}. A batch is {kinds}.")
+                    raise
     finally:
         for handle in handles:
             handle.remove()
@@ -137,11 +145,3 @@ def _uncompiled() -> AbstractContextManager[Any]:
     """Run compiled parts eagerly, since compiled code does not call new hooks."""
     compiles = "torch._dynamo" in sys.modules  # do not import the compiler
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
-
-
-def _move(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, dict):
-        return {name: _move(value, device) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return [_move(value, device) for value in inputs]
-    return inputs.to(device) if isinstance(inputs, Tensor) else inputs

@@ -221,6 +221,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes = func._schema.is_mutable
         if _is_clamp_at_zero(op, args):
             op = "relu"
+        elif _adds_zero(op, args):
+            op = "alias"
         if "batch_norm" in op:
             op, written = "batch_norm", written[:1]
         module = self.inside[-1] if self.inside and _is_op_of(op, self.inside[-1]) else None
@@ -302,19 +304,30 @@ def _follow(
             elif op in ("mul", "div") and len(event.reads) == 1:
                 moved = scaled = True
                 todo.extend(event.writes)
-            elif op.startswith("_scaled_dot_product") or "attention" in op:
-                return norm, relus, "feeds attention", moved
             else:
-                reason = _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
-                return norm, relus, reason, moved
+                return norm, relus, _reason(event, op), moved
     if not relus:
         return norm, relus, "its output is not used", moved
     return norm, relus, "is multiplied with a number" if scaled else "", moved
 
 
+def _reason(event: _Event, op: str) -> str:
+    """Why a layer that this operation follows is not a unit."""
+    if op.startswith("_scaled_dot_product") or "attention" in op:
+        return "feeds attention"
+    if op in ("add", "sub", "rsub") and len(event.reads) == 1:
+        return "a number is added to it"
+    return _FOLLOWERS.get(event.op, _FOLLOWERS.get(op, f"{op.strip('_')} follows, not ReLU"))
+
+
 def _is_clamp_at_zero(op: str, args: tuple[Any, ...]) -> bool:
     bounds = args[1:] if op.removesuffix("_") in ("clamp", "clamp_min") else (None,)
     return not isinstance(bounds[0], Tensor) and bounds[0] == 0 and bounds[1:] in ((), (None,))
+
+
+def _adds_zero(op: str, args: tuple[Any, ...]) -> bool:
+    """As Python's sum does first."""
+    return op.removesuffix("_") == "add" and not isinstance(args[1], Tensor) and args[1] == 0
 
 
 @contextmanager

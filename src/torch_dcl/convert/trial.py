@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,14 +43,22 @@ class Trial:
                 if _failure(model, twice, training=True) is None:
                     self._runs.append((True, twice))
 
-    def verify(self, model: nn.Module) -> None:
+    def verify(self, model: nn.Module, replaced: Mapping[nn.Module, str]) -> None:
         """Run the converted network in the modes in which the plain one ran.
 
         Raises:
-            ValueError: it fails in one of them.
+            ValueError: it fails in one of them, or still calls a module that was replaced under this name.
         """
         for training, inputs in self._runs:
-            error = _failure(model, inputs, training=training)
+            with _seen_calls(replaced) as called:
+                error = _failure(model, inputs, training=training)
+            if called:
+                names = ", ".join(repr(replaced[module]) for module in replaced if module in called)
+                raise ValueError(
+                    f"the converted network still calls the old {names}: it also holds it in a list, a dictionary or "
+                    "a function, where a DCL layer does not replace it. Nothing was changed. Look it up by its name "
+                    "there (or use nn.ModuleList), or leave it out with plan.without(...)"
+                )
             if error is None or isinstance(error, torch.OutOfMemoryError):
                 continue
             mode = "training mode" if training else "eval mode"
@@ -59,6 +67,18 @@ class Trial:
                 f"{_failing_module(error, model)}{type(error).__name__}: {error}. Nothing was changed. "
                 "Leave out the layer with plan.without(...), or convert all the same with check=False"
             ) from error
+
+
+@contextmanager
+def _seen_calls(modules: Iterable[nn.Module]) -> Iterator[set[nn.Module]]:
+    """The modules among these that are called inside the block."""
+    called: set[nn.Module] = set()
+    handles = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in modules]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception | None:

@@ -68,8 +68,8 @@ class SharedReLU(nn.ReLU):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, which a replacement would lose."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+    """Whether a module has hooks, or a forward of this instance alone, which a replacement would lose."""
+    return "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def is_removable(module: nn.Module | None) -> bool:
@@ -123,7 +123,8 @@ def obstacle(module: nn.Module) -> str:
         return f"a {kind} with a forward of its own"
     if getattr(module, "groups", 1) != 1:
         return f"grouped ({module.groups} groups)"
-    return _hook_obstacle(module)
+    is_parameter = module._parameters.get("weight") is not None
+    return _hook_obstacle(module) or ("" if is_parameter else "its weight is not a parameter")
 
 
 def is_frozen_norm(module: nn.Module) -> bool:
@@ -158,9 +159,12 @@ def norm_obstacle(norm: nn.Module) -> str:
 
 
 def _hook_obstacle(module: nn.Module) -> str:
+    if "forward" in vars(module):
+        return "carries a forward that somebody put in the place of its own, which would be lost: remove it first"
     return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
 
 
+@torch.inference_mode(False)  # parameters made in it could never be trained
 def build(
     module: nn.Module,
     *,
@@ -191,7 +195,13 @@ def build(
         norm_layer=None if norm is None else norm_factory(plain, norm),
         **changed,
     )
-    return layer.to(memory_format=torch.channels_last) if is_channels_last(layer_weight(module)) else layer
+    if norm is not None and layer.fusion.norm is not None:  # often float32 in a network of half precision
+        floating = (t.dtype for t in (*norm.parameters(), *norm.buffers()) if t.is_floating_point())
+        layer.fusion.norm.to(dtype=next(floating, None))
+    weight = layer_weight(module)
+    last = torch.channels_last_3d if weight.dim() == 5 else torch.channels_last
+    is_last = weight.dim() > 3 and weight.is_contiguous(memory_format=last) and not weight.is_contiguous()
+    return layer.to(memory_format=last) if is_last else layer
 
 
 def layer_weight(module: nn.Module) -> Tensor:
