@@ -416,6 +416,27 @@ def test_func_hessian_agrees_with_the_plain_formula():
     torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("T", [1, 2, 3])
+@pytest.mark.parametrize("fuse", [fuse_branches, fuse_pairs])
+def test_forward_mode_agrees_with_reverse_mode(fuse, T):
+    if fuse is fuse_pairs and T == 1:
+        return
+    pre, direction = torch.randn(2, T, 7, dtype=torch.float64).unbind(0)
+    _, change = torch.func.jvp(fuse, (pre,), (direction,))
+    jacobian = torch.autograd.functional.jacobian(fuse, pre)
+    torch.testing.assert_close(change, (jacobian * direction).sum((1, 2)), rtol=1e-13, atol=1e-14)
+    hessian = torch.func.hessian(lambda p: fuse(p).sum())(pre)
+    expected = torch.autograd.functional.hessian(lambda p: fuse(p).sum(), pre)
+    torch.testing.assert_close(hessian, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_forward_mode_goes_through_a_layer():
+    layer, x = DCLLinear(6, 4, width=3).double(), torch.randn(5, 6, dtype=torch.float64)
+    _, change = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    step = 1e-6
+    torch.testing.assert_close(change, (layer(x + step) - layer(x - step)) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
 def assert_compiled_equals_eager(fuse, pre, backend):
     torch._dynamo.reset()
     compiled = torch.compile(fuse, fullgraph=True, backend=backend)

@@ -44,8 +44,7 @@ def fuse_branches(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> T
     """
     branches = _as_branches(pre)
     T = len(branches)
-    z: Tensor = _Fuse.apply((tuple(range(T)),), check_eps(eps, T), *branches)
-    return z
+    return _fuse((tuple(range(T)),), check_eps(eps, T), branches)
 
 
 def fuse_pairs(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tensor:
@@ -67,8 +66,7 @@ def fuse_pairs(pre: Tensor | Sequence[Tensor], eps: float | None = None) -> Tens
     branches = _as_branches(pre)
     if len(branches) < 2:
         raise ValueError("fuse_pairs needs at least two branches to form a pair, got 1; use fuse_branches")
-    z: Tensor = _Fuse.apply(tuple(combinations(range(len(branches)), 2)), check_eps(eps, 2), *branches)
-    return z
+    return _fuse(tuple(combinations(range(len(branches)), 2)), check_eps(eps, 2), branches)
 
 
 def draw_pair(key: Tensor, T: int) -> Tensor:
@@ -172,6 +170,28 @@ class _Fuse(torch.autograd.Function):
             lambda part: fused_gradients(part[0], part[1:], groups, eps), (grad_outputs[0], *saved), len(saved)
         )
         return None, None, *parts
+
+
+class _FuseWithTangents(_Fuse):
+    """`_Fuse` with forward-mode derivatives, which compilers do not support."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _Fuse.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[2:])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        pre = ctx.saved_tensors
+        slopes = fused_gradients(torch.ones_like(pre[0]), pre, ctx.groups, ctx.eps)
+        changes: list[Tensor] = [s * t for s, t in zip(slopes, tangents[2:], strict=True) if t is not None]
+        return reduce(torch.add, changes)
+
+
+def _fuse(groups: Groups, eps: float, branches: Sequence[Tensor]) -> Tensor:
+    function = _Fuse if torch.compiler.is_compiling() else _FuseWithTangents
+    z: Tensor = function.apply(groups, eps, *branches)
+    return z
 
 
 def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:

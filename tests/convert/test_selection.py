@@ -5,6 +5,7 @@ calls, and makes up a time from them.
 """
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -583,3 +584,41 @@ def test_a_network_that_does_not_train_on_the_example_says_what_to_do(clock):
         dcl.plan(frozen, (256,), batch=4, ratio=0.1, select="faster")
     assert asked.races == []
     assert dcl.plan(frozen, (256,), ratio=0.1, select="faster", phase="infer").selected
+
+
+def test_outputs_in_a_dataclass_are_trained_too(clock):
+    clock({128: 0.5})
+
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        name: str = "output"
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net(128)
+
+        def forward(self, x):
+            return Output(self.net(x))
+
+    assert dcl.plan(Network(), (256,), batch=4, ratio=0.1, select="faster").selected
+    timings = dcl.plan(Network(), (256,), batch=4, ratio=0.1, measure=True).timings
+    assert timings["dcl"].full is not None
+
+
+def test_a_frozen_network_has_no_training_step(clock):
+    clock({128: 0.5})
+    frozen = net(128).requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r'^an eager training step .* Give it a parameter to train, or phase = "infer"$'
+    ):
+        dcl.plan(frozen, (256,), batch=4, ratio=0.1, select="faster")
+    assert dcl.plan(frozen, (256,), batch=4, ratio=0.1, select="faster", phase="infer").selected
+
+
+def test_without_units_nothing_is_timed(clock):
+    asked = clock({})
+    plan = dcl.plan(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (8,), select="faster")
+    assert not plan.selected
+    assert not asked.races

@@ -10,6 +10,7 @@ are cast again in each step.
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
@@ -334,14 +335,19 @@ def _network_full(
     inputs = [p for p in network.parameters() if p.requires_grad]
 
     def step() -> None:
-        outputs = _outputs(called(*args, **kwargs))
-        _differentiate(sum((t.float().sum() for t in outputs if t.requires_grad), torch.zeros(())), inputs, None)
+        outputs = [t for t in _outputs(called(*args, **kwargs)) if t.requires_grad]
+        if not outputs:
+            raise ValueError("none of its outputs has a gradient")
+        _differentiate(sum((t.float().sum() for t in outputs), torch.zeros(())), inputs, None)
 
     return step
 
 
 def _outputs(given: object) -> list[Tensor]:
-    return [t for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_floating_point()]
+    """The floating-point tensors of any output, also in a dataclass, which torch sees as one leaf."""
+    leaves = tree_leaves(given)
+    parts = [_outputs(vars(leaf)) for leaf in leaves if dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__")]
+    return sum(parts, [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()])
 
 
 def _differentiate(output: Tensor, inputs: Sequence[Tensor], grad: Tensor | None) -> None:

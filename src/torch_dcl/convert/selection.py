@@ -32,6 +32,8 @@ def select_faster(planned: Plan, model: nn.Module, traced: Trace, inputs: Inputs
         ValueError: The network does not run in the mode and the phase.
     """
     choice, progress = Choice(mode, phase, None), _Progress()
+    if not planned.selected:
+        return replace(planned, choice=choice)
     with temporary_mode(model, training=phase == "train"), torch.enable_grad():
         _try(model, inputs, choice, planned.example)
         rows = _time_units(planned.rows, model, traced, choice, progress)
@@ -58,13 +60,14 @@ def _try(model: nn.Module, inputs: Inputs, choice: Choice, example: str) -> None
     try:
         network_step(model, *inputs, "eager", choice.phase)()
     except Exception as error:
-        remedy = (
-            'at least two inputs (batch=) for batch norms, targets where it needs them, or phase = "infer"'
-            if choice.phase == "train"
-            else "an example that it runs on in eval mode"
-        )
+        if choice.phase == "infer":
+            remedy = "an example that it runs on in eval mode"
+        elif not any(p.requires_grad for p in model.parameters()):
+            remedy = 'a parameter to train, or phase = "infer"'
+        else:
+            remedy = 'at least two inputs (batch=) for batch norms, targets where it needs them, or phase = "infer"'
         raise ValueError(
-            f"a {choice._replace(mode='eager').step} of the network fails on {example}: {type(error).__name__}: "
+            f"an {choice._replace(mode='eager').step} of the network fails on {example}: {type(error).__name__}: "
             f"{error}. Give it {remedy}"
         ) from None  # the message contains the error
 
