@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tests.halves import slow
+from torch.distributed import TCPStore
 
 import torch_dcl
 from torch_dcl.experiments.protocol import Job
@@ -99,7 +100,7 @@ def torchrun(ranks, *args, restarts=0, code=0, **event):
     return alone(*launcher, *args, code=code, **event)
 
 
-def started_by_hand(commands, **event):
+def started_by_hand(commands, each=(), **event):
     """One process for each command, as ranks of one run; their exit codes and what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,9 +109,9 @@ def started_by_hand(commands, **event):
     processes = [
         subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event}),
+            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event, **more}),
         )
-        for rank, command in enumerate(commands)
+        for rank, (command, more) in enumerate(zip(commands, each or [{}] * len(commands), strict=True))
     ]  # fmt: skip
     texts = [process.communicate(timeout=300)[0] for process in processes]
     return [process.returncode for process in processes], texts
@@ -184,6 +185,28 @@ def test_the_first_rank_that_is_killed_comes_back_too(place):
     torchrun(2, *words("killed"), restarts=1, EVENT="0,10,kill")
     assert (place / "happened").exists()
     same_bits("whole", "killed")
+
+
+@pytest.mark.slow
+def test_ranks_of_two_machines_meet_though_each_machine_counts_restarts_for_itself():
+    counts = [{"TORCHELASTIC_RESTART_COUNT": count} for count in ("0", "1")]
+    codes, texts = started_by_hand([words("run")] * 2, counts)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_was_started_again_for_another_machine_resumes_the_run(place):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # torchrun's
+    there = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    codes, texts = started_by_hand([words("run")] * 2, EVENT="1,7,term", **there)
+    assert codes == [75, 75], texts
+    codes, texts = started_by_hand([words("run")] * 2, **there)
+    assert codes == [0, 0], texts
+    assert "resumed after epoch" in texts[0]
+    del store
 
 
 @pytest.mark.slow
