@@ -307,6 +307,7 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--set", "accumulate=6"), "a batch of 5 cannot be shared by 1 ranks in 6 parts"),
         (("--set", "classes=7"), "[2, 7] is needed"),
         (("--network", "torchvision:resnet19"), "did you mean resnet1"),
+        (("--network", "alexnet"), "alexnet does not run on images of 12 × 12"),
         (("--models", "dlc"), "did you mean dcl?"),
         (("--plan", "gone.json"), "gone.json"),
         (("--budget", "1.5"), "budget must be at least 0 and at most 1"),
@@ -314,11 +315,12 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--set", "optimizer=adam"), "did you mean adamw?"),
     ],
 )
-def test_what_cannot_run_is_named(words, message):
-    done = invoke(*small("--out", "run"), *words)
-    assert done.exit_code == 2, done.output
-    assert not Path("run").exists()
-    assert message in " ".join(done.output.split()), done.output
+def test_what_cannot_run_is_named_by_a_run_and_by_its_dry_run(words, message):
+    for more in ((), ("--dry-run",))[: 1 if words == ("--data", "") else 2]:  # an estimate needs no images
+        done = invoke(*small("--out", "run"), *words, *more)
+        assert done.exit_code == 2, done.output
+        assert not Path("run").exists()
+        assert message in " ".join(done.output.split()), done.output
 
 
 def test_a_dry_run_prints_hours_shards_and_bytes_and_writes_nothing(tmp_path):

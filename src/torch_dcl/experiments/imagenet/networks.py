@@ -67,11 +67,12 @@ def build(config: "ImageNetConfig", model: str, seed: int, classes: int, side: i
 
 
 def _plain(name: str, classes: int, side: int) -> nn.Module:
-    if name == "alexnet":
-        return alexnet(classes)
     own = ":" in name and name.partition(":")[0] not in ("torchvision", "timm")
     try:
-        network, _ = find_model(name, **({} if own else {"num_classes": classes}))
+        if name == "alexnet":
+            network: nn.Module = alexnet(classes)
+        else:
+            network, _ = find_model(name, **({} if own else {"num_classes": classes}))
         with torch.no_grad():
             output = network.eval()(torch.zeros(2, 3, side, side))
     except SettingError:

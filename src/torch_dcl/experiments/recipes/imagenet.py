@@ -150,11 +150,7 @@ class ImageNet(Recipe[ImageNetConfig]):
                     "the recipe imagenet needs images; give --data FOLDER with train/ and val/, or --data synthetic"
                 )
             self._check()
-            try:
-                self.splits = {split: self.open_split(split) for split in ("train", "val")}
-                check_classes({split: images.classes for split, images in self.splits.items()})
-            except (DataError, FileNotFoundError) as error:
-                raise SettingError(str(error)) from error
+            self.splits = self.open_splits()
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
             for (
@@ -182,27 +178,37 @@ class ImageNet(Recipe[ImageNetConfig]):
                 f"least {least}{even}"
             )
 
-    def open_split(self, split: str) -> Images:
-        """The images of a split, hashed and moved to the device where that is asked for."""
+    def open_splits(self, *, ready: bool = True) -> dict[str, Images]:
+        """The images of both splits; unless `ready`, they are not hashed, and are not moved to the device.
+
+        Raises:
+            SettingError: They are missing or damaged, have other classes than each other, or do not fill a batch.
+        """
         config = self.config
-        images = open_images(
-            config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
-            classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
-        )  # fmt: skip
+        try:
+            splits = {
+                split: open_images(
+                    config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
+                    classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
+                ) for split in ("train", "val")
+            }  # fmt: skip
+            check_classes({split: images.classes for split, images in splits.items()})
+            if (count := len(splits["train"].labels)) < config.batch:
+                raise SettingError(f"{count:,} images do not fill one batch of {config.batch:,}; use a smaller batch")
+            return {split: self._ready(images) for split, images in splits.items()} if ready else splits
+        except (DataError, FileNotFoundError) as error:
+            raise SettingError(str(error)) from error
+
+    def _ready(self, images: Images) -> Images:
+        """Images that are hashed, and moved to the device, where that is asked for."""
+        config, device = self.config, torch.device(self.device)
         if isinstance(images, Decoded):
-            images.decoder_on(torch.device(self.device))  # which there may be none of
+            images.decoder_on(device)  # which there may be none of
         if isinstance(images, Mapped):
             if config.verify:
                 images.check(self.team.rank, self.team.world)
-            if config.keep == "device":
-                images = images.resident(torch.device(self.device))
-        elif isinstance(images, Resident):
-            images = dataclasses.replace(images, images=images.images.to(self.device))
-        if split == "train" and len(images.labels) < config.batch:
-            raise SettingError(
-                f"{len(images.labels):,} images do not fill one batch of {config.batch:,}; use a smaller batch"
-            )
-        return images
+            return images.resident(device) if config.keep == "device" else images
+        return dataclasses.replace(images, images=images.images.to(device)) if isinstance(images, Resident) else images
 
     def asked(self) -> dict[str, Any]:
         """The settings, with the images by their hash."""
