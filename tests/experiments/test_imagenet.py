@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import math
+import runpy
+import shutil
 import threading
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from torch_dcl.data.imagenet.prepare import prepare_imagenet
 from torch_dcl.experiments.imagenet import team as ranks
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
+from torch_dcl.experiments.network_source import code_hash
 from torch_dcl.experiments.protocol import Job
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
@@ -445,6 +448,26 @@ def test_data_that_changed_is_not_resumed(tmp_path):
     run(ImageNet(settings), tmp_path / "run", seconds=0)
     with pytest.raises(RunError, match="begun with other settings"):
         run(ImageNet(dataclasses.replace(settings, images=23)), tmp_path / "run", resume=True)
+
+
+def test_a_network_whose_code_changed_is_not_resumed(tmp_path):
+    run(ImageNet(config()), tmp_path / "run", seconds=0)
+    Path("net.py").write_text(NET.replace("0.5", "0.4"))
+    with pytest.raises(RunError, match=r"sha256\.network"):
+        run(ImageNet(config()), tmp_path / "run", resume=True)
+
+
+def test_the_code_of_a_network_is_its_file_and_those_of_its_layers_wherever_they_are(tmp_path):
+    def code(folder, layer):
+        (tmp_path / folder).mkdir()
+        shutil.copy("net.py", tmp_path / folder)
+        (tmp_path / folder / "layers.py").write_text(layer)
+        scope = runpy.run_path(str(tmp_path / folder / "layers.py"))
+        return code_hash(f"{folder}/net.py:make", nn.Sequential(nn.ReLU(), scope["Own"]()))
+
+    own = "from torch import nn\nclass Own(nn.Module):\n    def forward(self, x):\n        return x\n"
+    assert code("a", own) == code("b", own) != code("c", own.replace("x\n", "2 * x\n"))
+    assert code_hash("torchvision:alexnet", nn.ReLU()) == code_hash("alexnet", nn.ReLU()) == ""
 
 
 def test_settings_of_the_machine_may_change_in_between(tmp_path):

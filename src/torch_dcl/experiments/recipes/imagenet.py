@@ -25,6 +25,7 @@ from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
+from torch_dcl.experiments.network_source import code_hash
 from torch_dcl.experiments.paper_numbers import IMAGENET, WEIGHTS
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained
 from torch_dcl.experiments.ranks import Rank, StopRequest, leave_group
@@ -131,6 +132,7 @@ class ImageNet(Recipe[ImageNetConfig]):
     is_shared = True
     team: Team
     splits: dict[str, Images]
+    code: str
     path: Path | None = None
 
     def __init__(self, config: ImageNetConfig, device: str = "cpu") -> None:
@@ -153,10 +155,10 @@ class ImageNet(Recipe[ImageNetConfig]):
             self.splits = self.open_splits()
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
-            for (
-                model
-            ) in self.config.models:  # what is wrong with a network or a plan is said before anything is written
-                build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
+            # What is wrong with a network or a plan is said before anything is written.
+            for model in self.config.models:
+                network = build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
+            self.code = code_hash(self.config.network, network)
         self.team.compare(self.asked())
 
     def _check(self) -> None:
@@ -211,8 +213,8 @@ class ImageNet(Recipe[ImageNetConfig]):
         return dataclasses.replace(images, images=images.images.to(device)) if isinstance(images, Resident) else images
 
     def asked(self) -> dict[str, Any]:
-        """The settings, with the images by their hash."""
-        hashes = {split: images.content() for split, images in self.splits.items()}
+        """The settings, with the images and the code of the user's own network by their hashes."""
+        hashes = {split: images.content() for split, images in self.splits.items()} | {"network": self.code}
         plan = Path(self.config.plan).read_text(encoding="utf-8") if self.config.plan else ""
         train = self.splits["train"]
         decoder = train.decoder_on(torch.device(self.device)) if isinstance(train, Decoded) else "none"
