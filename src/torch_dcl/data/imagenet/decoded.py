@@ -115,7 +115,7 @@ class Decoded:
         return "gpu" if has_gpu or self.decoder == "gpu" else "pillow"
 
     def content(self) -> str:
-        """The SHA-256 of the names, sizes and labels of the files, which are not read."""
+        """The SHA-256 of the names, sizes and labels of the files, and of the content of some."""
         return self.samples.signature(self.root)
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:
