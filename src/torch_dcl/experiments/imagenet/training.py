@@ -259,8 +259,7 @@ class Training:
 
     def _share_skipped(self) -> None:
         """Tell all ranks which images each has skipped."""
-        if self.config.skip_corrupt:
-            self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
+        self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
 
     # Evaluation
 

@@ -74,8 +74,9 @@ class ImageNetConfig(Config):
         what="decoder",
     )  # fmt: skip
     skip_corrupt: bool = setting(
-        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error"
-    )
+        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error",
+        machine=True,  # a run that ends without it had none, and may go on with it where it meets one
+    )  # fmt: skip
     classes: int = setting(1000, "classes of synthetic images", smoke=10, least=1, most=1_000_000)
     images: int = setting(512, "synthetic images of each split", smoke=16, least=1, most=10_000_000)
     batch: int = setting(256, "images of a step, of all ranks together", smoke=4, least=1, most=1_000_000)
