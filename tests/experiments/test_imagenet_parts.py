@@ -5,9 +5,11 @@ import operator
 import numpy as np
 import pytest
 import torch
+from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 
+from torch_dcl.experiments.imagenet import networks
 from torch_dcl.experiments.imagenet.parts import (
     Averaged,
     KeyedDropout,
@@ -133,3 +135,11 @@ def test_averages_follow_the_parameters_and_take_their_place_for_a_while():
     with average.in_place():
         assert parameter.item() == pytest.approx(1.1)
     assert parameter.item() == 2
+
+
+@pytest.mark.parametrize(("name", "side"), [("googlenet", 64), slow("inception_v3", 96)])
+@pytest.mark.filterwarnings("ignore:.*default weight initialization")
+def test_networks_with_further_classifiers_in_training_are_trained_without_them(name, side):
+    network = networks.build(ImageNetConfig(network=f"torchvision:{name}"), "plain", 0, 6, side)
+    assert network.training
+    assert network(torch.randn(2, 3, side, side)).shape == (2, 6)
