@@ -95,10 +95,17 @@ def table_of(*heads: str, fixed: Sequence[str] = ()) -> "Table":
     return table
 
 
-def fail(message: str) -> None:
-    """Print an error in red."""
+def fail(message: str, *, is_usage: bool = True) -> None:
+    """Print an error in red.
+
+    Ranks have errors of usage in common, and one rank on each machine prints them, since a machine may differ. An error
+    of the run is the rank's own.
+    """
     from rich.text import Text
 
+    if not first_rank() and (not is_usage or os.environ.get("LOCAL_RANK") == "0"):
+        who = f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')}"
+        sys.stderr.write(f"{message}\n" if message.startswith(who) else f"{who}: {message}\n")
     console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
 
 
@@ -121,7 +128,7 @@ def command(*examples: str) -> Callable[[Command], Command]:
                 if debug:
                     traceback.print_exc()
                 message, is_usage = _explained(error)
-                fail(message or repr(error))
+                fail(message or repr(error), is_usage=is_usage)
                 raise typer.Exit(2 if is_usage else 1) from None
             except KeyboardInterrupt:
                 console(stderr=True).print("Interrupted.")

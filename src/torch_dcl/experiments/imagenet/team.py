@@ -164,18 +164,18 @@ class Team:
         """Run a block on all ranks; if one fails, all do, and the first one reports the reason.
 
         Raises:
-            SettingError: A setting or data of some rank is wrong.
+            SettingError: Something is wrong on another rank, which the message names.
         """
         problem: Exception | None = None
         try:
             yield
-        except (ValueError, OSError) as error:
+        except Exception as error:
             problem = error
         if self.world == 1:
             if problem is not None:
                 raise problem
             return
-        problems = self.gather(str(problem) if problem is not None else "")
+        problems = self.gather(reason_of(problem) if problem is not None else "")
         for number, text in enumerate(problems):
             if text:
                 if number == self.rank and problem is not None:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -160,7 +159,9 @@ class ImageNet(Recipe[ImageNetConfig]):
             for model in self.config.models:
                 network = build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
             self.code = code_hash(self.config.network, network)
-        self.team.compare(self.asked())
+        # Ranks on another device, or of another program, would wait for each other in the first step.
+        alike = {name: getattr(self.config, name) for name in ("backend", "channels_last", "compile")}
+        self.team.compare({**self.asked(), **alike, "device": torch.device(self.device).type})
 
     def _check(self) -> None:
         config, world = self.config, self.team.world
@@ -302,12 +303,7 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def follow(self, should_stop: Callable[[], bool]) -> bool:
         """Do what the first rank says."""
-        try:
-            command = self._obey_all(should_stop)
-        except Exception as error:  # the console is the first rank's, which may be gone
-            who = f"rank {self.team.rank} of {self.team.world}"
-            sys.stderr.write(f"{error}\n" if str(error).startswith(who) else f"{who}: {error}\n")
-            raise
+        command = self._obey_all(should_stop)
         if command["signal"] and isinstance(should_stop, StopRequest):
             should_stop.take(command["signal"])
         leave_group()
