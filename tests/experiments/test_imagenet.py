@@ -443,6 +443,17 @@ def test_a_restart_by_torchrun_or_slurm_resumes_by_itself(monkeypatch):
     assert invoke(*small("--models", "plain", "--out", "new")).exit_code == 0
 
 
+def test_a_job_of_torchrun_that_counts_no_restart_resumes_its_own_run_and_no_others(monkeypatch):
+    for out, job in (("run", "a"), ("none", "none")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        assert invoke(*small("--models", "plain", "--out", out, "--minutes", "1e-9")).exit_code == 0
+    for out, job, code in (("run", "b", 1), ("none", "none", 1), ("run", "a", 0)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        done = invoke(*small("--models", "plain", "--out", out))
+        assert done.exit_code == code, done.output
+        assert ("holds a run already" in done.output) == bool(code)
+
+
 def test_data_that_changed_is_not_resumed(tmp_path):
     settings = config(models=("plain",))
     run(ImageNet(settings), tmp_path / "run", seconds=0)

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from tests.halves import slow
-from torch.distributed import TCPStore
 
 import torch_dcl
 from torch_dcl.experiments.protocol import Job
@@ -192,21 +191,6 @@ def test_ranks_of_two_machines_meet_though_each_machine_counts_restarts_for_itse
     counts = [{"TORCHELASTIC_RESTART_COUNT": count} for count in ("0", "1")]
     codes, texts = started_by_hand([words("run")] * 2, counts)
     assert codes == [0, 0], texts
-
-
-@pytest.mark.slow
-def test_a_first_rank_that_was_started_again_for_another_machine_resumes_the_run(place):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # torchrun's
-    there = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    codes, texts = started_by_hand([words("run")] * 2, EVENT="1,7,term", **there)
-    assert codes == [75, 75], texts
-    codes, texts = started_by_hand([words("run")] * 2, **there)
-    assert codes == [0, 0], texts
-    assert "resumed after epoch" in texts[0]
-    del store
 
 
 @pytest.mark.slow

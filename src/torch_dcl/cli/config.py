@@ -199,7 +199,7 @@ def make_task(
             out = _fresh(out)
     if join and resume:
         raise UsageError("--join begins a run or takes part in it, so leave --resume out")
-    resume = resume or (was_restarted() and (out / "recipe.json").exists())
+    resume = resume or was_restarted(out)
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
     from torch_dcl.experiments.protocol import find_recipe_type

@@ -34,9 +34,19 @@ def several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def was_restarted() -> bool:
-    """Whether torchrun or Slurm started this process again after a failure, with the same command."""
-    return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+def was_restarted(out: Path) -> bool:
+    """Whether torchrun or Slurm started this process again, with the same command, after it began a run in a folder.
+
+    A machine on which no rank failed counts no restart of its ranks, so the id of torchrun's job is compared as well.
+    """
+    from torch_dcl.fleet.run_folder import RunFolder
+
+    if not (out / "recipe.json").exists():
+        return False
+    if any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return True
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # none: torchrun had no --rdzv-id
+    return job != "none" and any(start.get("torchrun") == job for start in RunFolder.inspect(out).read("environment"))
 
 
 def for_machines(asked: bool) -> None:

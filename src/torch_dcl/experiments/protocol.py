@@ -212,8 +212,6 @@ class Recipe(abc.ABC, Generic[C]):
     """Seconds between two checkpoints; they are written at ends of epochs, at pauses, and where a run is stopped."""
     is_shared: ClassVar[bool] = False
     """Whether all ranks train every network together; the first one runs the recipe, and the others `follow`."""
-    was_restarted: bool = False
-    """Whether `prepare` found that torchrun has started the ranks again, so that a run in the folder is resumed."""
 
     def __init__(self, config: C, device: str = "cpu") -> None:
         self.config, self.device = config, device

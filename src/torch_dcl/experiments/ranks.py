@@ -254,13 +254,8 @@ class Worker(Rank):
             self.claims.give_back()
 
 
-def join_group(backend: str, seconds: float) -> bool:
-    """Meet the other ranks; a rank waits for another for as many seconds, here and later.
-
-    Returns:
-        Whether this is a first rank that torchrun has started again, by the store of the ranks: a machine does not
-        count the restarts that another one caused.
-    """
+def join_group(backend: str, seconds: float) -> None:
+    """Meet the other ranks; a rank waits for another for as many seconds, here and later."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=seconds)
@@ -268,7 +263,6 @@ def join_group(backend: str, seconds: float) -> bool:
     attempt = dist.PrefixStore(agree(store, rank, world, seconds), store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
     atexit.register(leave_group)
-    return not rank and store.add("starts", 1) > 1
 
 
 def agree(store: Any, rank: int, world: int, seconds: float) -> str:

@@ -91,7 +91,6 @@ def run(
     if recipe.is_shared and rank.number:
         return Summary(recipe.follow(should_stop))
     rank = Rank() if recipe.is_shared else rank
-    resume = resume or recipe.was_restarted
     with recipe.leading(path, should_stop), rank.open(path, asked, resume=resume) as folder:
         for name, content in (files or {}).items() if not rank.number else ():
             if not (folder.path / name).exists():

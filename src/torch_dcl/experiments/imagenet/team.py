@@ -46,7 +46,6 @@ class Team:
 
     def __init__(self, rank: Rank, timeout: float = 600.0, backend: str = "auto") -> None:
         self.rank, self.world, self.timeout = rank.number, rank.world, timeout
-        self.was_restarted = False
         self._flags: Tensor | None = None
         self._pending: Any = None
         if self.world > 1 and not dist.is_initialized():
@@ -54,9 +53,9 @@ class Team:
                 # "cpu:gloo,cuda:nccl": commands go through gloo, gradients through the device's own.
                 if backend != "gloo" and torch.cuda.is_available():
                     # NCCL ends a process that it gives up on; a step waits less long, and says why (`settle`).
-                    self.was_restarted = join_group("cpu:gloo,cuda:nccl", timeout + GRACE)
+                    join_group("cpu:gloo,cuda:nccl", timeout + GRACE)
                 else:
-                    self.was_restarted = join_group("gloo", timeout)
+                    join_group("gloo", timeout)
 
     @contextlib.contextmanager
     def _patience(self, what: str) -> Iterator[None]:

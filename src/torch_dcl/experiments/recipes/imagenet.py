@@ -145,7 +145,6 @@ class ImageNet(Recipe[ImageNetConfig]):
     def prepare(self, report: Callable[[str], None]) -> None:
         """Open the images on every rank, and check that all ranks have the same settings and images."""
         self.team = Team(Rank.here(), self.config.timeout, self.config.backend)
-        self.was_restarted = self.team.was_restarted
         with self.team.together():
             if not self.config.data:
                 raise SettingError(
