@@ -171,6 +171,8 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["data", "digits", "--out", "net.py/digits"], "a file is in the way"),
         (["data", "fetch", "mnist", "--out", "net.py"], "a file is in the way"),
         (["demo", "--out", "net.py"], "a file is in the way"),
+        (["run", "imagenet", "--smoke", "--out", "net.py/run"], "a file is in the way; choose another --out"),
+        (["data", "prepare", "imagenet", "images", "net.py"], "a file is in the way; choose another folder"),
         (["plan", "nowhere:net"], "no module"),
         (["plan", "nowhere.py:net"], "does not exist"),
         (["plan", "json:dump"], "without arguments"),
@@ -244,6 +246,7 @@ def test_models_may_be_named_as_the_paper_does():
 def test_where_no_name_is_near_all_are_listed():
     assert nearest("zzzz", ["alpha", "beta"]) == "there are alpha, beta"
     assert nearest("zzzz", []) == "there are none"
+    assert nearest("zzzz", ["alpha"]) == "there is only alpha"
 
 
 def test_debug_shows_the_traceback(dcl, folder, monkeypatch, capfd):

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several, was_restarted
+from torch_dcl.cli.console import (
+    UsageError,
+    check_folder,
+    explain_setting,
+    nearest,
+    read_device,
+    several,
+    was_restarted,
+)
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
@@ -197,6 +205,8 @@ def make_task(
         out = folder or Path("runs", asked.name + ("-smoke" if smoke else ""))
         if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several() and not join:
             out = _fresh(out)
+    if not dry:
+        check_folder(out)
     if join and resume:
         raise UsageError("--join begins a run or takes part in it, so leave --resume out")
     resume = resume or was_restarted(out)

@@ -220,7 +220,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {low[near[0]]}?"
     listed = ", ".join(known[:20]) + (", …" if len(known) > 20 else "")
-    return f"there are {listed}" if known else "there are none"
+    return f"there {'is only' if len(known) == 1 else 'are'} {listed or 'none'}"
 
 
 def split(text: str | Sequence[str]) -> list[str]:
@@ -240,12 +240,16 @@ def check_output(path: Path) -> None:
         raise UsageError(f"{path} cannot be written: it is a folder; name a file inside it")
 
 
+def check_folder(path: Path, option: str = "--out") -> None:
+    """Raise an error if a folder cannot be made because there is a file in its place or above it."""
+    if any(place.exists() and not place.is_dir() for place in (path, *path.parents)):
+        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another {option}")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder to write to, with those above it."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another --out") from None
+    check_folder(path)
+    path.mkdir(parents=True, exist_ok=True)
 
 
 def read_device(given: str) -> str:
