@@ -201,7 +201,7 @@ def test_sigterm_to_one_rank_stops_all_with_the_code_that_requeues_and_any_numbe
         (place / "happened").unlink(missing_ok=True)
         codes, texts = started_by_hand([words(name)] * 2, EVENT="1,7,term")
         assert codes == [75, 75], texts
-        assert "Resume with" in texts[0]
+        assert "Resume with:  torchrun … -m torch_dcl run" in texts[0]
         assert len(list((place / name / "fleets").iterdir())) <= 2
         resume(name)
         (same_bits if name == "again" else nearly)("whole", name)

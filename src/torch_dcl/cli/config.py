@@ -175,8 +175,9 @@ class Task:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes the run."""
-        return f"dcl run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
+        """The command that resumes the run; several ranks are started as before, however many."""
+        begin = "torchrun … -m torch_dcl" if several() and not self.join else "dcl"
+        return f"{begin} run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
 
 
 def make_task(
