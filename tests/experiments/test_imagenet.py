@@ -389,6 +389,25 @@ def test_a_pause_keeps_the_threads_that_read_and_every_other_end_of_a_step_ends_
     del kept, kept_too  # whose tracebacks had the frames of both loops
 
 
+@pytest.mark.parametrize("error", [RuntimeError("gone"), KeyError("gone"), AttributeError("gone")])
+def test_any_error_of_a_rank_ends_the_run_since_the_others_wait_for_it(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    recipe = ImageNet(config())
+    training = training_of(recipe)
+    monkeypatch.setattr(training.team, "world", 2)
+    monkeypatch.setattr(training.team, "tell", lambda **_: None)
+    monkeypatch.setattr(training.team, "spread", lambda _: None)
+    monkeypatch.setattr(training.network, "forward", fail)
+    for part in (training.judge, lambda: training.run_steps(None)):
+        with pytest.raises(RunError, match=r"rank 0 of 2 failed in step 0: .*gone.* the run can be resumed"):
+            part()
+    monkeypatch.setattr(recipe, "_batches", fail)
+    with pytest.raises(RunError, match=r"rank 0 of 2 failed while it built its network: .*gone"):
+        recipe.fleet([Job("plain", "synthetic", 0, 0.05)])
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

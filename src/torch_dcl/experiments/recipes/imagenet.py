@@ -260,10 +260,11 @@ class ImageNet(Recipe[ImageNetConfig]):
     def build(self, job: Job) -> Training:
         """What all ranks do in `fleet`."""
         config = self.config
-        network = build(config, job.network, job.seed, len(self.splits["train"].classes), self.crop)
         describe = {"network": config.network, "model": job.network, "seed": job.seed, "batch": config.batch}
-        data = self._batches("train", job.seed), self._batches("val", job.seed)
-        return Training(network, *data, config, job.seed, self.team, describe)
+        with self.team.ending(lambda: "while it built its network"):
+            network = build(config, job.network, job.seed, len(self.splits["train"].classes), self.crop)
+            data = self._batches("train", job.seed), self._batches("val", job.seed)
+            return Training(network, *data, config, job.seed, self.team, describe)
 
     def judge(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Nothing: a training has its own share of the images."""
