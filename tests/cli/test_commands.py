@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from torch_dcl.cli import plan
-from torch_dcl.cli.console import console, for_machines
+from torch_dcl.cli.console import console, fail, for_machines
 from torch_dcl.cli.run import Listener
 from torch_dcl.data import read_prepared
 from torch_dcl.experiments.digits import read_mnist
@@ -212,6 +212,21 @@ def test_plan_of_an_input_that_does_not_fit_is_an_error_of_the_run(dcl):
     assert shown.startswith("Error: alexnet does not run on an input of 3×8×8: RuntimeError: ")
     assert "check --input-size, which is without the batch; an input of whole numbers, or several" in shown
     assert "example=" not in shown
+
+
+def test_a_rank_prints_an_error_of_its_own_and_one_on_each_machine_errors_of_usage(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    printed = []
+    for rank, local in (("0", "0"), ("1", "1"), ("2", "0")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        for is_usage in (True, False):
+            fail("it failed", is_usage=is_usage)
+            printed.append(capsys.readouterr().err)
+    assert printed == [
+        "Error: it failed\n", "Error: it failed\n", "", "rank 1 of 4: it failed\n", "rank 2 of 4: it failed\n",
+        "rank 2 of 4: it failed\n",
+    ]  # fmt: skip
 
 
 def test_data_says_what_is_here_and_where_it_looks(dcl, folder):

@@ -173,6 +173,8 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["demo", "--out", "net.py"], "a file is in the way"),
         (["demo", "--out", "/proc/demo"], "/proc/demo cannot be made: No such file or directory; choose another --out"),
         (["plan", "x", "-o", "/proc/p.json"], "/proc/p.json cannot be written: No such file or directory; choose"),
+        (["run", "imagenet", "--smoke", "--out", "net.py/run"], "a file is in the way; choose another --out"),
+        (["data", "prepare", "imagenet", "images", "net.py"], "a file is in the way; choose another folder"),
         (["plan", "nowhere:net"], "no module"),
         (["plan", "nowhere.py:net"], "does not exist"),
         (["plan", "json:dump"], "without arguments"),
@@ -246,6 +248,7 @@ def test_models_may_be_named_as_the_paper_does():
 def test_where_no_name_is_near_all_are_listed():
     assert nearest("zzzz", ["alpha", "beta"]) == "there are alpha, beta"
     assert nearest("zzzz", []) == "there are none"
+    assert nearest("zzzz", ["alpha"]) == "there is only alpha"
 
 
 def test_debug_shows_the_traceback(dcl, folder, monkeypatch, capfd):

@@ -327,6 +327,26 @@ def test_a_folder_of_other_shards_is_left_alone(folder, tmp_path):
         open_images(tmp_path / "out", "train", size=32)
 
 
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_other_images_of_the_same_names_and_sizes_are_another_set_and_a_copy_elsewhere_is_not(tmp_path, kind):
+    def written(name, level):
+        for split in ("train", "val"):
+            for label in ("n01", "n02"):
+                place = tmp_path / name / split / label
+                place.mkdir(parents=True)
+                for number in range(30):
+                    Image.new("RGB", (4, 3), (level, number, 0)).save(place / f"{number}.bmp")
+        return pack(tmp_path / name, tmp_path / f"{name}-tar") if kind == "tar" else tmp_path / name
+
+    first, copy, other = written("a", 0), written("b", 0), written("c", 1)
+    contents = [[open_images(place, split).content() for split in ("train", "val")] for place in (first, copy, other)]
+    assert contents[0] == contents[1]
+    assert not set(contents[0]) & set(contents[2])
+    prepare_imagenet(first, tmp_path / "out", size=SIZE)
+    with pytest.raises(DataError, match="was prepared from other images"):
+        prepare_imagenet(other, tmp_path / "out", size=SIZE)
+
+
 def test_a_shard_that_changed_is_found(folder, tmp_path):
     out = tmp_path / "out"
     prepare_imagenet(folder, out, size=SIZE, images_per_shard=4)

@@ -52,13 +52,13 @@ ADDED = {
     "dcl run table1-search --models baseline,A2 --out runs/search": "--dry-run",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/": "--dry-run",
     "torchrun --nproc-per-node 8 --max-restarts 3 -m torch_dcl run imagenet --data data/imagenet": (
-        "--dry-run --device cpu"
+        "--dry-run --device cpu --set batch=4"
     ),
     "dcl run imagenet --dry-run": "--device cpu",
     "dcl run table1 --join --out runs/shared": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run imagenet --smoke --out runs/try": "--device cpu",
     "dcl run imagenet --network torchvision:resnet50 --budget 0.7 --data data/imagenet --dry-run": (
-        "--device cpu --network torchvision:resnet18 --set crop=64"
+        "--device cpu --network torchvision:resnet18 --set crop=64 --set batch=4"
     ),
     "dcl data digits --sets II-01,III-10 --out data/digits": "--images 50",
     "dcl data digits --sets II-01,III-10 --mnist mnist/ --out data/digits": "--images 50",

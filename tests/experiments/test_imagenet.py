@@ -4,6 +4,8 @@ import dataclasses
 import itertools
 import json
 import math
+import runpy
+import shutil
 import threading
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from torch_dcl.data.imagenet.prepare import prepare_imagenet
 from torch_dcl.experiments.imagenet import team as ranks
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
+from torch_dcl.experiments.network_source import code_hash
 from torch_dcl.experiments.protocol import Job
 from torch_dcl.experiments.ranks import Rank
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
@@ -307,6 +310,7 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--set", "accumulate=6"), "a batch of 5 cannot be shared by 1 ranks in 6 parts"),
         (("--set", "classes=7"), "[2, 7] is needed"),
         (("--network", "torchvision:resnet19"), "did you mean resnet1"),
+        (("--network", "alexnet"), "alexnet does not run on images of 12 × 12"),
         (("--models", "dlc"), "did you mean dcl?"),
         (("--plan", "gone.json"), "gone.json"),
         (("--budget", "1.5"), "budget must be at least 0 and at most 1"),
@@ -314,11 +318,12 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--set", "optimizer=adam"), "did you mean adamw?"),
     ],
 )
-def test_what_cannot_run_is_named(words, message):
-    done = invoke(*small("--out", "run"), *words)
-    assert done.exit_code == 2, done.output
-    assert not Path("run").exists()
-    assert message in " ".join(done.output.split()), done.output
+def test_what_cannot_run_is_named_by_a_run_and_by_its_dry_run(words, message):
+    for more in ((), ("--dry-run",))[: 1 if words == ("--data", "") else 2]:  # an estimate needs no images
+        done = invoke(*small("--out", "run"), *words, *more)
+        assert done.exit_code == 2, done.output
+        assert not Path("run").exists()
+        assert message in " ".join(done.output.split()), done.output
 
 
 def test_a_dry_run_prints_hours_shards_and_bytes_and_writes_nothing(tmp_path):
@@ -384,6 +389,25 @@ def test_a_pause_keeps_the_threads_that_read_and_every_other_end_of_a_step_ends_
     del kept, kept_too  # whose tracebacks had the frames of both loops
 
 
+@pytest.mark.parametrize("error", [RuntimeError("gone"), KeyError("gone"), AttributeError("gone")])
+def test_any_error_of_a_rank_ends_the_run_since_the_others_wait_for_it(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    recipe = ImageNet(config())
+    training = training_of(recipe)
+    monkeypatch.setattr(training.team, "world", 2)
+    monkeypatch.setattr(training.team, "tell", lambda **_: None)
+    monkeypatch.setattr(training.team, "spread", lambda _: None)
+    monkeypatch.setattr(training.network, "forward", fail)
+    for part in (training.judge, lambda: training.run_steps(None)):
+        with pytest.raises(RunError, match=r"rank 0 of 2 failed in step 0: .*gone.* the run can be resumed"):
+            part()
+    monkeypatch.setattr(recipe, "_batches", fail)
+    with pytest.raises(RunError, match=r"rank 0 of 2 failed while it built its network: .*gone"):
+        recipe.fleet([Job("plain", "synthetic", 0, 0.05)])
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -438,11 +462,42 @@ def test_a_restart_by_torchrun_or_slurm_resumes_by_itself(monkeypatch):
     assert invoke(*small("--models", "plain", "--out", "new")).exit_code == 0
 
 
+def test_a_job_of_torchrun_that_counts_no_restart_resumes_its_own_run_and_no_others(monkeypatch):
+    for out, job in (("run", "a"), ("none", "none")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        assert invoke(*small("--models", "plain", "--out", out, "--minutes", "1e-9")).exit_code == 0
+    for out, job, code in (("run", "b", 1), ("none", "none", 1), ("run", "a", 0)):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+        done = invoke(*small("--models", "plain", "--out", out))
+        assert done.exit_code == code, done.output
+        assert ("holds a run already" in done.output) == bool(code)
+
+
 def test_data_that_changed_is_not_resumed(tmp_path):
     settings = config(models=("plain",))
     run(ImageNet(settings), tmp_path / "run", seconds=0)
     with pytest.raises(RunError, match="begun with other settings"):
         run(ImageNet(dataclasses.replace(settings, images=23)), tmp_path / "run", resume=True)
+
+
+def test_a_network_whose_code_changed_is_not_resumed(tmp_path):
+    run(ImageNet(config()), tmp_path / "run", seconds=0)
+    Path("net.py").write_text(NET.replace("0.5", "0.4"))
+    with pytest.raises(RunError, match=r"sha256\.network"):
+        run(ImageNet(config()), tmp_path / "run", resume=True)
+
+
+def test_the_code_of_a_network_is_its_file_and_those_of_its_layers_wherever_they_are(tmp_path):
+    def code(folder, layer):
+        (tmp_path / folder).mkdir()
+        shutil.copy("net.py", tmp_path / folder)
+        (tmp_path / folder / "layers.py").write_text(layer)
+        scope = runpy.run_path(str(tmp_path / folder / "layers.py"))
+        return code_hash(f"{folder}/net.py:make", nn.Sequential(nn.ReLU(), scope["Own"]()))
+
+    own = "from torch import nn\nclass Own(nn.Module):\n    def forward(self, x):\n        return x\n"
+    assert code("a", own) == code("b", own) != code("c", own.replace("x\n", "2 * x\n"))
+    assert code_hash("torchvision:alexnet", nn.ReLU()) == code_hash("alexnet", nn.ReLU()) == ""
 
 
 def test_settings_of_the_machine_may_change_in_between(tmp_path):

@@ -51,6 +51,15 @@ def test_a_run_names_the_image_and_skips_it_only_if_asked(workers):
     assert said in " ".join(Path("page.html").read_text().split())
 
 
+def test_a_run_that_met_a_corrupt_image_goes_on_when_it_may_skip_it():
+    asked = {"data": "images", "skip_corrupt": "yes"}
+    assert dcl(*words("whole", "--models", "plain", **asked)[2:]).exit_code == 0
+    assert dcl(*words("run", "--models", "plain", data="images")[2:]).exit_code == 1
+    done = dcl("run", "run", "--resume", "--set", "skip_corrupt=yes")
+    assert done.exit_code == 0, done.output
+    assert rows("run") == rows("whole")
+
+
 def test_a_run_without_a_readable_validation_image_says_so(place):
     for path in (place / "images/val").rglob("*.png"):
         path.write_bytes(b"no image")

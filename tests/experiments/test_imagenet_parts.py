@@ -5,9 +5,11 @@ import operator
 import numpy as np
 import pytest
 import torch
+from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 
+from torch_dcl.experiments.imagenet import networks
 from torch_dcl.experiments.imagenet.parts import (
     Averaged,
     KeyedDropout,
@@ -17,7 +19,10 @@ from torch_dcl.experiments.imagenet.parts import (
     parameter_groups,
     rate_at,
 )
-from torch_dcl.experiments.recipes.imagenet import ImageNetConfig
+from torch_dcl.experiments.imagenet.team import Team
+from torch_dcl.experiments.ranks import Rank
+from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
+from torch_dcl.experiments.settings import SettingError
 from torch_dcl.models import alexnet
 
 
@@ -133,3 +138,41 @@ def test_averages_follow_the_parameters_and_take_their_place_for_a_while():
     with average.in_place():
         assert parameter.item() == pytest.approx(1.1)
     assert parameter.item() == 2
+
+
+@pytest.mark.parametrize(("name", "side"), [("googlenet", 64), slow("inception_v3", 96)])
+@pytest.mark.filterwarnings("ignore:.*default weight initialization")
+def test_networks_with_further_classifiers_in_training_are_trained_without_them(name, side):
+    network = networks.build(ImageNetConfig(network=f"torchvision:{name}"), "plain", 0, 6, side)
+    assert network.training
+    assert network(torch.randn(2, 3, side, side)).shape == (2, 6)
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """Makes one of two ranks; what the second one tells the first is in the list."""
+    told = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr(Team, "gather", lambda _, text: told.append(text) or ["", told[0]])
+    return told
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory\nmore"), KeyError("gone"), ValueError()])
+def test_the_first_rank_says_what_failed_on_another_while_it_prepared(second_of_two, error):
+    with pytest.raises(type(error)), Team(Rank(1, 2)).together():
+        raise error
+    (reason,) = second_of_two
+    assert reason in ("CUDA out of memory", "KeyError: 'gone'", "ValueError")
+    with pytest.raises(SettingError) as said, Team(Rank(0, 2)).together():
+        pass
+    assert str(said.value) == f"rank 1 of 2: {reason}"
+
+
+def test_ranks_compare_the_device_and_what_each_would_send(monkeypatch):
+    compared = []
+    monkeypatch.setattr(Team, "compare", lambda _, asked: compared.append(asked))
+    for changes in ({}, {"backend": "gloo"}, {"compile": True}, {"channels_last": True}, {"workers": 3}):
+        ImageNet(ImageNetConfig(data="synthetic", images=4, batch=4, classes=3, **changes)).prepare(lambda _: None)
+    usual, *others, workers = compared
+    assert (usual["device"], workers) == ("cpu", usual)
+    assert all(other != usual for other in others)

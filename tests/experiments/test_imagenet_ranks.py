@@ -99,7 +99,7 @@ def torchrun(ranks, *args, restarts=0, code=0, **event):
     return alone(*launcher, *args, code=code, **event)
 
 
-def started_by_hand(commands, **event):
+def started_by_hand(commands, each=(), **event):
     """One process for each command, as ranks of one run; their exit codes and what they print."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,9 +108,9 @@ def started_by_hand(commands, **event):
     processes = [
         subprocess.Popen(
             [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event}),
+            env=environment(**{"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **event, **more}),
         )
-        for rank, command in enumerate(commands)
+        for rank, (command, more) in enumerate(zip(commands, each or [{}] * len(commands), strict=True))
     ]  # fmt: skip
     texts = [process.communicate(timeout=300)[0] for process in processes]
     return [process.returncode for process in processes], texts
@@ -187,6 +187,13 @@ def test_the_first_rank_that_is_killed_comes_back_too(place):
 
 
 @pytest.mark.slow
+def test_ranks_of_two_machines_meet_though_each_machine_counts_restarts_for_itself():
+    counts = [{"TORCHELASTIC_RESTART_COUNT": count} for count in ("0", "1")]
+    codes, texts = started_by_hand([words("run")] * 2, counts)
+    assert codes == [0, 0], texts
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_with_the_code_that_requeues_and_any_number_goes_on(place):
     torchrun(2, *words("whole"))
     for name, resume in (("again", lambda out: torchrun(2, *words(out, "--resume"))),
@@ -194,7 +201,7 @@ def test_sigterm_to_one_rank_stops_all_with_the_code_that_requeues_and_any_numbe
         (place / "happened").unlink(missing_ok=True)
         codes, texts = started_by_hand([words(name)] * 2, EVENT="1,7,term")
         assert codes == [75, 75], texts
-        assert "Resume with" in texts[0]
+        assert "Resume with:  torchrun … -m torch_dcl run" in texts[0]
         assert len(list((place / name / "fleets").iterdir())) <= 2
         resume(name)
         (same_bits if name == "again" else nearly)("whole", name)

@@ -1,10 +1,13 @@
 """Processes that share a run: who they are, what each takes, and that they open one folder in turn."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.ranks import Rank
+from torch_dcl.experiments.ranks import Rank, agree
 from torch_dcl.fleet.run_folder import RunError, RunFolder
 
 
@@ -50,8 +53,6 @@ def test_the_first_one_makes_the_folder_and_the_others_follow(tmp_path, monkeypa
 
 
 def test_a_rank_waits_for_weeks_unless_the_environment_sets_a_limit(monkeypatch):
-    import torch.distributed as dist
-
     from torch_dcl.experiments import ranks
 
     waited = []
@@ -63,3 +64,20 @@ def test_a_rank_waits_for_weeks_unless_the_environment_sets_a_limit(monkeypatch)
     monkeypatch.setenv("TORCH_DCL_TIMEOUT", "90")
     Rank(0, 2).wait()
     assert waited == [("gloo", 30 * 24 * 3600), ("gloo", 90.0)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_ranks_agree_on_a_new_name_at_every_start_though_the_store_is_the_old_one(world):
+    store, names = dist.HashStore(), []
+    store.set("asks 1", "a rank that ended")
+    with ThreadPoolExecutor(world) as pool:
+        for first in (0, world - 1):  # which asks first
+            order = sorted(range(world), key=lambda rank: rank != first)
+            names.append(set(pool.map(lambda rank: agree(store, rank, world, 60), order)))
+    assert [len(name) for name in names] == [1, 1]
+    assert names[0] != names[1]
+
+
+def test_a_first_rank_that_no_other_asks_says_which_one_is_missing():
+    with pytest.raises(RuntimeError, match="no sign of rank 1"):
+        agree(dist.HashStore(), 0, 3, 0)

@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcl.cli.console import UsageError, explain_setting, nearest, read_device, several, was_restarted
+from torch_dcl.cli.console import (
+    UsageError,
+    check_folder,
+    explain_setting,
+    nearest,
+    read_device,
+    several,
+    was_restarted,
+)
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
@@ -167,8 +175,9 @@ class Task:
 
     @property
     def resume_command(self) -> str:
-        """The command that resumes the run."""
-        return f"dcl run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
+        """The command that resumes the run; several ranks are started as before, however many."""
+        begin = "torchrun … -m torch_dcl" if several() and not self.join else "dcl"
+        return f"{begin} run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
 
 
 def make_task(
@@ -197,9 +206,11 @@ def make_task(
         out = folder or Path("runs", asked.name + ("-smoke" if smoke else ""))
         if (smoke or asked.name == "demo") and not resume and not dry and folder is None and not several() and not join:
             out = _fresh(out)
+    if not dry:
+        check_folder(out)
     if join and resume:
         raise UsageError("--join begins a run or takes part in it, so leave --resume out")
-    resume = resume or (was_restarted() and (out / "recipe.json").exists())
+    resume = resume or was_restarted(out)
     if resume and not (out / "recipe.json").exists():
         raise UsageError(f"there is no run in {out} to resume; leave --resume out to begin one")
     from torch_dcl.experiments.protocol import find_recipe_type

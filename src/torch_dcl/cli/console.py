@@ -35,9 +35,19 @@ def several() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def was_restarted() -> bool:
-    """Whether torchrun or Slurm started this process again after a failure, with the same command."""
-    return any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+def was_restarted(out: Path) -> bool:
+    """Whether torchrun or Slurm started this process again, with the same command, after it began a run in a folder.
+
+    A machine on which no rank failed counts no restart of its ranks, so the id of torchrun's job is compared as well.
+    """
+    from torch_dcl.fleet.run_folder import RunFolder
+
+    if not (out / "recipe.json").exists():
+        return False
+    if any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return True
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # none: torchrun had no --rdzv-id
+    return job != "none" and any(start.get("torchrun") == job for start in RunFolder.inspect(out).read("environment"))
 
 
 def for_machines(asked: bool) -> None:
@@ -96,10 +106,17 @@ def table_of(*heads: str, fixed: Sequence[str] = ()) -> "Table":
     return table
 
 
-def fail(message: str) -> None:
-    """Print an error in red."""
+def fail(message: str, *, is_usage: bool = True) -> None:
+    """Print an error in red.
+
+    Ranks have errors of usage in common, and one rank on each machine prints them, since a machine may differ. An error
+    of the run is the rank's own.
+    """
     from rich.text import Text
 
+    if not first_rank() and (not is_usage or os.environ.get("LOCAL_RANK") == "0"):
+        who = f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')}"
+        sys.stderr.write(f"{message}\n" if message.startswith(who) else f"{who}: {message}\n")
     console(stderr=True).print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)
 
 
@@ -122,7 +139,7 @@ def command(*examples: str) -> Callable[[Command], Command]:
                 if debug:
                     traceback.print_exc()
                 message, is_usage = _explained(error)
-                fail(message or repr(error))
+                fail(message or repr(error), is_usage=is_usage)
                 raise typer.Exit(2 if is_usage else 1) from None
             except KeyboardInterrupt:
                 console(stderr=True).print("Interrupted.")
@@ -204,7 +221,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {low[near[0]]}?"
     listed = ", ".join(known[:20]) + (", …" if len(known) > 20 else "")
-    return f"there are {listed}" if known else "there are none"
+    return f"there {'is only' if len(known) == 1 else 'are'} {listed or 'none'}"
 
 
 def split(text: str | Sequence[str]) -> list[str]:
@@ -229,12 +246,17 @@ def check_output(path: Path) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
 
 
+def check_folder(path: Path, option: str = "--out") -> None:
+    """Raise an error if a folder cannot be made because there is a file in its place or above it."""
+    if any(place.exists() and not place.is_dir() for place in (path, *path.parents)):
+        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another {option}")
+
+
 def make_folder(path: Path) -> None:
     """Make a folder to write to, with those above it."""
+    check_folder(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another --out") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be made: {error.strerror}; choose another --out") from None
 

@@ -10,6 +10,7 @@ from torch_dcl.cli.console import (
     SETTINGS,
     PlainGroup,
     UsageError,
+    check_folder,
     check_output,
     command,
     console,
@@ -273,6 +274,7 @@ def prepare_shards(source: Path, folder: Path, workers: int, **settings: Any) ->
     from torch_dcl.data import DataError, prepare_imagenet
     from torch_dcl.data.imagenet.prepare import say_skipped
 
+    check_folder(folder, "folder")
     screen = console()
     screen.print(f"Preparing {source} in {folder}", markup=False)
     with Bar(screen, 0, "shards") as bar:

@@ -12,11 +12,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.settings import SettingError
+from torch_dcl.files import sha256_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["find_model"]
+__all__ = ["code_hash", "find_model"]
 
 Size = tuple[int, ...]
 _OWN = "or is it your own? Then write module:function or file.py:function"
@@ -46,6 +47,21 @@ def find_model(name: str, **options: Any) -> tuple["nn.Module", Size | None]:
         return _timm(name, **options)
     where = f"torchvision{' or timm' if theirs else ''}"
     raise SettingError(f"there is no network {name!r} in {where}", name, [*ours, *theirs], _OWN)
+
+
+def code_hash(name: str, network: "nn.Module") -> str:
+    """The SHA-256 of the user's files that a network comes from: the one that its name gives, and those of its layers.
+
+    Where they are makes no difference. It is empty for a network of an installed package.
+    """
+    home = name.rpartition(":")[0]
+    files = {home if home.endswith(".py") else getattr(sys.modules.get(home), "__file__", None)}
+    files |= {
+        getattr(getattr(type(layer).forward, "__code__", None), "co_filename", None) for layer in network.modules()
+    }
+    theirs = {Path(file) for file in files if file and not file.startswith(_not_theirs())}
+    contents = {file.read_bytes() for file in theirs if file.is_file()}
+    return sha256_bytes(*sorted(contents)) if contents else ""
 
 
 def _torchvision(name: str, **options: Any) -> tuple["nn.Module", Size | None]:

@@ -30,7 +30,7 @@ import torch
 from torch_dcl.files import write_bytes
 from torch_dcl.fleet.run_folder import RunError, RunFolder, check_recipe, environment, recipe_text
 
-__all__ = ["Claims", "Rank", "StopRequest", "Worker", "join_group", "leave_group"]
+__all__ = ["Claims", "Rank", "StopRequest", "Worker", "agree", "join_group", "leave_group"]
 
 T = TypeVar("T")
 TIMEOUT = "TORCH_DCL_TIMEOUT"
@@ -41,6 +41,7 @@ PATIENCE = (
 BEAT = 5.0  # seconds between two increments of a claim's counter, at most
 STALE = 600.0  # seconds without an increment after which a claim is stale
 POLL = 1.0  # seconds between two polls of an idle worker
+MEET = 0.02  # seconds between two polls of the first rank for others that start
 
 
 class Rank(NamedTuple):
@@ -259,11 +260,39 @@ def join_group(backend: str, seconds: float) -> None:
 
     timeout = datetime.timedelta(seconds=seconds)
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
-    # A store of torchrun still has the addresses of ranks that ended before a restart.
-    name = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    attempt = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    attempt = dist.PrefixStore(agree(store, rank, world, seconds), store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=timeout)
     atexit.register(leave_group)
+
+
+def agree(store: Any, rank: int, world: int, seconds: float) -> str:
+    """A new name for this start of all ranks, which they agree on.
+
+    A store of torchrun still has the addresses of ranks that ended before a restart, and each machine counts restarts
+    for itself. So a rank asks under a name that no other process had. The first one gives its own name to all that ask,
+    until every rank has taken it: one that asked and ended does not.
+
+    Args:
+        store: What all ranks read and write.
+        rank: The number of this one.
+        world: How many there are.
+        seconds: How long the first rank waits; the others wait as long as the store does.
+    """
+    own, until = secrets.token_hex(8), time.monotonic() + seconds
+    if rank:
+        store.set(f"asks {rank}", own)
+        name: str = store.get(f"answer to {own}").decode()
+        store.set(f"{name} taken by {rank}", "")
+        return name
+    left = list(range(1, world))
+    while left:
+        for asks in filter(lambda key: store.check([key]), [f"asks {number}" for number in left]):
+            store.set(f"answer to {store.get(asks).decode()}", own)
+        left = [number for number in left if not store.check([f"{own} taken by {number}"])]
+        if left and time.monotonic() > until:
+            raise RuntimeError(f"no sign of rank {left[0]}")
+        time.sleep(MEET if left else 0)
+    return own
 
 
 def leave_group() -> None:

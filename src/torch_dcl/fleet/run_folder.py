@@ -220,10 +220,11 @@ def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
 
 
 def environment() -> dict[str, Any]:
-    """The environment of a run: time, command, versions, hardware and commit."""
+    """The environment of a run: time, command, torchrun's id of the job, versions, hardware and commit."""
     return {
         "time": utc_now(),
         "command": _command(),
+        "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
         "versions": _versions(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpus": os.cpu_count(),

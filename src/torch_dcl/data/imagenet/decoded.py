@@ -61,7 +61,9 @@ class Files(Dataset[Made | DataError]):
                 image = torch.from_numpy(decode(self.samples, number, self.size, self.shape))
             except DataError as error:
                 if self.corrupt == "refuse":
-                    raise DataError(f"{error}, or skip such images and have them counted (skip_corrupt)") from error
+                    raise DataError(
+                        f"{error}, or skip such images and have them counted (--set skip_corrupt=yes)"
+                    ) from error
                 skipped.append(os.path.relpath(self.samples.name(number), self.root))
                 if self.corrupt == "omit":
                     return None, index, tuple(skipped)
@@ -115,7 +117,7 @@ class Decoded:
         return "gpu" if has_gpu or self.decoder == "gpu" else "pillow"
 
     def content(self) -> str:
-        """The SHA-256 of the names, sizes and labels of the files, which are not read."""
+        """The SHA-256 of the names, sizes and labels of the files, and of the content of some."""
         return self.samples.signature(self.root)
 
     def batches(self, wanted: Wanted, device: torch.device, workers: int) -> Generator[Made]:

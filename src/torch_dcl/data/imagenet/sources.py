@@ -128,7 +128,8 @@ class Mapped:
         # An image is a window of these bytes; windows overlap, since a file's images may begin at any byte.
         self.windows = mapped.as_strided((max(0, len(mapped) - length + 1), length), (1, 1))
         self.about = (
-            f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.shards):,} shards in {folder}"
+            f"{len(self.labels):,} images, {len(self.classes):,} classes, {len(self.shards):,} "
+            f"shard{'' if len(self.shards) == 1 else 's'} in {folder}"
             + (f"; {say_skipped(len(listed['skipped']))}" if listed["skipped"] else "")
         )
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_dcl.data.imagenet.prepare import shard_bytes
-from torch_dcl.data.imagenet.sources import Mapped, open_images
+from torch_dcl.data.imagenet.sources import Mapped
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.protocol import Estimate, Job
 from torch_dcl.experiments.ranks import Rank
 
 if TYPE_CHECKING:
-    from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
+    from torch_dcl.experiments.recipes.imagenet import ImageNet
 
 __all__ = ["estimate"]
 
@@ -27,7 +27,7 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
         say_time: Seconds in words.
     """
     config = recipe.config
-    train, val = (_count(config, split) for split in ("train", "val"))
+    train, val = _counts(recipe)
     batch = min(config.batch, 256 if recipe.device.startswith("cuda") else 4)
     few = dataclasses.replace(
         config, batch=batch, accumulate=1, mix="none", data="synthetic", classes=train[1], images=2 * batch
@@ -55,20 +55,20 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
     return Estimate(words, plain)
 
 
-def _count(config: "ImageNetConfig", split: str) -> tuple[int, int, int]:
-    """Images, classes and prepared shards of a split; ILSVRC2012 without any where no data is named."""
-    if not config.data:
-        return {"train": 1_281_167, "val": 50_000}[split], 1000, 0
-    images = open_images(
-        config.data, split, size=config.resize, shape=config.shape, classes=config.classes, images=config.images
-    )
-    return len(images.labels), len(images.classes), len(images.shards) if isinstance(images, Mapped) else 0
+def _counts(recipe: "ImageNet") -> list[tuple[int, int, int]]:
+    """Images, classes and prepared shards of both splits; those of ILSVRC2012 where no data is named."""
+    if not recipe.config.data:
+        return [(1_281_167, 1000, 0), (50_000, 1000, 0)]
+    return [
+        (len(images.labels), len(images.classes), len(images.shards) if isinstance(images, Mapped) else 0)
+        for images in recipe.open_splits(ready=False).values()
+    ]
 
 
 def _images_per_second(recipe: "ImageNet", model: str) -> float:
     """The throughput of training steps on images that are ready."""
     recipe.team = Team(Rank())
-    recipe.splits = {split: recipe.open_split(split) for split in ("train", "val")}
+    recipe.splits = recipe.open_splits()
     training = recipe.build(Job(model, "synthetic", 0, recipe.config.lr))
     pieces = [piece for piece, _ in zip(training.batches.pieces(0), range(2), strict=False)]
 

@@ -20,6 +20,8 @@ __all__ = ["CAFFE", "build", "inputs_of"]
 
 CAFFE = CAFFE_MEAN, (1.0, 1.0, 1.0)
 """The normalisation of Caffe's AlexNet: mean, and no standard deviation."""
+AUXILIARY = "googlenet", "inception_v3"
+"""Networks of torchvision with further classifiers in training, which are left out."""
 
 
 def inputs_of(name: str) -> int:
@@ -67,18 +69,21 @@ def build(config: "ImageNetConfig", model: str, seed: int, classes: int, side: i
 
 
 def _plain(name: str, classes: int, side: int) -> nn.Module:
-    if name == "alexnet":
-        return alexnet(classes)
     own = ":" in name and name.partition(":")[0] not in ("torchvision", "timm")
+    options: dict[str, object] = {} if own else {"num_classes": classes}
+    if name.removeprefix("torchvision:") in AUXILIARY:
+        options["aux_logits"] = False
     try:
-        network, _ = find_model(name, **({} if own else {"num_classes": classes}))
+        what = "cannot be built"
+        network: nn.Module = alexnet(classes) if name == "alexnet" else find_model(name, **options)[0]
+        what = f"does not run on images of {side} × {side}, which --set crop=… changes"
         with torch.no_grad():
             output = network.eval()(torch.zeros(2, 3, side, side))
     except SettingError:
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise SettingError(f"{name} does not run on images of {side} × {side} ({first}); give --set crop=…") from error
+    except Exception as error:  # of code that may be the user's
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingError(f"{name} {what}: {reason}") from error
     network.train()
     if not isinstance(output, Tensor) or output.shape != (2, classes):
         shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__

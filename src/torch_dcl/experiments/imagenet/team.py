@@ -28,8 +28,10 @@ CONTINUE, PAUSED, STOPPED = 0, 1, 2  # larger ones are the number of a signal
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error; for gloo without its source location and advice."""
+    """The first line of an error, with an unusual kind; without the place in gloo's source, and its advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
+    if not isinstance(error, RuntimeError | ValueError | OSError):
+        first = f"{type(error).__name__}: {first}"
     if place := re.match(r"\[[^]]*\.(cc|cpp|h):\d+\] *", first):
         first = first[place.end() :].partition(". ")[0]
     return first
@@ -163,23 +165,38 @@ class Team:
         """Run a block on all ranks; if one fails, all do, and the first one reports the reason.
 
         Raises:
-            SettingError: A setting or data of some rank is wrong.
+            SettingError: Something is wrong on another rank, which the message names.
         """
         problem: Exception | None = None
         try:
             yield
-        except (ValueError, OSError) as error:
+        except Exception as error:
             problem = error
         if self.world == 1:
             if problem is not None:
                 raise problem
             return
-        problems = self.gather(str(problem) if problem is not None else "")
+        problems = self.gather(reason_of(problem) if problem is not None else "")
         for number, text in enumerate(problems):
             if text:
                 if number == self.rank and problem is not None:
                     raise problem
                 raise SettingError(f"rank {number} of {self.world}: {text}")
+
+    @contextlib.contextmanager
+    def ending(self, where: Callable[[], str]) -> Iterator[None]:
+        """End the run if this rank fails, since the others wait for it; one process by itself may go on."""
+        try:
+            yield
+        except Exception as error:
+            if self.world == 1 or isinstance(error, RunError):
+                raise
+            longer = f"if it hung for {self.timeout:g} s, --set timeout=SECONDS gives it longer"
+            others = f"; if another rank ended, its own message says why; {longer}"
+            hint = others if isinstance(error, RuntimeError) else ""
+            raise RunError(
+                f"rank {self.rank} of {self.world} failed {where()}: {reason_of(error)}{hint}; the run can be resumed"
+            ) from error
 
     def compare(self, asked: dict[str, Any]) -> None:
         """Refuse ranks that were asked for different things.

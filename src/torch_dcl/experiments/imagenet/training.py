@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ from torch_dcl.experiments.protocol import finite
 from torch_dcl.files import SealedError, read_sealed, write_sealed
 from torch_dcl.fleet import Evaluation
 from torch_dcl.fleet.member import History
-from torch_dcl.fleet.run_folder import RunError, differences
+from torch_dcl.fleet.run_folder import differences
 from torch_dcl.stochastic import follow_optimizer
 
 if TYPE_CHECKING:
@@ -141,24 +141,8 @@ class Training:
 
     def run_steps(self, should_stop: Stop) -> None:
         """What all ranks do in `train`."""
-        with self._together():
+        with self.team.ending(lambda: f"in step {self.at}"):
             self._run_steps(should_stop)
-
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """End the run if this rank fails, since the others wait for it."""
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            if self.team.world == 1 or isinstance(error, RunError):
-                raise
-            longer = f"if it hung for {self.team.timeout:g} s, --set timeout=SECONDS gives it longer"
-            others = f"; if another rank ended, its own message says why; {longer}"
-            hint = others if isinstance(error, RuntimeError) else ""
-            raise RunError(
-                f"rank {self.team.rank} of {self.team.world} failed in step {self.at}: {ranks.reason_of(error)}{hint}; "
-                "the run can be resumed"
-            ) from error
 
     def _run_steps(self, should_stop: Stop) -> None:
         pieces, self._pieces = self._pieces or self.batches.pieces(self.epoch, self.step), None
@@ -259,8 +243,7 @@ class Training:
 
     def _share_skipped(self) -> None:
         """Tell all ranks which images each has skipped."""
-        if self.config.skip_corrupt:
-            self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
+        self.skipped.update(*(json.loads(text) for text in self.team.gather(json.dumps(sorted(self.skipped)))))
 
     # Evaluation
 
@@ -277,7 +260,7 @@ class Training:
     @torch.no_grad()
     def judge(self) -> dict[str, float]:
         """Errors in percent and the mean loss over all ranks; every image counts once."""
-        with self._together():
+        with self.team.ending(lambda: f"in step {self.at}"):
             return self._judge()
 
     def _judge(self) -> dict[str, float]:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +24,7 @@ from torch_dcl.experiments.imagenet.estimate import estimate
 from torch_dcl.experiments.imagenet.networks import CAFFE, build, inputs_of
 from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
+from torch_dcl.experiments.network_source import code_hash
 from torch_dcl.experiments.paper_numbers import IMAGENET, WEIGHTS
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained
 from torch_dcl.experiments.ranks import Rank, StopRequest, leave_group
@@ -73,8 +73,9 @@ class ImageNetConfig(Config):
         what="decoder",
     )  # fmt: skip
     skip_corrupt: bool = setting(
-        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error"
-    )
+        False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error",
+        machine=True,  # a run that ends without it had none, and may go on with it where it meets one
+    )  # fmt: skip
     classes: int = setting(1000, "classes of synthetic images", smoke=10, least=1, most=1_000_000)
     images: int = setting(512, "synthetic images of each split", smoke=16, least=1, most=10_000_000)
     batch: int = setting(256, "images of a step, of all ranks together", smoke=4, least=1, most=1_000_000)
@@ -131,6 +132,7 @@ class ImageNet(Recipe[ImageNetConfig]):
     is_shared = True
     team: Team
     splits: dict[str, Images]
+    code: str
     path: Path | None = None
 
     def __init__(self, config: ImageNetConfig, device: str = "cpu") -> None:
@@ -149,18 +151,16 @@ class ImageNet(Recipe[ImageNetConfig]):
                     "the recipe imagenet needs images; give --data FOLDER with train/ and val/, or --data synthetic"
                 )
             self._check()
-            try:
-                self.splits = {split: self.open_split(split) for split in ("train", "val")}
-                check_classes({split: images.classes for split, images in self.splits.items()})
-            except (DataError, FileNotFoundError) as error:
-                raise SettingError(str(error)) from error
+            self.splits = self.open_splits()
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
-            for (
-                model
-            ) in self.config.models:  # what is wrong with a network or a plan is said before anything is written
-                build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
-        self.team.compare(self.asked())
+            # What is wrong with a network or a plan is said before anything is written.
+            for model in self.config.models:
+                network = build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
+            self.code = code_hash(self.config.network, network)
+        # Ranks on another device, or of another program, would wait for each other in the first step.
+        alike = {name: getattr(self.config, name) for name in ("backend", "channels_last", "compile")}
+        self.team.compare({**self.asked(), **alike, "device": torch.device(self.device).type})
 
     def _check(self) -> None:
         config, world = self.config, self.team.world
@@ -181,31 +181,41 @@ class ImageNet(Recipe[ImageNetConfig]):
                 f"least {least}{even}"
             )
 
-    def open_split(self, split: str) -> Images:
-        """The images of a split, hashed and moved to the device where that is asked for."""
+    def open_splits(self, *, ready: bool = True) -> dict[str, Images]:
+        """The images of both splits; unless `ready`, they are not hashed, and are not moved to the device.
+
+        Raises:
+            SettingError: They are missing or damaged, have other classes than each other, or do not fill a batch.
+        """
         config = self.config
-        images = open_images(
-            config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
-            classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
-        )  # fmt: skip
+        try:
+            splits = {
+                split: open_images(
+                    config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
+                    classes=config.classes, images=config.images, skip_corrupt=config.skip_corrupt,
+                ) for split in ("train", "val")
+            }  # fmt: skip
+            check_classes({split: images.classes for split, images in splits.items()})
+            if (count := len(splits["train"].labels)) < config.batch:
+                raise SettingError(f"{count:,} images do not fill one batch of {config.batch:,}; use a smaller batch")
+            return {split: self._ready(images) for split, images in splits.items()} if ready else splits
+        except (DataError, FileNotFoundError) as error:
+            raise SettingError(str(error)) from error
+
+    def _ready(self, images: Images) -> Images:
+        """Images that are hashed, and moved to the device, where that is asked for."""
+        config, device = self.config, torch.device(self.device)
         if isinstance(images, Decoded):
-            images.decoder_on(torch.device(self.device))  # which there may be none of
+            images.decoder_on(device)  # which there may be none of
         if isinstance(images, Mapped):
             if config.verify:
                 images.check(self.team.rank, self.team.world)
-            if config.keep == "device":
-                images = images.resident(torch.device(self.device))
-        elif isinstance(images, Resident):
-            images = dataclasses.replace(images, images=images.images.to(self.device))
-        if split == "train" and len(images.labels) < config.batch:
-            raise SettingError(
-                f"{len(images.labels):,} images do not fill one batch of {config.batch:,}; use a smaller batch"
-            )
-        return images
+            return images.resident(device) if config.keep == "device" else images
+        return dataclasses.replace(images, images=images.images.to(device)) if isinstance(images, Resident) else images
 
     def asked(self) -> dict[str, Any]:
-        """The settings, with the images by their hash."""
-        hashes = {split: images.content() for split, images in self.splits.items()}
+        """The settings, with the images and the code of the user's own network by their hashes."""
+        hashes = {split: images.content() for split, images in self.splits.items()} | {"network": self.code}
         plan = Path(self.config.plan).read_text(encoding="utf-8") if self.config.plan else ""
         train = self.splits["train"]
         decoder = train.decoder_on(torch.device(self.device)) if isinstance(train, Decoded) else "none"
@@ -250,10 +260,11 @@ class ImageNet(Recipe[ImageNetConfig]):
     def build(self, job: Job) -> Training:
         """What all ranks do in `fleet`."""
         config = self.config
-        network = build(config, job.network, job.seed, len(self.splits["train"].classes), self.crop)
         describe = {"network": config.network, "model": job.network, "seed": job.seed, "batch": config.batch}
-        data = self._batches("train", job.seed), self._batches("val", job.seed)
-        return Training(network, *data, config, job.seed, self.team, describe)
+        with self.team.ending(lambda: "while it built its network"):
+            network = build(config, job.network, job.seed, len(self.splits["train"].classes), self.crop)
+            data = self._batches("train", job.seed), self._batches("val", job.seed)
+            return Training(network, *data, config, job.seed, self.team, describe)
 
     def judge(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Nothing: a training has its own share of the images."""
@@ -292,12 +303,7 @@ class ImageNet(Recipe[ImageNetConfig]):
 
     def follow(self, should_stop: Callable[[], bool]) -> bool:
         """Do what the first rank says."""
-        try:
-            command = self._obey_all(should_stop)
-        except Exception as error:  # the console is the first rank's, which may be gone
-            who = f"rank {self.team.rank} of {self.team.world}"
-            sys.stderr.write(f"{error}\n" if str(error).startswith(who) else f"{who}: {error}\n")
-            raise
+        command = self._obey_all(should_stop)
         if command["signal"] and isinstance(should_stop, StopRequest):
             should_stop.take(command["signal"])
         leave_group()
