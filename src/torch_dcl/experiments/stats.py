@@ -234,10 +234,6 @@ class Comparison:
         """Sets where the mean of ``column`` is higher."""
         return tuple(name for name, gap in self.gaps.items() if gap > 0)
 
-    def clear(self, sign: int) -> int:
-        """On how many sets the paired interval lies below 0 (−1) or above it (1), each set by itself."""
-        return sum(each.clear == sign for each in self.paired.values())
-
     def effect(self, sets: Sequence[str] = SETS) -> Effect | None:
         """The difference over some sets, paired by seed where seeds are known; None where none has both columns."""
         gaps = {**self.gaps, **{name: each.mean for name, each in self.paired.items()}}
