@@ -273,7 +273,11 @@ class DigitRecipe(Recipe[C]):
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
             "networks": f"{sum(load.networks for load in loads):,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **({"on a GPU": f"about {seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
+            **(
+                {"on a GPU": f"about {float(f'{seen / H200 / 60:.2g}'):,g} min on an H200"}
+                if self.device == "cpu"
+                else {}
+            ),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 

@@ -174,7 +174,7 @@ class Table2(NaturalRecipe[Table2Config]):
         """With the time on an H200, by the speeds that were measured there."""
         words, plain = super().about(loads)
         minutes = sum(load.seen / H200[load.network] for load in loads) / 60
-        return Estimate({**words, "on a GPU": f"about {minutes:.2g} min on an H200, compiled"}, plain)
+        return Estimate({**words, "on a GPU": f"about {float(f'{minutes:.2g}'):,g} min on an H200, compiled"}, plain)
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
