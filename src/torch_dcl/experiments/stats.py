@@ -11,8 +11,8 @@ from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
     "Comparison", "Difference", "Effect", "ErrorTable", "Errors", "Losses", "centre", "compare", "compare_units",
-    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_value", "paired", "pool",
-    "signed", "std", "t_quantile",
+    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_in_words", "p_value",
+    "paired", "pool", "signed", "std", "t_quantile",
 ]  # fmt: skip
 
 
@@ -135,6 +135,11 @@ def p_value(differences: Sequence[float]) -> float:
         return 1.0 if mean(differences) == 0 else 0.0
     t = abs(mean(differences)) * math.sqrt(n) / deviation
     return max(0.0, 1 - _central(math.atan(t / math.sqrt(n - 1)), n - 1))
+
+
+def p_in_words(p: float) -> str:
+    """A p as tables have it: below 1e-12 what is left of 1 − P(|t| < …) is rounding."""
+    return f"{p:.2g}" if p >= 1e-12 else "< 1e-12"
 
 
 def holm(values: Sequence[float]) -> list[float]:

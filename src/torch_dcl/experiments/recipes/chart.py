@@ -22,7 +22,7 @@ from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Work
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import Difference, Unlike, difference, holm, mean, mean_std_n
+from torch_dcl.experiments.stats import Difference, Unlike, difference, holm, mean, mean_std_n, p_in_words
 from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member
@@ -318,7 +318,7 @@ def chart_grid(chart: Mapping[str, Any]) -> Grid:
         step, failed = point["step_ms"], " failed" if _is_lost(chart, point) else ""
         texts = (
             point["unit"], budget_of(point), mean_std_n(point["errors"]) + failed,
-            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
+            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else p_in_words(each.corrected),
             f"{point['weights']:,}", f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
         )  # fmt: skip
         lines.append(Line(texts, note=point.get("what", "")))

@@ -263,8 +263,7 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
 
 LEGEND = (
     "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
-    "model of the set. ▾ below the baseline, ▴ above it, by the 95 % paired interval of this cell alone, not corrected "
-    "for the other cells."
+    "model of the set. ▾ below the baseline, ▴ above it, by the 95 % paired interval of the cell alone, not corrected."
 )
 
 
