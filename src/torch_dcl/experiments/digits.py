@@ -298,11 +298,12 @@ class DigitRecipe(Recipe[C]):
         return measure_speed(Fleet(lenets, members, {"noise": (noise, labels)}, device=self.device), images)
 
     def memory(self, loads: Sequence[Workload]) -> float:
-        """The networks of the largest fleet, and the images of all sets."""
+        """The networks of the largest fleet, the images of all sets, and the fleet's copy of its own."""
         jobs = self.planned()
         largest = max(sum(map(self.networks, fleet)) for fleet in self._fleets(jobs))
         sets = len({self.set_of(job).partition("@")[0] for job in jobs})
-        return largest * PER_NETWORK + sets * loads[0].images * 28 * 28 / 2**30
+        copied = min(largest, sets) if sets > 1 else 0
+        return largest * PER_NETWORK + (sets + copied) * loads[0].images * 28 * 28 / 2**30
 
     def group(self, job: Job) -> Hashable:
         """Jobs of one architecture."""
