@@ -403,7 +403,7 @@ def test_the_chart_has_a_state_and_a_page(dcl, dcl_for_machines, chart, folder):
 @pytest.mark.parametrize(
     ("name", "settings", "networks", "images"),
     [
-        ("deep", ("width=8",), 4 * (2 + 3), 4 * 2 * 45_000 * 18 + 4 * 3 * 50_000 * 60),
+        ("deep", ("width=8",), 4 * (4 + 3), 4 * 4 * 45_000 * 18 + 4 * 3 * 50_000 * 60),
         ("sort-of-clevr", ("size=0.05",), 6 * (4 + 3), 6 * 7 * 20 * 9_800 * 20),
     ],
 )

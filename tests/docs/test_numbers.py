@@ -14,6 +14,7 @@ from torch_dcl import convert_, models
 from torch_dcl.experiments import load
 from torch_dcl.experiments.recipes import table1, table2
 from torch_dcl.experiments.recipes.chart import chart_verdict
+from torch_dcl.experiments.stats import Effect
 from torch_dcl.report.document import prose
 
 
@@ -311,10 +312,9 @@ def test_the_weights_of_the_papers_networks():
 
 def test_stored_pages_have_the_sentences_that_the_code_writes_today():
     """CONTRIBUTING.md has the commands that write them again."""
+    table = load(ROOT / "results/table1.json")
     said = {
-        "table1": [
-            sentence for of in (table1.effects, table1.notes) for sentence in of(load(ROOT / "results/table1.json"))
-        ],
+        "table1": [table1.effects(table)[-1], *table1.notes(table)],
         "table2": table2.verdict(load(ROOT / "results/table2.json")),
         "chart": [chart_verdict(results(f"chart/{data}/chart.json")) for data in ("cifar10", "cifar100")],
     }
@@ -323,6 +323,21 @@ def test_stored_pages_have_the_sentences_that_the_code_writes_today():
         assert sentences
         for sentence in sentences:
             assert prose(sentence) in page, f"results/{name}.html is not that of the present code"
+
+
+def test_the_stored_page_of_table_1_has_every_pooled_difference():
+    page = (ROOT / "results/table1.html").read_text(encoding="utf-8")
+    verdict = page[page.index('aria-label="Verdict"') : page.index("<h2>All errors</h2>")]
+    rows = [re.findall(r"</span>([\w-]+)</th><td>(.*?)</td><td>(.*?)</td>", row) for row in verdict.split("<tr>")]
+    shown = {name: pooled_differences for ((name, *pooled_differences),) in filter(None, rows)}
+    expected = {
+        name: [str(Effect(*pooled(*pair, kind))) for kind in ("MNIST-II-", "MNIST-III-")]
+        for name, pair in {
+            **{column: (column, "baseline") for column in ("A2", "A3S", "A3D", "B2", "B3S", "B3D")},
+            **{column: ("A2", column) for column in ("narrow", "low-rank", "summed")},
+        }.items()
+    }
+    assert shown == expected
 
 
 def test_cifar_100_through_the_whole_path_of_imagenet():

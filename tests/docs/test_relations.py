@@ -302,6 +302,25 @@ def test_no_page_says_that_relations_or_shares_were_not_run(page):
         assert not re.search("relations|shares|summed", sentence), sentence
 
 
+def test_signed_rank_tests_tell_what_the_medians_do_not():
+    p = {
+        (images, column): stats.wilcoxon(
+            [a - b for a, b in zip(CELLS["sum", images, column]["errors"], ours, strict=True)]
+        ).pvalue
+        for images in SIZES
+        for ours in [CELLS["sum", images, "A2"]["errors"]]
+        for column in CONTROLS
+    }
+    (said,) = re.findall(
+        r"narrow at every size \(p at most (\S+)\), and than low-rank and summed with 60,000 .*? most (\S+)\)", SECTION
+    )
+    agree(said[0], max(p[images, "narrow"] for images in SIZES))
+    agree(said[1], max(p[60_000, column] for column in ("low-rank", "summed")))
+    (said,) = re.findall(r"from these two \(p from (\S+) to (\S+)\)", SECTION)
+    few = [p[images, column] for images in SIZES[:2] for column in ("low-rank", "summed")]
+    agree(" ".join(said), min(few), max(few))
+
+
 def test_the_shares_of_filters():
     columns = results("figures/shares.json")["columns"]
     percent = {

@@ -35,6 +35,11 @@ def test_kinds_of_units_have_equal_weights_to_within_half_a_filter_of_every_bloc
     assert abs(weights["narrow"] - weights["dcl"]) <= sum(halves)
 
 
+def test_a_kind_of_unit_can_take_a_rate_that_is_not_the_lowest_or_the_highest():
+    """Of two rates each is at an edge, and the better one may lie beyond it."""
+    assert len(DeepConfig().rates) >= 4
+
+
 def test_the_plain_network_is_torchvisions_with_another_stem():
     from torchvision.models import resnet18
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch_dcl.experiments.columns import build
 from torch_dcl.experiments.digits import DigitConfig, DigitRecipe, classes_of, find_digits, make_sets, read_mnist
 from torch_dcl.experiments.protocol import Job, Trained
+from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
 from torch_dcl.experiments.runner import plan_fleets
 from torch_dcl.experiments.settings import SettingError, with_settings
 from torch_dcl.fleet import Fleet, Member, Schedule
@@ -249,3 +250,9 @@ def test_every_image_is_asked_for_where_all_are():
     assert DigitConfig().images is None
     assert DigitConfig(test_images=10).images == (60_000, 10)
     assert math.isclose(DigitConfig().schedule.factor, 0.1)
+
+
+def test_an_estimate_counts_the_images_that_a_fleet_copies():
+    """With images of its own for every seed a fleet has a second copy of all of them: most of its memory."""
+    recipe = Table1(Table1Config(sets=("MNIST-II-01",), models=("baseline",), seeds=20, fresh=True))
+    assert recipe.memory(recipe.workloads()) > 2 * 20 * 60_000 * 28 * 28 / 2**30

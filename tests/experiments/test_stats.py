@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.experiments.stats import difference, interval, mean, notation, paired, pool, signed, std, t_quantile
+from torch_dcl.experiments.stats import (
+    difference,
+    interval,
+    mean,
+    notation,
+    p_in_words,
+    paired,
+    pool,
+    signed,
+    std,
+    t_quantile,
+)
 
 errors = st.floats(0, 100, allow_nan=False)
 lists = st.lists(errors, min_size=2, max_size=12)
@@ -106,3 +117,12 @@ def test_the_notation_of_the_paper(centre, deviation, text):
 def test_a_difference_has_its_sign_and_zero_has_none():
     assert [signed(v) for v in (0.5, -0.5, 0.001, -0.001)] == ["+0.50", "−0.50", "0.00", "0.00"]
     assert signed(-1.66, 1) == "−1.7"
+
+
+@pytest.mark.parametrize("gap", [0.5, 5.0, 40.0])
+def test_no_p_is_printed_as_zero(gap):
+    """Of twenty pairs that all differ alike, rounding leaves nothing of a p of 1e-30; it is not 0."""
+    ours = [gap + 0.1 * (seed % 3) for seed in range(20)]
+    assert p_in_words(paired(ours, [0.0] * 20).p) == "< 1e-12"
+    assert p_in_words(3e-10) == "3e-10"
+    assert p_in_words(1.0) == "1"

@@ -125,6 +125,12 @@ def test_a_text_that_is_no_trial_is_refused(text):
         read_trial(text)
 
 
+def test_a_trial_that_is_given_twice_is_trained_and_counted_once():
+    config = SearchConfig(models=("baseline",), sets=("MNIST-II-02",), trials=("0.1", "0.02", "0.10"), seeds=1)
+    assert config.trials == ("0.1", "0.02")
+    assert Search(config).total() == 2
+
+
 def test_twelve_trials_of_rate_clip_and_decay_are_the_same_for_every_column():
     config = SearchConfig()
     assert len(config.trials) == len(set(TRIALS)) == 12

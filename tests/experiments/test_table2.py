@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -321,6 +322,12 @@ def test_cells_name_their_commit_and_their_recipe_and_agree_within_a_network(who
         TableError, match=r"lenet on cifar10 was trained by different recipes \(lenet by .*; run its col"
     ):
         join_table2([table, alone])
+
+
+def test_an_estimate_of_hours_is_a_whole_number_of_minutes():
+    recipe = Table2(Table2Config())
+    (minutes,) = re.findall(r"about (\S+) min", recipe.about(recipe.workloads()).words["on a GPU"])
+    assert int(minutes.replace(",", "")) > 100
 
 
 def test_the_stored_table_s_recipes_agree_with_each_other_and_with_the_code():

@@ -96,11 +96,19 @@ def test_what_was_won_and_lost_is_told_alike(table):
     papers = [cell.paper - plain.paper for cell, plain in pairs]
     mean, error = fmean(gaps), stdev(gaps) / len(gaps) ** 0.5
     assert told[0] == (
-        f"DCL (two branches) minus plain: {signed(mean)} ± {error:.2f} points over 3 pairs of network and set (mean ± "
-        f"the standard error over the pairs), lower in 2; in the paper {signed(fmean(papers))}, lower in 3."
+        f"DCL (two branches) minus plain: {signed(mean)} ± {error:.2f} points over 3 pairs of network and set, 1 of "
+        f"them with one seed (mean ± the standard error over the pairs), lower in 2; in the paper "
+        f"{signed(fmean(papers))}, lower in 3."
     )
     assert re.match(r"Three stochastic branches minus plain: −[\d.]+ points over 1 pair of network and set", told[1])
     assert "svhn: not run: data not available." in told
+
+
+def test_a_deviation_in_the_words_of_an_earlier_version_is_no_departure(table):
+    """It stands among the deviations, and not among what makes a table a trial."""
+    page = as_html(dataclasses.replace(table, deviations=("WRN: as it was once said.",)))
+    assert page.count("WRN: as it was once said.") == 1
+    assert page.index("WRN: as it was once said.") > page.index("Deviations")
 
 
 def test_a_shortened_table_is_marked(table):
@@ -212,6 +220,28 @@ def test_who_did_not_learn_is_verdict(chart):
     assert "Of 4 comparisons" in told
 
 
+def test_a_layer_that_did_not_learn_is_called_failed_and_not_compared(chart):
+    chart["points"] += [point("bilinear", [90.0, 90.0, 90.0])]
+    assert rows_of(chart_table(chart), "Points of the chart")["bilinear"][1:4] == ["90.00 ± 0.00 (3) failed", "", ""]
+
+
+def test_where_dcl_did_not_learn_nothing_is_compared_with_it(chart):
+    chart["points"][2].update(errors=[90.0, 90.0, 90.0])
+    assert "comparisons" not in chart_verdict(chart)
+    assert "minus DCL" not in chart_verdict(chart)
+
+
+def test_signs_and_sentence_go_by_the_corrected_tests(chart):
+    """By itself an interval without 0; among several comparisons no difference."""
+    chart["points"] = [point("dcl", [8.0, 8.1, 8.2]), point("star", [8.3, 8.5, 8.8])]
+    assert rows_of(chart_table(chart), "Points of the chart")["star"][1:4] == [
+        "8.53 ± 0.25 (3)", "+0.43 [+0.05, +0.81]▴", "0.039",
+    ]  # fmt: skip
+    chart["points"] += [point("glu", [8.0, 8.3, 8.1])]
+    assert rows_of(chart_table(chart), "Points of the chart")["star"][2:4] == ["+0.43 [+0.05, +0.81]", "0.078"]
+    assert "errs less in 0 and more in 0" in chart_verdict(chart)
+
+
 def test_one_seed_is_compared_with_nothing(chart):
     for each in chart["points"]:
         each.update(errors=each["errors"][:1], seeds=[0])
@@ -223,7 +253,7 @@ def test_the_chart_s_table_has_every_point_the_lowest_first(chart):
     page = chart_table(chart)
     rows = rows_of(page, "Points of the chart")
     assert list(rows) == ["star", "dcl", "plain", "low-rank"]
-    assert rows["dcl"] == ["0.25", "8.00 ± 0.11 (3)", "", "5,086,912", "1.50", "0.01"]
+    assert rows["dcl"] == ["0.25", "8.00 ± 0.11 (3)", "", "", "5,086,912", "1.50", "0.01"]
     assert rows["low-rank"][2] == "+0.60 [+0.59, +0.62]▴"
     assert rows["star"][2] == "−0.70 [−0.71, −0.68]▾"
     assert rows["plain"][0] == "–"

@@ -273,7 +273,11 @@ class DigitRecipe(Recipe[C]):
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
             "networks": f"{sum(load.networks for load in loads):,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **({"on a GPU": f"about {seen / H200 / 60:.2g} min on an H200"} if self.device == "cpu" else {}),
+            **(
+                {"on a GPU": f"about {float(f'{seen / H200 / 60:.2g}'):,g} min on an H200"}
+                if self.device == "cpu"
+                else {}
+            ),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 
@@ -294,11 +298,12 @@ class DigitRecipe(Recipe[C]):
         return measure_speed(Fleet(lenets, members, {"noise": (noise, labels)}, device=self.device), images)
 
     def memory(self, loads: Sequence[Workload]) -> float:
-        """The networks of the largest fleet, and the images of all sets."""
+        """The networks of the largest fleet, the images of all sets, and the fleet's copy of its own."""
         jobs = self.planned()
         largest = max(sum(map(self.networks, fleet)) for fleet in self._fleets(jobs))
         sets = len({self.set_of(job).partition("@")[0] for job in jobs})
-        return largest * PER_NETWORK + sets * loads[0].images * 28 * 28 / 2**30
+        copied = min(largest, sets) if sets > 1 else 0
+        return largest * PER_NETWORK + (sets + copied) * loads[0].images * 28 * 28 / 2**30
 
     def group(self, job: Job) -> Hashable:
         """Jobs of one architecture."""

@@ -11,8 +11,8 @@ from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
     "Comparison", "Difference", "Effect", "ErrorTable", "Errors", "Losses", "centre", "compare", "compare_units",
-    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_value", "paired", "pool",
-    "signed", "std", "t_quantile",
+    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_in_words", "p_value",
+    "paired", "pool", "signed", "std", "t_quantile",
 ]  # fmt: skip
 
 
@@ -137,6 +137,11 @@ def p_value(differences: Sequence[float]) -> float:
     return max(0.0, 1 - _central(math.atan(t / math.sqrt(n - 1)), n - 1))
 
 
+def p_in_words(p: float) -> str:
+    """A p as tables have it: below 1e-12 what is left of 1 − P(|t| < …) is rounding."""
+    return f"{p:.2g}" if p >= 1e-12 else "< 1e-12"
+
+
 def holm(values: Sequence[float]) -> list[float]:
     """Correct the p of several comparisons by Holm's method, in their order.
 
@@ -233,10 +238,6 @@ class Comparison:
     def worse(self) -> tuple[str, ...]:
         """Sets where the mean of ``column`` is higher."""
         return tuple(name for name, gap in self.gaps.items() if gap > 0)
-
-    def clear(self, sign: int) -> int:
-        """On how many sets the paired interval lies below 0 (−1) or above it (1), each set by itself."""
-        return sum(each.clear == sign for each in self.paired.values())
 
     def effect(self, sets: Sequence[str] = SETS) -> Effect | None:
         """The difference over some sets, paired by seed where seeds are known; None where none has both columns."""

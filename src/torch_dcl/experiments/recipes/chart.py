@@ -22,19 +22,18 @@ from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Work
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
-from torch_dcl.experiments.stats import Difference, difference, holm, mean, mean_std_n
+from torch_dcl.experiments.stats import Difference, Unlike, difference, holm, mean, mean_std_n, p_in_words
 from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.experiments.unit_recipe import UnitRecipe
 from torch_dcl.fleet import Fleet, Member
 
 __all__ = [
-    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_verdict", "hold_out", "lowest_first",
-    "points_of", "rates_at_edge", "step_times",
+    "Chart", "ChartConfig", "against_dcl", "budget_of", "chart_grid", "chart_verdict", "compare_layers", "hold_out",
+    "lowest_first", "points_of", "rates_at_edge", "step_times",
 ]  # fmt: skip
 
 DATA = ("cifar10", "cifar100")
 RATES = (0.003, 0.01, 0.03)
-LEVEL = 0.05
 Point = tuple[str, float]
 """A unit and its budget: filters of one of DCL's two branches as a fraction of the layer's."""
 
@@ -254,35 +253,47 @@ def against_dcl(chart: Mapping[str, Any], point: Row) -> Difference | None:
     rivals = [p for p in chart["points"] if p["unit"] == "dcl"]
     if point["unit"] != "plain":
         rivals = [p for p in rivals if p["share"] == point["share"]]
-    if not rivals or point["unit"] == "dcl":
+    if not rivals or point["unit"] == "dcl" or any(_is_lost(chart, each) for each in (point, rivals[0])):
         return None
     runs = [dict(zip(each["seeds"], each["errors"], strict=True)) for each in (point, rivals[0])]
     return difference(*runs)
 
 
+def compare_layers(chart: Mapping[str, Any]) -> list[tuple[Row, Unlike | None]]:
+    """The points by rising mean error, each compared with DCL, corrected over all comparisons of the chart.
+
+    None for DCL itself, and where one of both did not learn: that says nothing about the difference between two layers.
+    """
+    pairs = [(point, against_dcl(chart, point)) for point in lowest_first(chart)]
+    values = iter(holm([gap.p for _, gap in pairs if gap is not None]))
+    return [(point, None if gap is None else Unlike(gap, next(values))) for point, gap in pairs]
+
+
+def _is_lost(chart: Mapping[str, Any], point: Row) -> bool:
+    """Whether a layer errs as often as guessing does, to within a point."""
+    return mean(point["errors"]) >= _GUESSING.get(chart.get("set", ""), 100.0) - 1
+
+
 def chart_verdict(chart: Mapping[str, Any]) -> str:
     """The chart in a few sentences, losses of DCL as prominently as gains."""
-    first = lowest_first(chart)[0]
+    compared = compare_layers(chart)
+    first = compared[0][0]
     sentences = [
         f"The lowest error is that of {first['unit']}: {mean(first['errors']):.2f} % (n = {len(first['errors'])})."
     ]
-    plain = next((point for point in chart["points"] if point["unit"] == "plain"), None)
-    if plain is not None and (gap := against_dcl(chart, plain)) is not None:
-        sentences.append(f"The plain layer's error minus DCL's is {gap}.")
-    guessing = _GUESSING.get(chart["set"], 100.0)
-    lost = [point for point in lowest_first(chart) if mean(point["errors"]) >= guessing - 1]
-    rivals = [point for point in chart["points"] if point["unit"] != "plain" and point not in lost]
-    gaps = [gap for point in rivals if (gap := against_dcl(chart, point)) is not None]
-    if gaps:
-        found = [gap.mean > 0 for gap, p in zip(gaps, holm([gap.p for gap in gaps]), strict=True) if p < LEVEL]
+    plain = next((each for point, each in compared if point["unit"] == "plain" and each is not None), None)
+    if plain is not None:
+        sentences.append(f"The plain layer's error minus DCL's is {plain.gap}.")
+    signs = [each.sign for point, each in compared if point["unit"] != "plain" and each is not None]
+    if signs:
         sentences.append(
-            f"Of {len(gaps)} comparisons with a layer of the same budget on the same seeds, DCL with two branches errs "
-            f"less in {found.count(True)} and more in {found.count(False)} (paired t-tests, Holm, {100 * LEVEL:g} %)."
+            f"Of {len(signs)} comparisons with a layer of the same budget on the same seeds, DCL with two branches "
+            f"errs less in {signs.count('▴')} and more in {signs.count('▾')} (paired t-tests, Holm, 5 %)."
         )
-    if lost:
-        names = ", ".join(point["unit"] for point in lost)
+    if lost := [point["unit"] for point, _ in compared if _is_lost(chart, point)]:
         sentences.append(
-            f"Did not learn, err as often as guessing does ({guessing:g} %), and are not counted: {names}."
+            f"Did not learn, err as often as guessing does ({_GUESSING.get(chart['set'], 100.0):g} %), and are not "
+            f"counted: {', '.join(lost)}."
         )
     return " ".join(sentences)
 
@@ -303,16 +314,17 @@ def rates_at_edge(chart: Mapping[str, Any]) -> str | None:
 def chart_grid(chart: Mapping[str, Any]) -> Grid:
     """The points as a grid, the lowest error first."""
     lines = []
-    for point in lowest_first(chart):
-        gap, step = against_dcl(chart, point), point["step_ms"]
+    for point, each in compare_layers(chart):
+        step, failed = point["step_ms"], " failed" if _is_lost(chart, point) else ""
         texts = (
-            point["unit"], budget_of(point), mean_std_n(point["errors"]), "" if gap is None else f"{gap}{gap.sign}",
+            point["unit"], budget_of(point), mean_std_n(point["errors"]) + failed,
+            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else p_in_words(each.corrected),
             f"{point['weights']:,}", f"{step:.{2 if step < 10 else 0}f}", f"{point['lr']:g}",
         )  # fmt: skip
         lines.append(Line(texts, note=point.get("what", "")))
     difference = "difference to DCL (95 % CI)"
-    heads = ("<layer", "budget", "error % ± std (n)", difference, "weights", "step ms", "rate")
-    return Grid(heads, lines, (difference, "rate", "budget", "weights"))
+    heads = ("<layer", "budget", "error % ± std (n)", difference, "p (Holm)", "weights", "step ms", "rate")
+    return Grid(heads, lines, ("p (Holm)", difference, "rate", "budget", "weights"))
 
 
 def budget_of(point: Row) -> str:

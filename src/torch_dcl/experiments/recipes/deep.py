@@ -78,7 +78,7 @@ class DeepConfig(NaturalConfig):
         what="unit",
     )
     rates: tuple[float, ...] = setting(
-        (0.05, 0.1), "learning rates to try, the same for every unit", smoke=(0.05,), above=0, most=1e6
+        (0.025, 0.05, 0.1, 0.2), "learning rates to try, the same for every unit", smoke=(0.05,), above=0, most=1e6
     )
     ratio: float = setting(0.25, "filters of one of DCL's two branches, as a fraction of the unit's", above=0, most=0.5)
     eps: float = setting(1.0, "ε of DCL; 1 keeps gradients from growing through many units", above=0, most=1e6)

@@ -22,7 +22,7 @@ from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Rec
 from torch_dcl.experiments.relation_findings import CONTROLS, DCL, answer, compare_cells, details, judge_hypotheses
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import SettingError, setting, settings_of
-from torch_dcl.experiments.stats import mean, mean_std_n
+from torch_dcl.experiments.stats import mean, mean_std_n, p_in_words
 from torch_dcl.experiments.table import MARK, Grid, Line
 from torch_dcl.fleet import Fleet, Member, Schedule
 from torch_dcl.layers import DCLLinear
@@ -326,7 +326,7 @@ def cells_grid(result: Mapping[str, Any]) -> Grid:
         failed = f" † {len(cell['failed'])}" if cell["failed"] else ""
         texts = (
             TASKS[cell["task"]].title, f"{cell['images']:,}", cell["column"], mean_std_n(cell["errors"]) + failed,
-            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else f"{each.corrected:.2g}",
+            "" if each is None else f"{each.gap}{each.sign}", "" if each is None else p_in_words(each.corrected),
             f"{cell['weights']:,}", f"{cell['chosen']:g}{' (edge)' if cell['at_edge'] else ''}",
         )  # fmt: skip
         lines.append(Line(texts, "bold" if cell["column"] == DCL else "", is_last))

@@ -61,7 +61,8 @@ DEVIATIONS = (
     "The ReLU behind each pooling, and the start of the DCL layers, are inferred; the paper does not say.",
 )
 SIGNS = (
-    "Bold: the best DCL model. ▾ below the baseline, by the 95 % interval, ▴ above. * fitted to the paper. † diverged."
+    "Bold: the best DCL model. ▾ below the baseline, ▴ above it, by the 95 % interval of this cell alone, not "
+    "corrected. * fitted to the paper. † diverged."
 )
 CURVES_OF = "MNIST-III-10"
 OPTIONS = ("sets", "models", "seeds", "epochs", "data")  # of dcl run
@@ -262,7 +263,7 @@ def command_for(asked: Mapping[str, Any], sets: Sequence[str], columns: Sequence
 
 LEGEND = (
     "Test error in percent: mean(standard deviation in hundredths), the paper's number beneath. Bold: the best DCL "
-    "model of the set. ▾ below the baseline, ▴ above it, by the 95 % paired interval of the set alone."
+    "model of the set. ▾ below the baseline, ▴ above it, by the 95 % paired interval of the cell alone, not corrected."
 )
 
 

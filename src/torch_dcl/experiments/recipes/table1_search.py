@@ -62,8 +62,7 @@ class SearchConfig(DigitConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for text in self.trials:
-            read_trial(text)
+        object.__setattr__(self, "trials", tuple(dict.fromkeys(str(read_trial(text)) for text in self.trials)))
 
 
 class Search(DigitRecipe[SearchConfig]):
