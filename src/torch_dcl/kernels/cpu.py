@@ -81,8 +81,8 @@ class CPUPlan:
             gradients, sums = self._fused_gradients(g, self._respond(branches, weights, shifts))
             for t, d in enumerate(gradients):
                 h[t] += sums[t]
-                D[t] += self._sum_of_products(branches[t], d)
-                into[..., t * self.M : (t + 1) * self.M] = self._times(d, weights[t].t(), None)
+                self._add_products(D[t], branches[t], d)
+                self._write_times(into[..., t * self.M : (t + 1) * self.M], d, weights[t].t())
         if stats is None:
             return dy.to(y.dtype), D.view_as(weight).to(dtype), None if bias is None else h.to(dtype), None
         scale, _, rstd, centre, _, covariance = self._unpack(stats)
@@ -171,9 +171,19 @@ class CPUPlan:
         product = torch.bmm(matrices, x.mT) if bias is None else torch.baddbmm(bias[:, None], matrices, x.mT)
         return product.mT
 
-    def _sum_of_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """``Σ a · bᵀ`` over the positions of a part."""
-        return a.t() @ b if self.last else torch.bmm(a.mT, b).sum(0)
+    def _write_times(self, into: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Write a linear map at every position."""
+        if self.last:
+            torch.mm(x, weight, out=into)
+        else:
+            into.copy_(self._times(x, weight, None))
+
+    def _add_products(self, to: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add ``Σ a · bᵀ`` over the positions of a part."""
+        if self.last:
+            to.addmm_(a.t(), b)
+        else:
+            to.add_(torch.bmm(a.mT, b).sum(0))
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new tensor in the layout of the branch outputs."""
@@ -196,7 +206,7 @@ class CPUPlan:
             mean /= self.P
             for part in self._parts(y):
                 for t, centred in enumerate(self._branches(part, mean)):
-                    covariance[t] += self._sum_of_products(centred, centred)
+                    self._add_products(covariance[t], centred, centred)
             covariance /= self.P
             centre = (mean.view(self.T, 1, self.M) @ W).squeeze(1)
             variance = (W * (covariance @ W)).sum(1).clamp(min=0.0)
