@@ -191,7 +191,9 @@ def check_networks(page, header, phase_of):
 
 
 def test_networks_as_people_run_them():
-    rows, shown = check_networks(SPEED, "| | eager |", {"training step": "train", "inference": "infer"})
+    rows, shown = check_networks(
+        SPEED[: SPEED.index("## On a CPU")], "| | eager |", {"training step": "train", "inference": "infer"}
+    )
     assert set(rows) <= shown
 
 
@@ -217,6 +219,24 @@ def test_networks_of_units_that_are_faster():
         agree(time, float(row["ratio"]), float(row["spread"]))
         shown.append(key)
     assert shown == list(rows)
+
+
+def test_networks_on_a_cpu():
+    kinds = [("float32", "channels_last"), ("float32", "contiguous"), ("bfloat16", "channels_last")]
+    rows = {(r["network"], r["phase"], r["dtype"], r["layout"]): r for r in results("networks-cpu.csv")}
+    assert {(r["mode"], r["batch"], r["device"]) for r in rows.values()} == {("eager", "8", "CPU, 2 threads")}
+    page = SPEED[SPEED.index("## On a CPU") : SPEED.index("## Layers")]
+    shown = set()
+    for name, *cells in table_under("| on a CPU |", page):
+        network, _, kind = name.partition(", ")
+        phase = {"training step": "train", "inference": "infer"}[kind]
+        (line,) = [line for line in page if line.startswith(f"| {name} |")]
+        for of, cell, raw in zip(kinds, cells, line.strip("|").split("|")[1:], strict=True):
+            key = NETWORKS[network], phase, *of
+            agree(cell, *((float(rows[key][what]) for what in ("ratio", "spread")) if key in rows else ()))
+            assert raw.strip().startswith("**") == (key in rows and round(float(rows[key]["ratio"]), 2) > 1), line
+            shown.add(key)
+    assert set(rows) <= shown
 
 
 def test_the_host_time_of_a_unit():

@@ -4,7 +4,7 @@ The kernels run on a GPU, for two or three branches of equal width, in float32, 
 during export, under ``torch.func`` transforms, in float64 and for any other T. The kernels are registered torch
 operations (`ops`), so ``torch.compile`` and CUDA graphs support them.
 
-On a CPU stage 2 of a convolution runs in plain torch, part by part (`cpu`), in float32 and float64.
+On a CPU stage 2 of a convolution runs in plain torch, part by part (`torch_dcl.parts`).
 
 In eager mode a layer is one autograd node (`unit`), which casts weights to the autocast dtype and returns their
 gradients in the dtype of the weights.

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch_dcl import functional, kernels
 from torch_dcl.kernels.launcher import is_traced
 from torch_dcl.kernels.record import closed_operation, replayed_operation
+from torch_dcl.parts import Norm, channels_last_strides
 
 if TYPE_CHECKING:
     from torch_dcl.kernels.plans import Plan
@@ -25,24 +26,6 @@ __all__ = [
 
 MAX_FILTERS_IN_REGISTERS = 128
 """The largest branch width for which a gradient of the weights, or of the branch outputs, fits into registers."""
-
-
-class Norm(NamedTuple):
-    """The batch norm of all branches: its tensors ``[T·K2]`` or None, and its settings."""
-
-    gamma: Tensor | None
-    beta: Tensor | None
-    mean: Tensor | None
-    variance: Tensor | None
-    tracked: Tensor | None
-    eps: float
-    momentum: float | None
-    fixed: bool
-    """Whether it normalises by running statistics; otherwise by those of the batch, which update the running ones."""
-    ranks: int = 1
-    """The number of processes that share the batch."""
-    group: Any = None
-    """Their process group if there are several."""
 
 
 def fuse(pre: list[Tensor], eps: float, pairs: bool) -> Tensor:
@@ -137,16 +120,6 @@ def max_fused_width(dtype: torch.dtype) -> int:
     Without tensor cores the limit is lower: cuBLAS is faster the wider a branch is.
     """
     return 256 if dtype != torch.float32 else 128 if uses_tensor_cores(dtype) else 64
-
-
-def channels_last_strides(shape: Sequence[int], channels: int) -> tuple[int, ...]:
-    """The strides of ``[..., C, ...]`` with the channels last in memory."""
-    strides, size = [0] * len(shape), shape[channels]
-    strides[channels] = 1
-    for d in reversed(range(len(shape))):
-        if d != channels:
-            strides[d], size = size, size * max(shape[d], 1)
-    return tuple(strides)
 
 
 def strides_match(shape: Sequence[int], stride: Sequence[int], expected: Sequence[int]) -> bool:

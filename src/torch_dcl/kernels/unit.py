@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from torch_dcl import kernels
 from torch_dcl.kernels import host, launch, record
-from torch_dcl.kernels.cpu import CPUPlan
 from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import is_traced, recording
 from torch_dcl.kernels.plans import Plan, Saved, plan_for
+from torch_dcl.parts import CPUPlan
 
 if TYPE_CHECKING:
     from torch_dcl.kernels import elementwise

@@ -2,29 +2,56 @@
 
 The responses of all positions are T times as large as z, and no tensor of their size exists here: a part is projected,
 normalised and fused before the next one, and backward projects it again. A batch norm in training takes its statistics
-from those of the branch outputs; `moments` has the formulas. Half-precision parts are computed in float32, also the
-products.
+from those of the branch outputs; `kernels.moments` has the formulas. Half precision is computed in float32, products
+included.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_dcl import functional
-from torch_dcl.kernels import launch
-from torch_dcl.kernels.launch import Norm
 
-__all__ = ["CPUPlan"]
+__all__ = ["CPUPlan", "Norm", "channels_last_strides"]
 
 _LEAST_EPS = 1e-30
 """Below, the product of two responses could vanish where z is not yet √ε."""
 
 
+class Norm(NamedTuple):
+    """The batch norm of all branches: its tensors ``[T·K2]`` or None, and its settings."""
+
+    gamma: Tensor | None
+    beta: Tensor | None
+    mean: Tensor | None
+    variance: Tensor | None
+    tracked: Tensor | None
+    eps: float
+    momentum: float | None
+    fixed: bool
+    """Whether it normalises by running statistics; otherwise by those of the batch, which update the running ones."""
+    ranks: int = 1
+    """The number of processes that share the batch."""
+    group: Any = None
+    """Their process group if there are several."""
+
+
+def channels_last_strides(shape: Sequence[int], channels: int) -> tuple[int, ...]:
+    """The strides of ``[..., C, ...]`` with the channels last in memory."""
+    strides, size = [0] * len(shape), shape[channels]
+    strides[channels] = 1
+    for d in reversed(range(len(shape))):
+        if d != channels:
+            strides[d], size = size, size * max(shape[d], 1)
+    return tuple(strides)
+
+
 class CPUPlan:
-    """Stage 2 for branch outputs of one shape and layout: the interface of `plans.Plan`.
+    """Stage 2 for branch outputs of one shape and layout: the interface of `kernels.plans.Plan`.
 
     Args:
         y: Branch outputs, dense in channels_last or in torch's default layout.
@@ -44,7 +71,7 @@ class CPUPlan:
         self.images, self.positions = math.prod(shape[:channels]), math.prod(shape[channels + 1 :])
         self.P = self.images * self.positions
         self.z_shape = (*shape[:channels], N, *shape[channels + 1 :])
-        self.last = launch.is_channels_last(y, channels)
+        self.last = y.movedim(channels, -1).is_contiguous()
         self.fixed = norm is not None and norm.fixed
         self.dtype = functional.compute_dtype(y.dtype)
 
@@ -68,7 +95,7 @@ class CPUPlan:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """The gradients of branch outputs, weights and biases; with a norm, those of γ, β and biases instead.
 
-        The names are those of `moments`: d is the gradient of a normalised response, D and h are sums over positions.
+        The names are those of `kernels.moments`: d is the gradient of a normalised response, D and h are sums.
         """
         del group  # there is one process
         weight, stats = saved
@@ -187,10 +214,8 @@ class CPUPlan:
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new tensor in the layout of the branch outputs."""
-        if not self.last:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        strides = launch.channels_last_strides(shape, self.channels)
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        strides = channels_last_strides(shape, self.channels)
+        return torch.empty_strided(shape, strides, dtype=dtype) if self.last else torch.empty(shape, dtype=dtype)
 
     def _statistics(self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
         """Scale, shift, inverse standard deviation and centre of the responses; mean and covariance of the branches."""
