@@ -190,7 +190,7 @@ class Plan:
     graphs. None after the selection has changed."""
     choice: Choice | None = None
     """The selection by time, if there was one."""
-    modules: Modules | None = field(default=None, repr=False, compare=False)
+    modules: weakref.WeakValueDictionary[str, nn.Module] | None = field(default=None, repr=False, compare=False)
     """The layers of the rows, for predicates; not part of the JSON, nor of a pickle."""
     inputs: Inputs | None = field(default=None, repr=False, compare=False)
     """The input of the run, a single one if a size was given, for the check of ``convert_``; not part of the JSON."""
