@@ -78,6 +78,11 @@ def run(layer, x):
     return z
 
 
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    monkeypatch.setattr(dispatch, "LEAST_IN_PARTS", 1)
+
+
 @pytest.fixture(params=PARTS.values(), ids=PARTS)
 def part(monkeypatch, request):
     monkeypatch.setattr(functional, "part_size", lambda: request.param)
@@ -326,3 +331,12 @@ def test_hooks_of_the_norm_are_called():
     x = images_of(2)
     torch.testing.assert_close(layer(x), plain(layer, x), rtol=1e-12, atol=1e-13)
     assert len(seen) == 1
+
+
+def test_small_layers_run_the_reference_which_is_faster_there(monkeypatch):
+    monkeypatch.undo()
+    layer = layer_of(2, None, dtype=torch.float32)
+    for batch, path in ((6, "reference"), (60, "parts")):
+        with dispatch.watch() as ran:
+            layer(images_of(2, dtype=torch.float32, batch=batch))
+        assert ran[f"project_and_fuse: {path}"] == 1

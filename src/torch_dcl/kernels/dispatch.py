@@ -32,6 +32,8 @@ __all__ = [
     "may_run", "project_and_fuse", "runs_in_parts", "should_transpose", "transpose", "unit", "watch",
 ]  # fmt: skip
 
+LEAST_IN_PARTS = 1 << 16
+"""The elements of z from which on parts are faster than the reference, which has fewer and larger operations."""
 _enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
 _FLOAT32_PRODUCTS = torch.version.hip is None  # cuBLAS can return float32 products of half-precision matrices
 _PLAIN = (Tensor, nn.Parameter)  # other tensor classes (sharded, quantised, traced) dispatch by themselves
@@ -254,7 +256,9 @@ def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: in
     dtypes = (torch.get_autocast_dtype("cpu"), torch.float32) if casts else (y.dtype, y.dtype)
     if y.dtype is not dtypes[0] or weight.dtype not in dtypes or weight.device != y.device:
         return False
-    if channels == y.dim() - 1 or any(width != widths[0] for width in widths) or not y.numel():
+    if channels == y.dim() - 1 or any(width != widths[0] for width in widths):
+        return False
+    if y.numel() // y.shape[channels] * weight.shape[1] < LEAST_IN_PARTS:
         return False
     return launch.is_channels_last(y, channels) or y.is_contiguous()
 
