@@ -325,6 +325,14 @@ def test_half_precision_is_at_least_as_exact_as_the_reference(dtype, cast, norm,
     assert errors["parts"][0] <= 0.3 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
+def test_inference_mode_has_no_gradients_even_if_they_are_enabled(norm):
+    layer = layer_of(2, norm)
+    with torch.inference_mode(), torch.enable_grad():
+        x = images_of(2)
+        torch.testing.assert_close(run(layer, x), plain(layer, x), rtol=1e-12, atol=1e-13)
+
+
 def test_hooks_of_the_norm_are_called():
     layer, seen = layer_of(2, {}), []
     layer.fusion.norm.register_forward_hook(lambda *given: seen.append(given[2].shape))

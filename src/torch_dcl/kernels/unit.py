@@ -69,7 +69,7 @@ def run(
         settings: Everything but the tensors.
         norm: The batch norm of the responses.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _compute(x, theta, weight, bias, settings, norm, False)[0]
     z: Tensor = _Unit.apply(x, theta, weight, bias, settings, norm, *_norm_tensors(norm, 0, 2))
     return z
