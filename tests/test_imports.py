@@ -12,7 +12,7 @@ import torch_dcl
 
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
-    "files", "progress", "functional", "parts", "kernels", "norms", "programs", "fusion", "module", "layers",
+    "files", "progress", "functional", "parts", "parts_ops", "kernels", "norms", "programs", "fusion", "module", "layers",
     "stochastic", "convert", "models", "data", "fleet", "training", "experiments", "report", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [

@@ -325,6 +325,17 @@ def test_half_precision_is_at_least_as_exact_as_the_reference(dtype, cast, norm,
     assert errors["parts"][0] <= 0.3 * torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
+def test_backward_may_run_under_autocast(last):
+    layer, x = layer_of(2, {}, last=last, dtype=torch.float32), images_of(2, last=last, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = run(layer, x)
+        inside = torch.autograd.grad(z.float().sum(), [*layer.parameters()], retain_graph=True)
+    outside = torch.autograd.grad(z.float().sum(), [*layer.parameters()])
+    for ours, theirs in zip(inside, outside, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
 def test_inference_mode_has_no_gradients_even_if_they_are_enabled(norm):
     layer = layer_of(2, norm)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory
-from torch_dcl.kernels.dispatch import kernels_accept, should_transpose
+from torch_dcl.kernels.dispatch import kernels_accept, should_transpose, transforms
 from torch_dcl.module import _DCL, Responses
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
@@ -202,7 +202,7 @@ class _DCLConv(_DCL):
         if self.fusion.spatial != 2 or x.dim() != 4:
             return False
         compiling = torch.compiler.is_compiling()
-        if compiling and x.is_contiguous(memory_format=torch.channels_last):
+        if compiling and (transforms() or x.is_contiguous(memory_format=torch.channels_last)):
             return False  # checked first: a compiler guards every later lookup in each call
         branch = self.branch
         assert not isinstance(branch, nn.Linear)

@@ -39,6 +39,11 @@ class Norm(NamedTuple):
     group: Any = None
     """Their process group if there are several."""
 
+    def check(self, positions: int, shape: Sequence[int]) -> None:
+        """Raise torch's error for a batch of one position, which has no variance."""
+        if positions == 1 and self.ranks == 1 and not self.fixed:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(shape)}")
+
 
 def channels_last_strides(shape: Sequence[int], channels: int) -> tuple[int, ...]:
     """The strides of ``[..., C, ...]`` with the channels last in memory."""
@@ -74,6 +79,7 @@ class CPUPlan:
         self.last = y.movedim(channels, -1).is_contiguous()
         self.fixed = norm is not None and norm.fixed
         self.dtype = functional.compute_dtype(y.dtype)
+        self.statistics_size = T * (4 * N + self.M + self.M**2)
 
     def forward(
         self, y: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm | None, *, learns: bool = True
@@ -83,7 +89,7 @@ class CPUPlan:
         weight = weight.to(self.dtype).contiguous()
         with torch.autocast("cpu", enabled=False):
             stats = None if norm is None else self._statistics(y, weight, bias, norm)
-            z = self._empty(self.z_shape, y.dtype)
+            z = self.empty(self.z_shape, y.dtype)
             mean, weights, shifts = self._affine(weight, bias, stats)
             for part, into in zip(self._parts(y), self._parts(z), strict=True):
                 self._fuse(self._respond(self._branches(part, mean), weights, shifts), into)
@@ -100,8 +106,16 @@ class CPUPlan:
         del group  # there is one process
         weight, stats = saved
         assert weight is not None
+        with torch.autocast("cpu", enabled=False):
+            dy, dweight, dbias, numbers = self._gradients(grad, y, weight, bias, stats)
+        return dy.to(y.dtype), dweight.to(dtype), None if dbias is None else dbias.to(dtype), numbers
+
+    def _gradients(
+        self, grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, stats: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The results of `backward` in the compute dtype."""
         mean, weights, shifts = self._affine(weight, bias, stats)
-        dy = self._empty(y.shape, self.dtype)
+        dy = self.empty(y.shape, self.dtype)
         D, h = weight.new_zeros(self.T, self.M, self.N), weight.new_zeros(self.T, self.N)
         for part, g, into in zip(self._parts(y), self._parts(grad), self._parts(dy), strict=True):
             branches = self._branches(part, mean)
@@ -111,7 +125,7 @@ class CPUPlan:
                 self._add_products(D[t], branches[t], d)
                 self._write_times(into[..., t * self.M : (t + 1) * self.M], d, weights[t].t())
         if stats is None:
-            return dy.to(y.dtype), D.view_as(weight).to(dtype), None if bias is None else h.to(dtype), None
+            return dy, D.view_as(weight), None if bias is None else h, None
         scale, _, rstd, centre, _, covariance = self._unpack(stats)
         W = weight.view_as(D)
         s = (W * D).sum(1)
@@ -122,7 +136,7 @@ class CPUPlan:
             V = scale * rstd.square() * s
             dweight, dbias = scale[:, None] * D - V[:, None] * (covariance @ W), torch.zeros_like(h)
             self._add_through_statistics(dy, y, mean, W, scale * h / self.P, V / self.P)
-        return dy.to(y.dtype), dweight.view_as(weight).to(dtype), None, torch.stack([s * rstd, h, dbias]).flatten(1)
+        return dy, dweight.view_as(weight), None, torch.stack([s * rstd, h, dbias]).flatten(1)
 
     def _affine(
         self, weight: Tensor, bias: Tensor | None, stats: Tensor | None
@@ -212,7 +226,7 @@ class CPUPlan:
         else:
             to.add_(torch.bmm(a.mT, b).sum(0))
 
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A new tensor in the layout of the branch outputs."""
         strides = channels_last_strides(shape, self.channels)
         return torch.empty_strided(shape, strides, dtype=dtype) if self.last else torch.empty(shape, dtype=dtype)
@@ -272,4 +286,4 @@ class CPUPlan:
         for part, into in zip(self._parts(y), self._parts(dy), strict=True):
             for t, centred in enumerate(self._branches(part, mean)):
                 own = slice(t * self.M, (t + 1) * self.M)
-                into[..., own] -= self._times(centred, through_variance[t], through_mean[own])
+                into[..., own].sub_(self._times(centred, through_variance[t], through_mean[own]))

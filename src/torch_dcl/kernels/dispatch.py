@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torch_dcl import functional, kernels
+from torch_dcl import functional, kernels, parts_ops
 from torch_dcl.kernels import launch, ops, supports, unit_ops
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
@@ -29,7 +29,7 @@ from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
     "Norm", "Stage", "can_project", "count_path", "disabled", "fuse_branches", "fuse_pairs", "kernels_accept", "linear",
-    "may_run", "project_and_fuse", "runs_in_parts", "should_transpose", "transpose", "unit", "watch",
+    "may_run", "project_and_fuse", "runs_in_parts", "should_transpose", "transforms", "transpose", "unit", "watch",
 ]  # fmt: skip
 
 LEAST_IN_PARTS = 1 << 16
@@ -76,8 +76,9 @@ def watch() -> Iterator[Counter[str]]:
         _watching.remove(counter)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def count_path(what: str, path: str) -> None:
-    """Count a path in every open `watch`."""
+    """Count a path in every open `watch`; during the compilation of a compiled network, which does not guard counts."""
     for counter in _watching:
         counter[f"{what}: {path}"] += 1
 
@@ -120,6 +121,8 @@ def unit(
     spatial, compiling = stage[0], torch.compiler.is_compiling()
     if x.device != weight.device or x.device != theta.device or (not compiling and _transformed()):
         return None
+    if compiling and spatial and transforms():
+        return None  # torch.vmap cannot tell the layout
     if compiling:
         last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
     else:
@@ -234,6 +237,9 @@ def project_and_fuse(
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
     if runs_in_parts(y, weight, widths, channels):
         count_path("project_and_fuse", "parts")
+        if torch.compiler.is_compiling():
+            to = unit_.gradient_type(y.dtype, weight.dtype)
+            return parts_ops.run(y, weight, bias, channels, len(widths), eps, pairs, norm, to)
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, False, y.dtype), norm)
     count_path("project_and_fuse", "reference")
     pre = launch.responses(y, weight, bias, widths, channels)
@@ -248,19 +254,28 @@ def can_project(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool
 
 def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: int) -> bool:
     """Whether stage 2 of a convolution runs on a CPU by parts of the positions, with its batch norm."""
-    if y.device.type != "cpu" or kernels.INTERPRETED or not _enabled or torch.compiler.is_compiling():
+    if y.device.type != "cpu" or not _enabled or channels == y.dim() - 1 or _transformed():
         return False
-    if any(type(t) not in _PLAIN for t in (y, weight)) or functional.exporting() or _transformed():
-        return False
-    casts = torch.is_autocast_enabled("cpu")
-    dtypes = (torch.get_autocast_dtype("cpu"), torch.float32) if casts else (y.dtype, y.dtype)
-    if y.dtype is not dtypes[0] or weight.dtype not in dtypes or weight.device != y.device:
-        return False
-    if channels == y.dim() - 1 or any(width != widths[0] for width in widths):
-        return False
+    if not _supports_parts((type(y), type(weight)), y.dtype, weight.dtype, weight.device, tuple(widths)):
+        return False  # checked first: an exported network must not depend on sizes
     if y.numel() // y.shape[channels] * weight.shape[1] < LEAST_IN_PARTS:
         return False
-    return launch.is_channels_last(y, channels) or y.is_contiguous()
+    return torch.compiler.is_compiling() or launch.is_channels_last(y, channels) or y.is_contiguous()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _supports_parts(
+    kinds: tuple[type, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device,
+    widths: tuple[int, ...],
+) -> bool:  # fmt: skip
+    """Whether parts support branch outputs on a CPU of these classes and types; a constant for compilers."""
+    if kernels.INTERPRETED or functional.exporting() or transforms():
+        return False
+    casts = torch.is_autocast_enabled("cpu")
+    dtypes = (torch.get_autocast_dtype("cpu"), torch.float32) if casts else (dtype, dtype)
+    if dtype is not dtypes[0] or weight_dtype not in dtypes or device.type != "cpu":
+        return False
+    return all(kind in _PLAIN for kind in kinds) and all(width == widths[0] for width in widths)
 
 
 def should_transpose(x: Tensor, channels: int = 1, *, cast: bool = False) -> bool:
@@ -336,6 +351,11 @@ def _transformed() -> bool:
     """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
         return False
-    active = torch._C._are_functorch_transforms_active()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return active or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return transforms() or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def transforms() -> bool:
+    """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
+    return torch._C._are_functorch_transforms_active()

@@ -147,8 +147,8 @@ def forward(
             plan = CPUPlan(y, weight.shape[1], channels, T, eps, pairs, norm)
         else:
             plan = plan_for(y, weight, bias, channels, T, eps, pairs, keep, norm)
-        if norm is not None and not norm.fixed and norm.ranks == 1 and plan.P == 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {plan.z_shape}")
+        if norm is not None:
+            norm.check(plan.P, plan.z_shape)
         z, stage2 = plan.forward(y, weight, bias, norm, learns=learns)
     return z, low, y, plan, stage2
 
