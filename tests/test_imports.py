@@ -12,8 +12,8 @@ import torch_dcl
 
 PACKAGE = Path(torch_dcl.__file__).parent
 ROOMS = [
-    "files", "progress", "functional", "parts", "parts_ops", "kernels", "norms", "programs", "fusion", "module", "layers",
-    "stochastic", "convert", "models", "data", "fleet", "training", "experiments", "report", "paper", "cli",
+    "files", "progress", "functional", "parts", "parts_ops", "kernels", "norms", "programs", "fusion", "module",
+    "layers", "stochastic", "convert", "models", "data", "fleet", "training", "experiments", "report", "paper", "cli",
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
