@@ -233,12 +233,12 @@ HOPPER = {
     )
     for P, M, K2, bias in [
         (16_384, 128, 512, True), (16_500, 128, 512, False), (131_200, 64, 64, True), (65_700, 64, 128, False),
-        (43_801, 128, 192, True),
+        (43_801, 128, 192, True), (1_048_700, 16, 64, True), (524_300, 32, 128, False), (1_048_700, 32, 64, True),
     ]
 }  # fmt: skip
 HOPPER |= {
     f"beyond the range {sizes}": functools.partial(beyond_case, 2, False, False, dtype=torch.bfloat16, sizes=sizes)
-    for sizes in [(16_500, 128, 512), (65_700, 64, 128)]
+    for sizes in [(16_500, 128, 512), (65_700, 64, 128), (524_300, 32, 128)]
 }
 
 

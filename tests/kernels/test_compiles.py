@@ -141,6 +141,16 @@ def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("M", [slow(16), 32])
+@pytest.mark.parametrize("weights", [slow(torch.bfloat16), torch.float32], ids=str)
+def test_the_projection_of_few_filters_on_hopper_gpus(compiled, M, weights):
+    from torch_dcl.kernels import hopper
+
+    y, z = torch.randn(100, 2 * M).bfloat16(), torch.empty(100, 192).bfloat16()
+    hopper.project_forward(y, torch.randn(2 * M, 192, dtype=weights), torch.randn(2, 192), z, 0.01)
+    assert compiled == ["_forward", "forward"]
+
+
 @pytest.mark.parametrize("M", [slow(64), 128])
 @pytest.mark.parametrize("bias", [True, slow(False)])
 @pytest.mark.parametrize("gradients", [slow(torch.bfloat16), torch.float32], ids=str)

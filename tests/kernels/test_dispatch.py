@@ -306,6 +306,9 @@ def test_the_operations_go_through_vmap(interpreter):
     [
         (50_176, 128, 512, {}, True),
         (200_704, 64, 256, {}, True),
+        (3_211_264, 16, 64, {}, True),
+        (200_704, 16, 64, {}, False),
+        (3_211_264, 16, 64, {"backward": True}, False),
         (784, 128, 512, {}, False),
         (50_176, 96, 512, {}, False),
         (50_176, 128, 500, {}, False),
@@ -315,9 +318,9 @@ def test_the_operations_go_through_vmap(interpreter):
 )
 def test_the_kernels_of_hopper_gpus_take_large_projections_and_leave_the_others(P, M, N, settings, taken):
     hopper = launch._hopper_kernels()
-    given = {"T": 2, "dtype": torch.bfloat16, "eps": 0.01, **settings}
-    y = torch.empty(P, given["T"] * M, dtype=given["dtype"])
-    assert hopper.accepts(y, P, M, N, given["eps"]) == taken
+    given = {"dtype": torch.bfloat16, "eps": 0.01, "backward": False, **settings}
+    y = torch.empty(P, 2 * M, dtype=given["dtype"], device="meta")
+    assert hopper.accepts(y, P, M, N, given["eps"], backward=given["backward"]) == taken
 
 
 @needs_triton

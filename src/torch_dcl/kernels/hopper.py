@@ -41,8 +41,9 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _ALL = gl.constexpr(tl.PropagateNan.ALL)
 _SIDE = 64
 _FILTERS = (64, 128)
-_MIN_OUTPUTS = 2**23
-"""The number of outputs over all positions from which the additional launches pay off."""
+"""The filters of a branch for which there is a backward kernel: its products have at least 64 rows."""
+_MIN_OUTPUTS = {16: 2**25, 32: 2**25, 64: 2**23, 128: 2**23}
+"""The number of outputs over all positions from which the additional launches pay off, by filters of a branch."""
 
 
 @gluon.constexpr_function
@@ -83,8 +84,10 @@ def _weights(w, first, N: gl.constexpr, M: gl.constexpr, BN: gl.constexpr):
     k = gl.arange(0, M, layout=gl.SliceLayout(1, L))
     n = gl.arange(0, BN, layout=gl.SliceLayout(0, L))
     at = w + k[:, None] * N + (first + n)[None, :]
-    w0 = gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), _swap(gl.load(at), M, BN))
-    return w0, gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), _swap(gl.load(at + M * N), M, BN))
+    first_branch = _swap(gl.load(at).to(gl.bfloat16), M, BN)
+    second_branch = _swap(gl.load(at + M * N).to(gl.bfloat16), M, BN)
+    w0 = gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), first_branch)
+    return w0, gl.allocate_shared_memory(gl.bfloat16, [M, BN], _shared(M, BN), second_branch)
 
 
 @gluon.jit
@@ -289,11 +292,12 @@ def _backward(
     gl.store(flags + gl.program_id(1) * gl.num_programs(0) + gl.program_id(0), moderate)
 
 
-def accepts(y: Tensor, P: int, M: int, N: int, eps: float) -> bool:
+def accepts(y: Tensor, P: int, M: int, N: int, eps: float, *, backward: bool = False) -> bool:
     """Whether these kernels support a projection of two branches of this dtype and size, and pay off for it."""
     return (
-        M in _FILTERS and N % _SIDE == 0 and P * N >= _MIN_OUTPUTS and y.dtype == torch.bfloat16
-        and bool(constants(eps, 2, y.dtype)["QUICK"]) and (type(y) is not Tensor or y.data_ptr() % 16 == 0)
+        M in (_FILTERS if backward else _MIN_OUTPUTS) and N % _SIDE == 0 and _MIN_OUTPUTS[M] <= P * N
+        and y.dtype == torch.bfloat16 and bool(constants(eps, 2, y.dtype)["QUICK"])
+        and (type(y) is not Tensor or y.data_ptr() % 16 == 0)
     )  # fmt: skip
 
 
@@ -310,10 +314,11 @@ class _DescriptorLaunch(Launch):
 
 @cached
 def _launch(
-    backward: bool, P: int, M: int, N: int, eps: float, bias: torch.dtype | None, device: torch.device
+    backward: bool, P: int, M: int, N: int, eps: float, dtypes: tuple[torch.dtype | None, ...], device: torch.device
 ) -> _DescriptorLaunch:
+    del dtypes  # part of the cache key: of the weights and biases
     across = N // _SIDE
-    together = (4 if _FILTERS[0] == M and not backward else 2) * multiprocessors(device)
+    together = (4 if _FILTERS[0] >= M and not backward else 2) * multiprocessors(device)
     grid = (across, max(1, min(cdiv(P, _SIDE), together // across)))
     values = {"P": P, "eps": eps, "N": N, "M": M, "BM": _SIDE, "BN": _SIDE, "BUFFERS": 2}
     return _DescriptorLaunch(_backward if backward else _forward, grid, values, {"num_warps": 4, **OPTIONS})
@@ -342,9 +347,12 @@ def _projection(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> p
 
 
 def project_forward(y: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor, eps: float) -> None:
-    """Write z of two branches' outputs ``[P, 2·M]``; z may have another shape in channels_last."""
-    M, bias_dtype = y.shape[1] // 2, None if bias is None else bias.dtype
-    launch = _launch(False, len(y), M, weight.shape[1], eps, bias_dtype, y.device)
+    """Write z of two branches' outputs ``[P, 2·M]``; z may have another shape in channels_last.
+
+    Weights of another dtype are rounded to that of y.
+    """
+    M, dtypes = y.shape[1] // 2, (weight.dtype, None if bias is None else bias.dtype)
+    launch = _launch(False, len(y), M, weight.shape[1], eps, dtypes, y.device)
     flags = _empty_flags(launch, y)
     launch(_descriptor(y, 2 * M), weight, bias, z, flags)
     _projection(y, weight, bias, eps).redo_forward(flags, z, y, weight, bias)
@@ -354,9 +362,9 @@ def project_backward(
     grad: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of two branches' outputs ``[P, 2·M]``, weights and biases, the latter two in ``dtype``."""
-    P, N, M, bias_dtype = len(y), weight.shape[1], y.shape[1] // 2, None if bias is None else bias.dtype
+    P, N, M, dtypes = len(y), weight.shape[1], y.shape[1] // 2, (weight.dtype, None if bias is None else bias.dtype)
     dpre = torch.empty(2, P, N, dtype=y.dtype, device=y.device) if _FILTERS[0] != M else None
-    launch = _launch(True, P, M, N, eps, bias_dtype, y.device)
+    launch = _launch(True, P, M, N, eps, dtypes, y.device)
     flags = _empty_flags(launch, y)
     parts = torch.empty(launch.grid[1], 2 * (M + 1), N, dtype=torch.float32, device=y.device)
     descriptors = (None, None) if dpre is None else tuple(_descriptor(d, _SIDE) for d in dpre)

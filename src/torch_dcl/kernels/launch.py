@@ -148,10 +148,12 @@ def unflatten_positions(y: Tensor, channels: int, rows: Tensor) -> Tensor:
     return rows.view(*y.shape[:channels], *y.shape[channels + 1 :], rows.shape[1]).movedim(-1, channels)
 
 
-def hopper_kernels_for(plan: "Plan", y: Tensor, weight: Tensor) -> ModuleType | None:
+def hopper_kernels_for(plan: "Plan", y: Tensor, weight: Tensor, *, backward: bool = False) -> ModuleType | None:
     """The module of kernels for Hopper GPUs if the device is one and they support this projection, else None."""
     hopper = _hopper_kernels_on(y.device) if plan.T == 2 and y.is_cuda else None
-    return hopper if hopper is not None and hopper.accepts(y, plan.P, plan.M, weight.shape[1], plan.eps) else None
+    if hopper is None or not hopper.accepts(y, plan.P, plan.M, weight.shape[1], plan.eps, backward=backward):
+        return None
+    return hopper
 
 
 @functools.cache

@@ -175,7 +175,7 @@ def _op_infer(y: Tensor, weight: Tensor, bias: Tensor | None, T: int, eps: float
     """z ``[P, K2]`` without gradients."""
     plan = plan_for(y, weight, bias, 1, T, eps, pairs, keep, None)
     if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, weight) is not None:
-        hopper: Tensor = torch.ops.torch_dcl.hopper_project(y, weight.to(y.dtype), bias, eps)
+        hopper: Tensor = torch.ops.torch_dcl.hopper_project(y, weight, bias, eps)
         return hopper
     return plan.forward(y, weight, bias, None, learns=False)[0]
 
@@ -187,7 +187,7 @@ def _op_project_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of branch outputs, weights and biases; the latter empty without biases."""
     plan = plan_for(y, low, bias, 1, T, eps, pairs, keep, None)
-    if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, low) is not None:
+    if not keep and is_traced(y) and launch.hopper_kernels_for(plan, y, low, backward=True) is not None:
         return torch.ops.torch_dcl.hopper_project_backward(grad, y, low, bias, eps, dtype)
     dy, dweight, dbias, _ = plan.backward(grad.contiguous(), y, bias, (low, pre if keep else None), dtype)
     return dy, dweight, y.new_empty(0) if dbias is None else dbias
@@ -273,7 +273,8 @@ LIBRARY.define(
 
 def _hopper_project(y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     with kernels.on_device_of(y):
-        return plan_for(y, weight, bias, 1, 2, eps, False, False, None).forward(y, weight, bias, None)[0]
+        plan = plan_for(y, weight, bias, 1, 2, eps, False, False, None)
+        return plan.forward(y, weight, bias, None, learns=False)[0]
 
 
 def _hopper_project_backward(

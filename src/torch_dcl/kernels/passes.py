@@ -122,6 +122,9 @@ def forward(
 ):  # fmt: skip
     """Write z of a block of outputs, looping over positions; with ROUNDED also the weights in the dtype of y."""
     eps, floor = as_float32(eps), as_float32(floor)
+    if FLAGGED:  # noqa: SIM102 (known when compiled, unlike the flag)
+        if _load_flag(flags) == 0:
+            return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     w0, s0, b0 = load_columns(w, bias, n, y.dtype.element_ty, 0, N, M, T, BIAS, NORM, BN, BK)
     w1, s1, b1 = load_columns(w, bias, n, y.dtype.element_ty, 1, N, M, T, BIAS, NORM, BN, BK)
@@ -132,9 +135,7 @@ def forward(
         if T == 3:
             _keep(low, w2, n, 2, N, M, BK)
     moderate = float("nan")
-    if FLAGGED:
-        moderate = _load_flag(flags)
-    elif QUICK > 0:
+    if QUICK > 0 and not FLAGGED:
         moderate = _forward_pass(
             y, out, n, w0, s0, b0, w1, s1, b1, w2, s2, b2, P, eps, floor, False,
             N, M, T, PAIRS, QUICK, NORM, LARGEST, BM, BN, BK, PRECISION,
@@ -301,10 +302,11 @@ def backward(
 ):  # fmt: skip
     """Write gradients of biases and weights, or of the pre-activations, for a block of outputs."""
     eps, floor = as_float32(eps), as_float32(floor)
+    if FLAGGED:  # noqa: SIM102 (known when compiled, unlike the flag)
+        if _load_flag(flags) == 0:
+            return
     moderate = float("nan")
-    if FLAGGED:
-        moderate = _load_flag(flags)
-    elif QUICK > 0:
+    if QUICK > 0 and not FLAGGED:
         moderate = _backward_pass(
             grad, y, w, bias, dpre, parts, dy, P, eps, floor, False, ACCUMULATE, KEEP, FULL,
             N, M, T, PAIRS, QUICK, BIAS, NORM, LARGEST, BM, BN, BK, PRECISION,

@@ -107,7 +107,7 @@ class Plan:
         rounded = None
         if self.rounds:
             products = self.keep and not responses.uses_one_kernel(self.P, self.T, self.dtype)
-            if hopper is not None or not self.P or products:
+            if not self.P or products or (hopper is not None and learns):
                 weight = low = weight.to(y.dtype)
             else:  # the kernel rounds them
                 low = rounded = torch.empty_like(weight, dtype=y.dtype) if learns else None
@@ -177,7 +177,7 @@ class Plan:
     def _gradients(
         self, grad: Tensor, y: Tensor, low: Tensor, bias: Tensor | None, pre: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        hopper = None if self.keep else launch.hopper_kernels_for(self, y, low)
+        hopper = None if self.keep else launch.hopper_kernels_for(self, y, low, backward=True)
         if pre is None and hopper is None:
             return self.projection.gradients(grad, y, low, bias, dtype)
         from torch_dcl.kernels import project  # noqa: PLC0415

@@ -137,11 +137,11 @@ class Projection:
 
     def redo_forward(self, flags: Tensor, z: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """Recompute z with the careful arithmetic in the 64 × 64 tiles that another kernel has flagged."""
-        launch = self._launches.get("redo forward")
+        launch = self._launches.get(("redo forward", weight.dtype))
         if launch is None:
             values = {**self._values, "BN": 64, "FLAGGED": True, "ROUNDED": False}
             launch = Launch(passes.forward, (flags.shape[1], flags.shape[0]), values, {"num_warps": 4, **OPTIONS})
-            self._launches["redo forward"] = launch
+            self._launches["redo forward", weight.dtype] = launch
         launch(y, weight, y if bias is None else bias, z, y, flags)
 
     def gradients(
