@@ -122,3 +122,10 @@ def test_a_corrupt_image_that_the_first_rank_alone_reads_ends_all_at_once(place,
     assert (
         f"rank 0 of 2 failed in step {1 if name.startswith('train') else 4}: images/{name} cannot be read" in texts[0]
     )
+
+
+def test_images_that_are_not_prepared_cannot_be_kept_on_a_gpu():
+    done = dcl(*words("run", "--models", "plain", data="images", keep="device")[2:])
+    assert done.exit_code == 2, done.output
+    assert "make shards of them with dcl data prepare imagenet images FOLDER" in " ".join(done.output.split())
+    assert not Path("run").exists()

@@ -196,6 +196,11 @@ class ImageNet(Recipe[ImageNetConfig]):
                 ) for split in ("train", "val")
             }  # fmt: skip
             check_classes({split: images.classes for split, images in splits.items()})
+            if config.keep == "device" and any(isinstance(images, Decoded) for images in splits.values()):
+                raise SettingError(
+                    f"keep=device is for prepared shards, and {config.data} has images to decode; make shards of "
+                    f"them with dcl data prepare imagenet {config.data} FOLDER, or leave it out"
+                )
             if (count := len(splits["train"].labels)) < config.batch:
                 raise SettingError(f"{count:,} images do not fill one batch of {config.batch:,}; use a smaller batch")
             return {split: self._ready(images) for split, images in splits.items()} if ready else splits
