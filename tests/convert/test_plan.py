@@ -118,6 +118,31 @@ def test_every_other_layer_says_why_it_is_left_alone(function, reason):
     assert not row.selected
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, y: (m.head(F.relu(y)), m.other(y)), "another layer follows without ReLU in training"),
+        (lambda m, y: (m.head(F.relu(y)), y), "its output is also an output of the network in training"),
+        (lambda m, y: m.head(F.relu(y + torch.randn_like(y))), "feeds a residual sum in training"),
+        (lambda m, y: m.head(F.relu(y * torch.rand_like(y))), "is multiplied with another tensor in training"),
+        (lambda m, y: m.head(F.relu(m.norm(y))), "another batch norm follows in training"),
+        (lambda m, y: m.head(m.norm(y).relu_() if len(y) > 1 else 1 / 0), "another batch norm follows in training"),
+        (lambda m, y: m.head(F.relu(F.dropout(y))), ""),
+        (lambda m, y: m.head(F.dropout(y, inplace=True).relu_()), ""),
+        (lambda m, y: m.head(F.relu(F.dropout1d(y[None], 0.3)[0])), ""),
+        (lambda m, y: m.head(F.relu(torch.native_dropout(y, 0.5, True)[0])), ""),
+        (lambda m, y: m.head(F.relu(y)).missing, ""),
+    ],
+)
+def test_what_reads_a_layer_only_in_training_counts_too(function, reason):
+    """With dropout between a layer and its ReLU, before or after is the same; a network may not run in training."""
+    layers = {"a": nn.Linear(64, 32), "other": nn.Linear(32, 4), "norm": nn.BatchNorm1d(32)}
+    row = linear_plan(lambda m, x: function(m, m.a(x)) if m.training else m.head(F.relu(m.a(x))), size=(64,), **layers)[
+        "a"
+    ]
+    assert (row.reason, row.selected) == (reason, not reason)
+
+
 @dataclass
 class Output:
     logits: torch.Tensor

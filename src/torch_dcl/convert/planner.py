@@ -14,6 +14,7 @@ from torch_dcl.convert.measure import device_name, measure_network, measure_unit
 from torch_dcl.convert.rows import GROWS, Mode, Modules, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
 from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
+from torch_dcl.convert.trial import trace_training
 from torch_dcl.convert.units import SharedReLU, build, is_removable, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
 from torch_dcl.module import _DCL
@@ -42,7 +43,8 @@ def plan(
 ) -> Plan:
     """Find the units worth converting: a Conv or Linear with the ReLU, or batch norm and ReLU, that follows it.
 
-    The network runs once on an example, in eval mode and without gradients, and is not changed.
+    The network runs on an example without gradients, in eval mode and, where it can, in training mode. It is not
+    changed.
 
     Args:
         model: The network, on any device.
@@ -60,9 +62,9 @@ def plan(
             common ratio that meets it, on as few units as possible.
         measure: Whether to time every unit and the whole network, plain and converted, on the model's device.
         select: "smaller" selects every unit that has fewer weights as a DCL layer. "faster" times these units in the
-            mode and the phase below (instead of the timings of ``measure``) and selects those that are faster. Then it
-            times the network and deselects the slowest units until the network is not slower than the plain one, within
-            the spread of the measurement and 5 %. A caller's autocast applies.
+            mode and the phase below (instead of the timings of ``measure``) and deselects those that are slower by more
+            than the spread. Then it times the network and deselects the slowest units until the network is not slower
+            than the plain one, within the spread of the measurement and 5 %. A caller's autocast applies.
         mode: How the network will run: "eager", "compile" (``torch.compile``), "reduce-overhead" (the same with CUDA
             graphs), or "graph", captured as a CUDA graph without a compiler.
         phase: The step to speed up: "train", forward and backward in training mode, or "infer", a forward pass in
@@ -81,7 +83,7 @@ def plan(
     check_choice(model, select, mode, phase, budget)
     args, kwargs, description = read_example(model, input_size, example, batch)
     traced = _run(model, args, kwargs, description, sized=example is None)
-    rows, modules = _rows(model, traced, options)
+    rows, modules = _rows(model, traced, trace_training(model, (args, kwargs)), options)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
         rows=tuple(rows),
@@ -111,7 +113,9 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], descri
         raise ValueError(f"{type(model).__name__} does not run on {description}: {problem}. {remedy}") from error
 
 
-def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[Row], dict[str, nn.Module]]:
+def _rows(
+    model: nn.Module, traced: Trace, training: Trace, options: UnitOptions
+) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
     sharers = _weight_sharers(model)
@@ -120,13 +124,16 @@ def _rows(model: nn.Module, traced: Trace, options: UnitOptions) -> tuple[list[R
     for module, (name, *aliases) in names.items():
         if not isinstance(module, (*LAYERS, _DCL)) or module in inner:
             continue
-        calls = traced.calls.get(module.branch if isinstance(module, _DCL) else module, [])
+        layer = module.branch if isinstance(module, _DCL) else module
+        calls = traced.calls.get(layer, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
         if not refusal and sharers[id(module.weight)] > 1:
             refusal = "its weight is shared with another module"
         if not refusal and module in traced.functional:
             refusal = "its weight is used functionally, without calling it"
         norm, reason = (None, refusal) if refusal else _unit(calls, traced)
+        if not reason:
+            reason = _obstacle_in_training(training.calls.get(layer, []), norm)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, options)
         if not reason:
             relu, shares = _relu_behind(calls, traced, names)
@@ -159,6 +166,12 @@ def _unit(calls: Sequence[Call], traced: Trace) -> tuple[nn.Module | None, str]:
     if traced.part_calls[norm] != len(calls):
         return None, "its batch norm serves other layers too"
     return norm, norm_obstacle(norm)
+
+
+def _obstacle_in_training(calls: Sequence[Call], norm: nn.Module | None) -> str:
+    """Why a unit in eval mode is none in training: its output may have more readers there, such as a second loss."""
+    reasons = [call.reason or ("another batch norm follows" if call.norm is not norm else "") for call in calls]
+    return next((f"{reason} in training" for reason in reasons if reason), "")
 
 
 def _paying_ratio(row: Row, round_to: int) -> float | None:

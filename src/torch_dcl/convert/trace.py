@@ -1,4 +1,4 @@
-"""Run a network once and record what follows each of its layers.
+"""Run a network and record what follows each of its layers.
 
 Only a run describes a network reliably: modules may be shared, activations functional, and control flow in Python. It
 is run on an example, and every operation is recorded with the tensors that it reads and writes. The record answers the
@@ -22,16 +22,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_dcl.convert.units import RELUS, is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
 
-__all__ = ["Call", "Trace", "trace"]
+__all__ = ["Call", "Trace", "record", "trace"]
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-# ReLU commutes with operations that only move or select values, so a unit may contain them.
+# ReLU commutes with operations that only move, select or drop values, so a unit may contain them.
 _MOVES = re.compile(
     r"view|_unsafe_view|reshape|_reshape_alias|permute|transpose|t|flatten|unflatten|squeeze|unsqueeze|contiguous|clone|"
     r"alias|detach|_to_copy|expand|repeat|roll|slice|select|split|split_with_sizes|chunk|unbind|"
-    r"max_pool\dd_with_indices|max_pool\dd"
+    r"max_pool\dd_with_indices|max_pool\dd|native_dropout|dropout"
 )
+_SIZES = re.compile(r"new_\w+|\w+_like")
+"""What reads the size of a tensor, not its values."""
 _FOLLOWERS = {
     "layer": "another layer follows without ReLU",
     "add": "feeds a residual sum", "add_": "feeds a residual sum", "sub": "feeds a difference",
@@ -103,8 +105,14 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 
     Training flags, parameters, buffers and the random state are restored.
     """
+    with evaluating(model), _restored_rng(model), _restored_buffers(model):
+        return record(model, args, kwargs)
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    """Run ``model`` once as it is, without gradients, and find out what follows each layer."""
     recorder = _Recorder(model)
-    with evaluating(model), torch.no_grad(), _without_fast_paths(), _restored_rng(model), _restored_buffers(model):
+    with torch.no_grad(), _without_fast_paths():
         with recorder.recording():
             outputs = [model(*args, **kwargs)]
         result = recorder.analyse(recorder.live())
@@ -143,6 +151,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.functional: set[nn.Module] = set()
         self._values = WeakIdKeyDictionary()
         self._count = 0
+        self._masks: set[int] = set()
+        """Random zeros and ones, or multiples: where gradients are off, dropout is a product with them."""
 
     def value(self, tensor: Tensor, *, new: bool = False) -> int:
         """The number of a tensor's current content; an in-place operation creates a new one."""
@@ -214,7 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = func._schema.name.split("::")[-1]
         if self._is_in_layer():
             return func(*args, **kwargs)
-        reads = tuple(self.value(t) for t in read)
+        reads = () if _SIZES.fullmatch(op) else tuple(self.value(t) for t in read)
         result = func(*args, **kwargs)
         written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         written = written[:1] if op.startswith("max_pool") else written
@@ -223,10 +233,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             op = "relu"
         elif _adds_zero(op, args):
             op = "alias"
+        elif op in ("mul", "mul_") and self._masks.intersection(reads):
+            op, reads = "dropout", tuple(value for value in reads if value not in self._masks)
         if "batch_norm" in op:
             op, written = "batch_norm", written[:1]
         module = self.inside[-1] if self.inside and _is_op_of(op, self.inside[-1]) else None
-        self.events.append(_Event(op, reads, tuple(self.value(t, new=changes) for t in written), module))
+        writes = tuple(self.value(t, new=changes) for t in written)
+        if op.startswith("bernoulli") or (op in ("div", "div_") and self._masks.issuperset(reads)):
+            self._masks.update(writes)
+        self.events.append(_Event(op, reads, writes, module))
         return result
 
     def analyse(self, live: set[int], kept: Set[int] = frozenset()) -> Trace:

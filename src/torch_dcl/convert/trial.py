@@ -1,5 +1,6 @@
 """Trial runs of the plan's example through the plain and the converted network, in training and in eval mode."""
 
+import contextlib
 import random
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.rows import Inputs
 from torch_dcl.convert.snapshot import Snapshot
-from torch_dcl.convert.trace import _restored_rng
+from torch_dcl.convert.trace import Trace, _restored_rng, record
 from torch_dcl.convert.units import names_of
 
-__all__ = ["Trial", "temporary_mode"]
+__all__ = ["Trial", "temporary_mode", "trace_training"]
 
 
 class Trial:
@@ -38,8 +39,8 @@ class Trial:
                 continue
             if _failure(model, inputs, training=training) is None:
                 self._runs.append((training, inputs))
-            elif training:  # a batch norm needs more than one value per channel
-                twice = tree_map_only(Tensor, lambda t: torch.cat((t, t)) if t.dim() else t, inputs)
+            elif training:
+                twice = _twice(inputs)
                 if _failure(model, twice, training=True) is None:
                     self._runs.append((True, twice))
 
@@ -67,6 +68,21 @@ class Trial:
                 f"{_failing_module(error, model)}{type(error).__name__}: {error}. Nothing was changed. "
                 "Leave out the layer with plan.without(...), or convert all the same with check=False"
             ) from error
+
+
+def trace_training(model: nn.Module, inputs: Inputs) -> Trace:
+    """What follows each layer in training mode; nothing if the network does not run in it on these inputs."""
+    if not _communicates(model):
+        for given in (inputs, _twice(inputs)):
+            with contextlib.suppress(Exception), temporary_mode(model, training=True):
+                return record(model, *given)
+    return Trace()
+
+
+def _twice(inputs: Inputs) -> Inputs:
+    """A batch with every input twice: a batch norm in training needs more than one value per channel."""
+    doubled: Inputs = tree_map_only(Tensor, lambda t: torch.cat((t, t)) if t.dim() else t, inputs)
+    return doubled
 
 
 @contextmanager
