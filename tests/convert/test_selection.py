@@ -117,22 +117,33 @@ def clock(monkeypatch):
 # Which units stay
 
 
-def test_units_that_are_not_faster_are_left_with_their_figures(clock):
-    clock({128: 0.5, 96: 1.06, 80: 1.0, 64: 0.9}, wobble=0.02)
+def test_units_that_are_slower_are_left_with_their_figures(clock):
+    clock({128: 0.5, 96: 1.06, 80: 1.01, 64: 0.9}, wobble=0.02)
     plan = dcl.plan(net(128, 96, 80, 64), (256,), batch=4, ratio=0.1, measure=True, select="faster")
-    assert [row.name for row in plan.selected] == ["fc0", "fc3"]
+    assert [row.name for row in plan.selected] == ["fc0", "fc2", "fc3"]
     found = rows(plan)
+    # Of 9 rounds all but the slowest and the fastest hold the median.
     assert found["fc1"].reason == "slower: 0.424 ms for 0.4 plain (1.06 ± 0.02), eager training step"
-    assert found["fc2"].reason == "slower: 0.4 ms for 0.4 plain (1.00 ± 0.02), eager training step"
+    assert found["fc2"].comparison == pytest.approx((0.4, 0.404, 0.02 * 0.75 * 1.01))
     assert found["head"].reason == "head of the network"
     assert found["fc0"].comparison.ratio == pytest.approx(0.5)
-    # (1 + 4 plain layers: 5; two of them at 0.5 and 0.9: 4.4)
+    # (1 + 4 plain layers: 5; three of them at 0.5, 1.01 and 0.9: 4.41)
     # Of 21 rounds the 6th to the 16th hold the median, and the wobble is linear: half of it.
-    assert plan.choice.network == pytest.approx((2.0, 1.76, 4.4 / 5 * 0.01))
+    assert plan.choice.network == pytest.approx((2.0, 1.764, 4.41 / 5 * 0.01))
     text = str(plan)
     assert "eager training step: 2 → 1.76 ms, 0.88 ± 0.01 of plain." in text
     assert found["fc1"].reason + " (1): fc1" in text
     assert text.splitlines()[2].split()[-3:] == ["0.4", "0.2", "0.50"]
+
+
+def test_where_the_times_of_a_unit_do_not_tell_those_of_the_network_decide(clock):
+    ratios = {128: 0.9, 96: 1.1}
+    clock(ratios, wobble=0.2)  # of a unit 1.1 ± 0.17; the network stays within 5 %
+    assert len(dcl.plan(net(*ratios), (256,), batch=4, ratio=0.1, select="faster").selected) == 2
+    clock(ratios, overhead=0.2, wobble=0.2)  # 1.13 with both units, 1.03 with one
+    plan = dcl.plan(net(*ratios), (256,), batch=4, ratio=0.1, select="faster")
+    assert [row.name for row in plan.selected] == ["fc0"]
+    assert rows(plan)["fc1"].reason.startswith("slower in the network: 1.13 ± 0.11 with the 2 fastest units")
 
 
 def test_a_choice_by_time_measures_without_being_told(clock):
@@ -254,7 +265,7 @@ def test_a_long_choice_says_how_far_it_is(clock, monkeypatch, capsys):
     told = [line.split(" · ")[0] for line in capsys.readouterr().err.splitlines()]
     assert told == [
         *(f"{n} of 3 kinds of units timed, eager training step" for n in (1, 2, 3)),
-        "network with 2 of 2 faster units timed, 0.750 ± 0.004 of plain",
+        "network with 2 of 2 units timed, 0.750 ± 0.004 of plain",
     ]
 
 
@@ -314,6 +325,23 @@ def test_the_two_ways_to_compile_are_torchs(mode, torchs, monkeypatch):
     run = measure._in_mode(nn.Sequential(nn.ReLU()), mode)
     assert asked == [{"dynamic": False, "mode": torchs}]
     assert torch.equal(run(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+
+
+def test_in_the_graph_of_a_network_a_unit_has_no_graph_of_its_own(clock, monkeypatch):
+    """Where it is captured, only the GPU's time counts."""
+    clock({128: 0.5})
+    modes, captured = [], []
+    monkeypatch.setattr(torch, "compile", lambda run, **settings: modes.append(settings["mode"]) or run)
+    monkeypatch.setattr(measure, "_captured", lambda steps, _: captured.append(len(modes)) or steps)
+    monkeypatch.setattr(planner, "check_choice", lambda *_: None)
+    dcl.plan(net(128), (256,), batch=4, ratio=0.1, select="faster", mode="reduce-overhead")
+    assert modes == [None, None, "reduce-overhead", "reduce-overhead"]
+    assert captured == [2]
+    captured.clear()
+    monkeypatch.setattr(measure, "_captured", lambda *_: captured.append(0))  # cannot be captured: timed as it runs
+    plan = dcl.plan(net(128), (256,), batch=4, ratio=0.1, select="faster", mode="reduce-overhead")
+    assert captured == [0]
+    assert rows(plan)["fc0"].comparison.ratio == pytest.approx(0.5)
 
 
 def test_nothing_is_compiled_in_eager_mode(clock, monkeypatch):
@@ -435,7 +463,7 @@ def test_a_real_clock_gives_a_plan_that_holds_its_promise(monkeypatch):
     timed = [row.comparison for row in plan.rows if row.comparison]
     assert len(timed) == 2
     assert all(time.plain > 0 and time.dcl > 0 and time.spread >= 0 for time in timed)
-    assert all(row.comparison.ratio < 1 for row in plan.selected)
+    assert all(row.comparison.ratio - row.comparison.spread <= 1 for row in plan.selected)
     assert not plan.selected or not plan.choice.network.is_slower
 
 

@@ -83,7 +83,7 @@ def plan(
     select: Annotated[
         str,
         typer.Option(
-            help="smaller: units with fewer weights; faster: units that are measured to speed the network up."
+            help="smaller: units with fewer weights; faster: without those that are measured to slow the network down."
         ),
     ] = "smaller",
     mode: Annotated[

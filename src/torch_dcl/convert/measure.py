@@ -36,6 +36,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROUNDS = 5
+UNIT_ROUNDS = 9
+"""Rounds of a unit in a selection by time: the fewest whose slowest and fastest do not count as the spread."""
 FEWEST = 7
 SECONDS = 0.02
 """The time of each contender in a round; at least one call."""
@@ -134,14 +136,21 @@ def signature(module: nn.Module, norm: nn.Module | None, row: Row, call: Call) -
 def compare_unit(
     module: nn.Module, norm: nn.Module | None, row: Row, call: Call, mode: Mode, phase: Phase
 ) -> Comparison | None:
-    """Time a unit and the DCL layer that replaces it; None in mode "graph" where one of them cannot be captured."""
+    """Time a unit and the DCL layer that replaces it; None in mode "graph" where one of them cannot be captured.
+
+    In mode "reduce-overhead" the compiled unit is captured: a network launches one graph, not one for each unit.
+    """
     networks, x = _contenders(module, norm, row, call)
     del networks["low_rank"]
     steps = {}
     for name, network in networks.items():
-        run = _in_mode(network.train(phase == "train"), mode)
+        run = _in_mode(network.train(phase == "train"), "compile" if mode == "reduce-overhead" else mode)
         steps[name] = _full(network, x, run) if phase == "train" else _forward(run, x)
-    return compare(steps, mode, x.device, seconds=BRIEFLY if mode == "graph" else None)
+    if mode in ("graph", "reduce-overhead"):
+        captured = compare(steps, "graph", x.device, rounds=UNIT_ROUNDS, seconds=BRIEFLY)
+        if captured is not None or mode == "graph":
+            return captured
+    return compare(steps, mode, x.device, rounds=UNIT_ROUNDS)
 
 
 def network_step(

@@ -78,8 +78,8 @@ class Choice(NamedTuple):
     mode: Mode
     phase: Phase
     network: Comparison | None
-    """The comparison of the whole network with the selected units, or the best one if none is left. None if no unit is
-    faster by itself, and after the selection has changed."""
+    """The comparison of the whole network with the selected units, or the best one if none is left. None if every
+    unit is slower by itself, and after the selection has changed."""
 
     @property
     def step(self) -> str:
