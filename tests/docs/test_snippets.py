@@ -135,7 +135,7 @@ def look_at_pip(words: list[str], place: str) -> None:
         )
 
 
-@pytest.mark.parametrize("page", slow_where(filter(blocks_of, PAGES), "convert|command|reproduce"))
+@pytest.mark.parametrize("page", slow_where(filter(blocks_of, PAGES), "cluster|convert|command|reproduce"))
 def test_what_a_page_tells_to_do_can_be_done(page, workplace, without_downloads):
     for name in changes.NEEDS.get(page, ()):
         pytest.importorskip(name, reason="needs the extras torch-dcl[timm,onnx]")

@@ -114,11 +114,14 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
 def temporary_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode of every module inside the block, without warnings, and restore the network afterwards.
 
-    The flags are set directly: a network's own ``train()`` may do more, for example merge weights.
+    The flags are set directly: a network's own ``train()`` may do more, for example merge weights. Buffers get their
+    content back, so their versions too: a graph that saved them is still right.
     """
+    buffers = tuple(buffer for buffer in model.buffers() if not buffer.is_inference())
     before, flags = Snapshot(model), [(module, module.training) for module in model.modules()]
     states = random.getstate(), np.random.get_state()
-    with _restored_rng(model), warnings.catch_warnings():
+    unchanged = torch.autograd._unsafe_preserve_version_counter(buffers)  # type: ignore[attr-defined]
+    with _restored_rng(model), unchanged, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module, _ in flags:
             module.training = training
