@@ -437,6 +437,13 @@ def test_forward_mode_goes_through_a_layer():
     torch.testing.assert_close(change, (layer(x + step) - layer(x - step)) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
+def test_a_layer_is_linearised_as_its_forward_mode_derivative():
+    layer, x, direction = DCLLinear(6, 4, width=3), torch.randn(5, 6), torch.randn(5, 6)
+    z, linear = torch.func.linearize(layer, x)
+    wanted = torch.func.jvp(layer, (x,), (direction,))
+    torch.testing.assert_close((z, linear(direction)), wanted)
+
+
 def assert_compiled_equals_eager(fuse, pre, backend):
     torch._dynamo.reset()
     compiled = torch.compile(fuse, fullgraph=True, backend=backend)

@@ -1225,6 +1225,22 @@ def test_a_traced_layer_takes_other_batches_and_sizes(arguments, memory_format):
     torch.testing.assert_close(torch.jit.trace(linear, torch.randn(2, 6))(x), linear(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+@pytest.mark.parametrize("branches", [1, 2, 3, 4])
+@pytest.mark.parametrize("trace_grad", [True, False])
+def test_a_traced_layer_is_saved_loaded_and_differentiated(branches, trace_grad, tmp_path):
+    """Also where branches are dead: the root of their response has no derivative, and their gradient is zero."""
+    layer, x = DCLLinear(6, 8, branches=branches, width=3).eval(), torch.randn(5, 6, requires_grad=True)
+    with torch.set_grad_enabled(trace_grad):
+        torch.jit.trace(layer, torch.randn(2, 6)).save(tmp_path / "traced.pt")
+    traced = torch.jit.load(tmp_path / "traced.pt")
+    torch.testing.assert_close(traced(x), layer(x))
+    parameters = [dict(traced.named_parameters())[name] for name, _ in layer.named_parameters()]
+    found = torch.autograd.grad(traced(x).square().sum(), [x, *parameters])
+    wanted = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

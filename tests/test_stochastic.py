@@ -145,6 +145,25 @@ def test_a_wrong_seed_is_named(seed):
         seed_branches_(network(), seed)
 
 
+@pytest.mark.parametrize("step", [1.5, "1"])
+def test_a_wrong_step_is_named(step):
+    model = network()
+    with pytest.raises(TypeError, match=f"step must be a whole number, .*, got {step!r}"):
+        advance_branches_(model, step)
+
+
+def test_arguments_in_the_wrong_order_are_named():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="the network with the stochastic layers comes first; got a SGD"):
+        follow_optimizer(optimizer, model)
+    with pytest.raises(TypeError, match=r"takes the network and then its torch\.optim optimiser, got a StepLR"):
+        follow_optimizer(model, torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for act in (advance_branches_, partial(seed_branches_, seed=1)):
+        with pytest.raises(TypeError, match="the network with the stochastic layers comes first; got a SGD"):
+            act(optimizer)
+
+
 def test_counting_on_is_the_same_as_naming_the_step():
     one, other = network(), network()
     for model in (one, other):

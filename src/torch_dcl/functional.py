@@ -128,7 +128,7 @@ def _as_branches(pre: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     branches = pre.unbind(0) if isinstance(pre, Tensor) else tuple(pre)
     if not branches:
         raise ValueError("pre holds no branch; at least one is needed")
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    tracing = _is_traced()
     for branch in branches:
         if not isinstance(branch, Tensor):
             raise TypeError(f"every branch must be a tensor, got {branch!r}")
@@ -189,6 +189,8 @@ class _FuseWithTangents(_Fuse):
 
 
 def _fuse(groups: Groups, eps: float, branches: Sequence[Tensor]) -> Tensor:
+    if _is_traced():  # a trace with a Python function cannot be saved
+        return fused(branches, groups, eps)
     function = _Fuse if torch.compiler.is_compiling() else _FuseWithTangents
     z: Tensor = function.apply(groups, eps, *branches)
     return z
@@ -199,7 +201,8 @@ def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
     if len(pre) == 1:
         return _rectified(pre[0], eps)
     v = [_respond(p) for p in pre]
-    z = [_rooted_product([v[t] for t in group], eps) for group in groups]
+    product = _differentiable_rooted_product if _is_traced() else _rooted_product
+    z = [product([v[t] for t in group], eps) for group in groups]
     return _saturate(z[0] if len(z) == 1 else reduce(torch.add, (part / len(z) for part in z)), pre[0].dtype)
 
 
@@ -253,7 +256,7 @@ def _is_plain_cpu(x: Tensor) -> bool:
     """Whether operations on x run on a CPU now, and no compiler, transform, trace or autograd looks at them."""
     if x.device.type != "cpu" or type(x) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing() or exporting())  # type: ignore[attr-defined, no-untyped-call]
+    return not (torch._C._are_functorch_transforms_active() or _is_traced() or exporting())
 
 
 def _rectified(pre: Tensor, eps: float) -> Tensor:
@@ -335,8 +338,10 @@ def _root(x: Tensor, degree: int) -> Tensor:
         return x
     if degree > 2:
         return x ** (1 / degree)
-    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or exporting():
+    if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or _is_traced() or exporting():
         return x.sqrt()
+    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+        return x.sqrt()  # torch.func.linearize cannot repeat an operation in place
     return x.rsqrt().reciprocal_()  # MKL's sqrt takes ten times as long where half of the numbers are zero
 
 
@@ -363,4 +368,9 @@ def exporting() -> bool:
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
     if torch.compiler.is_exporting() if flag is None else flag:
         return True
-    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()  # type: ignore[attr-defined, no-untyped-call]
+    return _is_traced() and torch.onnx.is_in_onnx_export()
+
+
+def _is_traced() -> bool:
+    """Whether torch.jit.trace records."""
+    return torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call, no-any-return]

@@ -61,6 +61,8 @@ def advance_branches_(model: nn.Module, step: int | Tensor | None = None) -> Non
 
 @torch.no_grad()
 def _advance(fusions: Iterable[ConceptFusion], step: int | Tensor | None = None) -> None:
+    if not isinstance(step, int | Tensor | None):
+        raise TypeError(f"step must be a whole number, or a tensor that holds one, got {step!r}")
     for fusion in fusions:
         if step is None:
             fusion.key[2] += 1
@@ -146,10 +148,14 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
         A handle whose ``remove()`` ends it.
 
     Raises:
+        TypeError: not a network and an optimiser with hooks around its steps.
         ValueError: the optimiser holds no parameter of the stochastic layers, or ``hold_idle`` is set for layers whose
             parameters do not have their own shape, as under FSDP1.
     """
     layers = {name: layer for name, layer in _layers(model) if layer.strategy == "stochastic"}
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        kind = type(optimizer).__name__
+        raise TypeError(f"follow_optimizer takes the network and then its torch.optim optimiser, got a {kind}")
     _check_held(layers, optimizer)
     for name, layer in layers.items():
         fusion = layer.fusion
@@ -222,6 +228,8 @@ def _own_name(name: str) -> str:
 
 
 def _layers(model: nn.Module) -> list[tuple[str, _DCL]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the network with the stochastic layers comes first; got a {type(model).__name__}")
     return [(_own_name(name), module) for name, module in model.named_modules() if isinstance(module, _DCL)]
 
 

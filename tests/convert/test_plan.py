@@ -6,7 +6,7 @@ import itertools
 import json
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,6 +141,34 @@ def test_what_reads_a_layer_only_in_training_counts_too(function, reason):
         "a"
     ]
     assert (row.reason, row.selected) == (reason, not reason)
+
+
+class Auxiliary(nn.Module):
+    """A second head in training, whose hidden layer has the ReLU, and perhaps the norm, of the first."""
+
+    def __init__(self, *, normed):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 32), nn.Linear(64, 32)
+        self.head, self.other = nn.Linear(32, 4), nn.Linear(32, 4)
+        self.norm, self.relu = nn.BatchNorm1d(32) if normed else nn.Identity(), nn.ReLU()
+
+    def forward(self, x):
+        y = self.head(self.relu(self.norm(self.a(x))))
+        return (y, self.other(self.relu(self.norm(self.b(x))))) if self.training else y
+
+
+def test_a_relu_that_another_layer_shares_only_in_training_still_serves_it():
+    model, x = Auxiliary(normed=False), torch.randn(8, 64)
+    wanted = model(x)[1]
+    plan = dcl.plan(model, (64,))
+    assert [(row.name, row.relu, row.shares_relu) for row in plan.selected] == [("a", "relu", True)]
+    dcl.convert_(model, plan, init="random")
+    assert torch.equal(model(x)[1], wanted)
+
+
+def test_a_batch_norm_that_another_layer_shares_only_in_training_stays():
+    row = rows(dcl.plan(Auxiliary(normed=True), (64,)))["a"]
+    assert (row.selected, row.reason) == (False, "its batch norm serves other layers too in training")
 
 
 @dataclass
@@ -391,6 +419,14 @@ def test_tied_weights_are_refused():
     b.weight = a.weight
     plan = rows(dcl.plan(nn.Sequential(a, nn.ReLU(), b, nn.ReLU(), nn.Linear(64, 4)), (64,)))
     assert plan["0"].reason == plan["2"].reason == "its weight is shared with another module"
+
+
+def test_a_shared_bias_is_refused_too():
+    a, b = nn.Linear(64, 32), nn.Linear(64, 32)
+    b.bias = a.bias
+    plan = linear_plan(lambda m, x: m.head(F.relu(m.a(x)) + F.relu(m.b(x))), a=a, b=b, size=(64,))
+    refusal = "refused", "its bias is shared with another module"
+    assert [(plan[name].status, plan[name].reason) for name in "ab"] == [refusal] * 2
 
 
 def test_attention_modules_are_seen_through_and_a_relu_feed_forward_is_found():
@@ -896,6 +932,92 @@ def test_planning_leaves_no_trace():
     assert all(p.grad is None for p in model.parameters())
     dcl.plan(model, (32, 8, 8))
     torch.set_rng_state(rng)
+
+
+class Momentum(nn.Module):
+    """A forward that changes whatever it can: parameters, buffers, attributes, containers, modules and its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+        self.slow, self.teacher = nn.Parameter(torch.zeros(4), requires_grad=False), nn.Linear(32, 4)
+        self.register_buffer("lowest", torch.empty(0))
+        self.log, self.counts, self.late, self.merged = [], Counter(calls=3), None, False
+
+    def train(self, mode=True):
+        if not mode and not self.merged:
+            self.merged = True
+            self.head.weight.data.add_(1)
+        return super().train(mode)
+
+    def forward(self, x):
+        self.log.append(x.sum().item())
+        self.counts["calls"] += 1
+        self.late = self.late or nn.Linear(32, 4)
+        self.lowest.resize_(32).fill_(1)
+        self.slow.data.lerp_(self.head.bias.data + 1, 0.5)
+        self.teacher.weight.data = self.teacher.weight.data * 0.9
+        with torch.enable_grad():
+            self.head(x[:, :32]).sum().backward()
+        return self.head(F.relu(self.norm(self.layer(x.sub_(1))))) + self.late(x[:, :32]) + self.slow
+
+
+@pytest.mark.parametrize("arguments", [{}, {"measure": True}, {"select": "faster"}])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_forward_that_changes_its_network_or_its_input_leaves_no_trace(arguments, training, monkeypatch):
+    monkeypatch.setattr(measure, "SECONDS", 0.0)
+    model, example = Momentum(), torch.randn(4, 64)
+    for module in model.modules():
+        module.training = training
+    state, given, tensors = copy.deepcopy(model.state_dict()), example.clone(), list(model.parameters())
+    plan = dcl.plan(model, example=example, **arguments)
+    dcl.convert_(copy.deepcopy(model), plan.only("layer"), init="random")
+    torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
+    assert all(a is b for a, b in zip(model.parameters(), tensors, strict=True))
+    assert (model.log, model.counts, model.late, model.merged) == ([], {"calls": 3}, None, False)
+    assert all(parameter.grad is None for parameter in tensors)
+    assert torch.equal(example, given)
+
+
+def test_a_frozen_scripted_part_stays_as_it_is():
+    """It has no training flag any more."""
+    with pytest.warns(FutureWarning, match="deprecated"):
+        frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.Dropout()).eval()))
+    model = nn.Sequential(frozen, nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    dcl.convert_(model, dcl.plan(model, (64,)), init="random")
+    assert isinstance(model[1], dcl.DCLLinear)
+    assert model[0] is frozen
+    assert not hasattr(frozen, "training")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_example_that_cannot_be_concatenated_is_planned_and_a_layer_that_cannot_take_it_is_not_converted(trains):
+    """A batch norm in training needs two inputs, so the example is tried twice in one batch."""
+    layers = {"a": nn.Linear(64, 32), "head": nn.Linear(32, 4)}
+    model = Lambda(lambda m, x: m.head(F.relu(m.a(x))) if trains or not m.training else 1 / 0, **layers)
+    example = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=torch.jagged)
+    plan = dcl.plan(model, example=example)
+    assert [(row.name, row.macs) for row in plan.selected] == [("a", 8 * 64 * 32)]
+    with pytest.raises(ValueError, match=r"In 'a\.fusion' .* Nothing was changed"):
+        dcl.convert_(model, plan, init="fit")
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv1d(64, 32, 1)])
+def test_a_network_that_returns_a_derivative_is_planned_by_its_forward(layer):
+    """Such as forces, the derivative of an energy: its backward reads the weights, and the outputs of the norms."""
+
+    def forward(m, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = m.head(F.relu(m.norm(m.a(x))).flatten(1)).sum()
+            return energy, -torch.autograd.grad(energy, x, create_graph=m.training)[0]
+
+    model = Lambda(forward, a=layer, norm=nn.BatchNorm1d(32), head=nn.Linear(32, 1))
+    example = torch.randn(4, 64, *(1,) * (layer.weight.dim() - 2))
+    plan = dcl.plan(model, example=example)
+    assert [(row.name, row.norm) for row in plan.selected] == [("a", "norm")]
+    dcl.convert_(model, plan, init="fit")
+    assert model(example)[1].shape == example.shape
 
 
 def test_planning_does_not_disturb_the_random_state():

@@ -1,5 +1,6 @@
 """What a person expects of the check of ``convert_``: a network that would fail is left alone, and no trace is left."""
 
+import contextlib
 import copy
 import itertools
 import random
@@ -152,10 +153,9 @@ def test_the_check_leaves_no_trace(init):
         dcl.advance_branches_(model, 11)
         model.hand_built.fusion.advanced = False
         model.first[1].eval()
-        plan = planned(model)
-        del model.last
         model.calls = 0
-        model.drop.train()
+        plan = planned(model)
+        assert (model.calls, hasattr(model, "last"), model.drop.training) == (0, False, True)
         dcl.convert_(model, plan, init=init, check=check)
         return model, (torch.rand(3), random.random(), np.random.rand())
 
@@ -181,9 +181,26 @@ def test_the_example_is_not_changed_by_a_forward_in_place():
 
     model, example = InPlace(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)), torch.zeros(2, 32)
     plan = dcl.plan(model, example=example, width=2)
-    example.zero_()
     dcl.convert_(model, plan, init="random")
     assert not example.any()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_parameters_that_a_forward_changes_are_as_before(fails):
+    """As the teacher of a momentum encoder does in training."""
+
+    def follow(model):
+        if model.training:
+            model.head.weight.data.mul_(0.9)
+            model.head.bias.data = model.head.bias.data + 1
+        if fails and model.converted:
+            raise ValueError("no DCL here")
+
+    model = Network(follow, norm=False)
+    before, plan = copy.deepcopy(model.head.state_dict()), planned(model)
+    with pytest.raises(ValueError, match="no DCL here") if fails else contextlib.nullcontext():
+        dcl.convert_(model, plan, init="random")
+    torch.testing.assert_close(dict(model.head.state_dict()), dict(before), rtol=0, atol=0)
 
 
 def counting():
@@ -237,3 +254,24 @@ def test_an_interruption_of_the_check_leaves_the_network_alone():
         dcl.convert_(model, plan, init="random")
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert all(module.training for module in modules)
+
+
+def test_a_network_that_waits_for_other_processes_in_training_is_planned_and_converted_by_one_of_them(tmp_path):
+    """As a momentum encoder gathers the keys of all processes: the others may not be planning."""
+    sums = []
+
+    def gathers(model):
+        if model.training:
+            sums.append(torch.ones(1))
+            torch.distributed.all_reduce(sums[-1])
+            sums.append("ran")
+
+    model = Network(gathers, norm=False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        dcl.convert_(model, planned(model), init="random")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert model.converted
+    assert sums
+    assert "ran" not in sums

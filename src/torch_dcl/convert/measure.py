@@ -261,6 +261,7 @@ def _captured(
     """The contenders as CUDA graphs; None without a GPU, or where one of them cannot be captured."""
     if device.type != "cuda":
         return None
+    host.wait()  # a compiler decides by what is there
     graphs: dict[str, Callable[[], None]] = {}
     with torch.cuda.device(device):
         for name, run in contenders.items():

@@ -13,7 +13,8 @@ from torch_dcl.convert.arguments import Select, UnitOptions, check_choice, check
 from torch_dcl.convert.measure import device_name, measure_network, measure_unit, signature
 from torch_dcl.convert.rows import GROWS, Mode, Modules, Phase, Plan, Row, Status, Timing
 from torch_dcl.convert.selection import select_faster
-from torch_dcl.convert.trace import LAYERS, Call, Trace, trace
+from torch_dcl.convert.snapshot import restored, undone
+from torch_dcl.convert.trace import LAYERS, Call, Trace, copied, trace
 from torch_dcl.convert.trial import trace_training
 from torch_dcl.convert.units import SharedReLU, build, is_removable, kind_of, names_of, norm_obstacle, obstacle
 from torch_dcl.fusion import Strategy, branch_widths
@@ -82,8 +83,10 @@ def plan(
     check_model(model)
     check_choice(model, select, mode, phase, budget)
     args, kwargs, description = read_example(model, input_size, example, batch)
-    traced = _run(model, args, kwargs, description, sized=example is None)
-    rows, modules = _rows(model, traced, trace_training(model, (args, kwargs)), options)
+    with undone(model) as written:
+        traced = _run(model, args, kwargs, description, sized=example is None)
+        training = trace_training(model, (args, kwargs))
+    rows, modules = _rows(model, traced, training, options)
     weights = sum(p.numel() for name, p in model.named_parameters() if not name.endswith("bias"))
     result = Plan(
         rows=tuple(rows),
@@ -95,9 +98,13 @@ def plan(
     )
     if budget is not None:
         result = _meet_budget(result, options, budget, model)
-    if select == "faster":
-        return select_faster(result, model, traced, (args, kwargs), mode, phase)
-    return _measured(result, model, traced, args, kwargs) if measure else result
+    if select == "smaller" and not measure:
+        return result
+    with restored(model, written):
+        inputs = copied((args, kwargs))
+        if select == "faster":
+            return select_faster(result, model, traced, inputs, mode, phase)
+        return _measured(result, model, traced, *inputs)
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], description: str, *, sized: bool) -> Trace:
@@ -118,7 +125,7 @@ def _rows(
 ) -> tuple[list[Row], dict[str, nn.Module]]:
     names = names_of(model)
     inner = {m for layer in model.modules() if isinstance(layer, _DCL) for m in layer.modules() if m is not layer}
-    sharers = _weight_sharers(model)
+    sharers = _sharers(model)
     rows: list[Row] = []
     modules: dict[str, nn.Module] = {}
     for module, (name, *aliases) in names.items():
@@ -127,16 +134,17 @@ def _rows(
         layer = module.branch if isinstance(module, _DCL) else module
         calls = traced.calls.get(layer, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
-        if not refusal and sharers[id(module.weight)] > 1:
-            refusal = "its weight is shared with another module"
+        shared = [part for part, p in module._parameters.items() if p is not None and sharers[id(p)] > 1]
+        if not refusal and shared:
+            refusal = f"its {shared[0]} is shared with another module"
         if not refusal and module in traced.functional:
             refusal = "its weight is used functionally, without calling it"
         norm, reason = (None, refusal) if refusal else _unit(calls, traced)
         if not reason:
-            reason = _obstacle_in_training(training.calls.get(layer, []), norm)
+            reason = _obstacle_in_training(layer, training, norm)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, options)
         if not reason:
-            relu, shares = _relu_behind(calls, traced, names)
+            relu, shares = _relu_behind(layer, traced, training, names)
             row = replace(row, relu=relu, shares_relu=shares)
         if not reason and not row.widths:
             reason = f"width {options.width} does not fit its {row.out_channels} output channels"
@@ -168,9 +176,12 @@ def _unit(calls: Sequence[Call], traced: Trace) -> tuple[nn.Module | None, str]:
     return norm, norm_obstacle(norm)
 
 
-def _obstacle_in_training(calls: Sequence[Call], norm: nn.Module | None) -> str:
+def _obstacle_in_training(layer: nn.Module, training: Trace, norm: nn.Module | None) -> str:
     """Why a unit in eval mode is none in training: its output may have more readers there, such as a second loss."""
+    calls = training.calls.get(layer, [])
     reasons = [call.reason or ("another batch norm follows" if call.norm is not norm else "") for call in calls]
+    if norm is not None and training.part_calls[norm] != len(calls):
+        reasons.append("its batch norm serves other layers too")
     return next((f"{reason} in training" for reason in reasons if reason), "")
 
 
@@ -185,19 +196,24 @@ def _paying_ratio(row: Row, round_to: int) -> float | None:
     return next(r for r in rounded if r and branch_widths(row.out_channels, ratio=r, round_to=round_to)[0] == width)
 
 
-def _relu_behind(calls: Sequence[Call], traced: Trace, names: dict[nn.Module, list[str]]) -> tuple[str | None, bool]:
-    """The name of the ReLU after a unit, if it is removable; whether other layers share it."""
+def _relu_behind(
+    layer: nn.Module, traced: Trace, training: Trace, names: dict[nn.Module, list[str]]
+) -> tuple[str | None, bool]:
+    """The name of the ReLU after a unit, if it is removable; whether other layers share it, in any mode."""
+    calls = traced.calls[layer]
     relu = calls[0].relu
     if relu is None or any(call.relu is not relu for call in calls) or not is_removable(relu):
         return None, False
-    shares = isinstance(relu, SharedReLU) or traced.part_calls[relu] != len(calls)
+    in_training = sum(call.relu is relu for call in training.calls.get(layer, []))
+    counts = traced.part_calls[relu], training.part_calls[relu]
+    shares = isinstance(relu, SharedReLU) or counts != (len(calls), in_training)
     if shares and any(call.moved for call in calls):  # the ReLU receives another tensor, without the mark
         return None, False
     return names[relu][0], shares
 
 
-def _weight_sharers(model: nn.Module) -> dict[int, int]:
-    """The number of modules that hold each weight; a shared module counts once."""
+def _sharers(model: nn.Module) -> dict[int, int]:
+    """The number of modules that hold each parameter; a shared module counts once."""
     sharers: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

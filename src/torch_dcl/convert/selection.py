@@ -12,8 +12,8 @@ from torch_dcl.convert import measure
 from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.measure import compare, compare_unit, device_name, network_step, signature
 from torch_dcl.convert.rows import SLOWER, UNCAPTURED, Choice, Comparison, Inputs, Mode, Phase, Plan, Row
+from torch_dcl.convert.snapshot import temporary_mode
 from torch_dcl.convert.trace import Trace
-from torch_dcl.convert.trial import temporary_mode
 from torch_dcl.progress import EVERY, error_console, say_minutes
 
 __all__ = ["select_faster"]

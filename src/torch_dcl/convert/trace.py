@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torch_dcl.convert.rows import Inputs
+from torch_dcl.convert.snapshot import flags_of, temporary_mode
 from torch_dcl.convert.units import RELUS, is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
 
 __all__ = ["Call", "Trace", "record", "trace"]
@@ -103,10 +105,10 @@ class Trace:
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run ``model`` once in eval mode, without gradients, and find out what follows each layer.
 
-    Training flags, parameters, buffers and the random state are restored.
+    The network, its training flags and the random state are restored, and the inputs copied: a forward may change them.
     """
-    with evaluating(model), _restored_rng(model), _restored_buffers(model):
-        return record(model, args, kwargs)
+    with temporary_mode(model, training=False):
+        return record(model, *copied((args, kwargs)))
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
@@ -127,13 +129,20 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set eval mode inside the block, and restore the flag of every module afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    flags = flags_of(model)
     try:
+        for module, _ in flags:
+            module.training = False  # not by eval(), which may do more, for example merge weights
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, flag in flags:
+            module.training = flag
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """The inputs with a copy of every tensor, which a forward may change."""
+    copies: Inputs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
+    return copies
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -203,10 +212,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         event = _Event(op, reads, (self.value(output, new=True),), module)
         self.events.append(event)
         if op == "layer":
-            shapes = tuple(x.shape), tuple(output.shape)
             channels = 1 - layer_weight(module).dim()  # from the end: a filter has as many dimensions as an image
             last = output.stride(channels) == 1
-            self.calls.append((event, Call(*shapes, x.dtype, is_channels_last(x), last)))
+            self.calls.append((event, Call(_shape(x), _shape(output), x.dtype, is_channels_last(x), last)))
 
     def _is_in_layer(self) -> bool:
         return any(isinstance(m, LAYERS) or is_plain_norm(m) for m in self.inside)
@@ -216,6 +224,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         del types
         kwargs = kwargs or {}
+        if torch._C._current_graph_task_id() != -1:  # a backward pass, for example of forces: it follows the forward
+            return func(*args, **kwargs)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for tensor in read:
             owner = self.owner.get(id(tensor))
@@ -279,6 +289,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.reason = "head of the network"
             result.calls.setdefault(module, []).append(call)
         return result
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; of a jagged one, whose own are symbols, those of its values."""
+    values: Any = tensor._values if type(tensor).__name__ == "NestedTensor" else tensor
+    return tuple(values.shape)
 
 
 def _is_trained(module: nn.Module | None) -> bool:
@@ -354,23 +370,3 @@ def _without_fast_paths() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
-
-
-@contextmanager
-def _restored_rng(model: nn.Module) -> Iterator[None]:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=[d for d in devices if d is not None]):
-        yield
-
-
-@contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers after the block: a network may count its calls, or store its last input."""
-    saved = [(m, name, b, None if b is None else b.clone()) for m in model.modules() for name, b in m._buffers.items()]
-    try:
-        yield
-    finally:
-        for module, name, buffer, content in saved:
-            if buffer is not None and content is not None and not buffer.is_inference():
-                buffer.data.copy_(content)  # regardless of its version, which batch norms do not increase
-            module._buffers[name] = buffer

@@ -1,23 +1,21 @@
 """Trial runs of the plan's example through the plain and the converted network, in training and in eval mode."""
 
 import contextlib
-import random
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.rows import Inputs
-from torch_dcl.convert.snapshot import Snapshot
-from torch_dcl.convert.trace import Trace, _restored_rng, record
+from torch_dcl.convert.snapshot import Copies, restore_content, temporary_mode, undone
+from torch_dcl.convert.trace import Trace, copied, record
 from torch_dcl.convert.units import names_of
 
-__all__ = ["Trial", "temporary_mode", "trace_training"]
+__all__ = ["Trial", "trace_training"]
 
 
 class Trial:
@@ -25,24 +23,30 @@ class Trial:
 
     The plain network runs in the constructor. A mode in which it fails is skipped: a detector needs targets in
     training, and a network may have another dtype than when it was planned. Nothing runs without an example or on the
-    meta device. Each run restores modules, attributes, flags, buffers and the random state.
+    meta device. Each run restores modules, attributes, flags, parameters, buffers and the random state.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs | None) -> None:
         self._runs: list[tuple[bool, Inputs]] = []
+        self._written: Copies = {}
         if inputs is None or any(
             t.is_meta for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)
         ):
             return
         for training in (True, False):
-            if training and _communicates(model):
-                continue
-            if _failure(model, inputs, training=training) is None:
+            if self._failure_of_plain(model, inputs, training=training) is None:
                 self._runs.append((training, inputs))
             elif training:
-                twice = _twice(inputs)
-                if _failure(model, twice, training=True) is None:
-                    self._runs.append((True, twice))
+                with contextlib.suppress(Exception):  # not all inputs can be concatenated
+                    twice = _twice(inputs)
+                    if self._failure_of_plain(model, twice, training=True) is None:
+                        self._runs.append((True, twice))
+
+    def _failure_of_plain(self, model: nn.Module, inputs: Inputs, *, training: bool) -> Exception | None:
+        with undone(model) as written, _Alone() if training else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+            error = _failure(model, inputs, training=training)
+        self._written |= written
+        return error
 
     def verify(self, model: nn.Module, replaced: Mapping[nn.Module, str]) -> None:
         """Run the converted network in the modes in which the plain one ran.
@@ -53,6 +57,7 @@ class Trial:
         for training, inputs in self._runs:
             with _seen_calls(replaced) as called:
                 error = _failure(model, inputs, training=training)
+            restore_content(self._written)
             if called:
                 names = ", ".join(repr(replaced[module]) for module in replaced if module in called)
                 raise ValueError(
@@ -72,10 +77,9 @@ class Trial:
 
 def trace_training(model: nn.Module, inputs: Inputs) -> Trace:
     """What follows each layer in training mode; nothing if the network does not run in it on these inputs."""
-    if not _communicates(model):
-        for given in (inputs, _twice(inputs)):
-            with contextlib.suppress(Exception), temporary_mode(model, training=True):
-                return record(model, *given)
+    for prepare in (copied, _twice):
+        with contextlib.suppress(Exception), temporary_mode(model, training=True), _Alone():  # type: ignore[no-untyped-call]
+            return record(model, *prepare(inputs))
     return Trace()
 
 
@@ -110,35 +114,16 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
     return None
 
 
-@contextmanager
-def temporary_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set the mode of every module inside the block, without warnings, and restore the network afterwards.
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises an error where a run in training would wait for other processes, which may not be converting."""
 
-    The flags are set directly: a network's own ``train()`` may do more, for example merge weights. Buffers get their
-    content back, so their versions too: a graph that saved them is still right.
-    """
-    buffers = tuple(buffer for buffer in model.buffers() if not buffer.is_inference())
-    before, flags = Snapshot(model), [(module, module.training) for module in model.modules()]
-    states = random.getstate(), np.random.get_state()
-    unchanged = torch.autograd._unsafe_preserve_version_counter(buffers)  # type: ignore[attr-defined]
-    with _restored_rng(model), unchanged, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for module, _ in flags:
-            module.training = training
-        try:
-            yield
-        finally:
-            for module, flag in flags:
-                module.training = flag
-            before.restore()
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-
-
-def _communicates(model: nn.Module) -> bool:
-    """Whether a run in training would wait for other processes, which may not be converting."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return distributed and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} waits for other processes")
+        return func(*args, **(kwargs or {}))
 
 
 def _failing_module(error: Exception, model: nn.Module) -> str:
