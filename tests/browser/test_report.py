@@ -190,6 +190,14 @@ def test_a_whole_table_fits_a_wide_window_without_scrolling_its_boxes(look, whol
     assert max(wide) <= 0
 
 
+def test_a_long_command_is_printed_whole(look, both):
+    page = look(both, width=700).page
+    page.emulate_media(media="print")
+    code = page.locator(".set code").first
+    code.evaluate("code => code.append(' --set train_images=100'.repeat(20))")
+    assert code.evaluate("code => code.getBoundingClientRect().right - document.body.clientWidth") <= 0
+
+
 def test_the_page_of_a_broken_part_is_refused_with_its_name(runs, tmp_path):
     import shutil
 

@@ -63,6 +63,23 @@ def test_settings_take_the_type_of_the_default():
     assert (made.drops, made.factor, made.seeds) == ((0.5,), 0.2, 7)
 
 
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "x.toml").write_text('recipe = "table1"\nepochs = 3\n', encoding="utf-8-sig")
+    assert read_recipe(tmp_path / "x.toml").config.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [("chart", "rates=0.03,0.01,0.03"), ("chart", "shares=0.25,0.25"), ("deep", "rates=0.1,0.1"),
+     ("sort-of-clevr", "rates=0.02,0.02"), ("relations", "rates=0.04,0.04"), ("calibration", "lengths=12,12")],
+)  # fmt: skip
+def test_what_is_tried_twice_counts_once(name, pair):
+    settings = read_settings([pair])
+    key, value = next(iter(settings.items()))
+    once = {key: ",".join(dict.fromkeys(value.split(",")))}
+    assert change(recipe(name), settings) == change(recipe(name), once)
+
+
 def test_a_text_with_quotes_survives(tmp_path):
     path = tmp_path / "recipe.toml"
     given = change(recipe("table1"), {"data": 'a "b" \\ c\n\td'})

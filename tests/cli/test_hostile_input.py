@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from rich.console import Console
-from tests.halves import slow
 
 from torch_dcl.experiments.recipes.chart import chart_grid
 from torch_dcl.experiments.recipes.table2 import NaturalTable
@@ -118,7 +117,8 @@ def test_names_with_markup_and_line_breaks_are_printed_as_they_are(dcl, folder):
     assert "runs/run[/b]" in dcl("doctor")
 
 
-@pytest.mark.parametrize("words", [("table1", *TINY), slow(("demo", "--smoke"))], ids=["table1", "demo"])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("table1", *TINY), ("demo", "--smoke")], ids=["table1", "demo"])
 def test_a_terminal_without_unicode_shows_what_it_can(folder, environment, words):
     ascii_only = {**environment, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     for each in (("run", *words, "--out", "ünï"), ("ls", "ünï"), ("ls", "--runs", ".", "--json"), ("report", "ünï")):

@@ -1,5 +1,6 @@
 """`dcl run` and `dcl ls`, `dcl report`, `dcl doctor` on what it leaves: the whole way, tiny, on the CPU."""
 
+import errno
 import fcntl
 import json
 import os
@@ -363,3 +364,21 @@ def test_every_command_on_the_page_asks_for_what_was_run(dcl, run, folder):
     for recipe in (then, now):
         del recipe["sets"], recipe["strengths"], recipe["total"]
     assert now == then
+
+
+def test_a_full_disk_is_named_with_the_command_that_resumes(dcl, run, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("torch_dcl.files.write_text", write)
+        told = dcl("run", "runs/smoke", "--resume", code=1)
+    assert "Error: runs/smoke cannot be written: No space left on device; free space, then resume: dcl run runs" in told
+    dcl("run", "runs/smoke", "--resume")
+
+
+def test_a_run_without_its_toml_says_how_it_is_resumed(dcl, run):
+    (run / "recipe.toml").unlink()
+    assert "resume it with the command that began it, and --resume" in dcl("run", "runs/smoke", "--resume", code=2)
+    dcl("run", "table1", "--smoke", "--out", "runs/smoke", "--resume")
+    assert (run / "recipe.toml").exists()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from torch_dcl.data import DataError, ImageNetBatches, open_images
+from torch_dcl.data import DataError, ImageNetBatches, open_images, prepare_imagenet
 from torch_dcl.data.imagenet import decoded
 
 SIZE = 16
@@ -82,3 +82,13 @@ def test_a_folder_of_corrupt_images_ends(folder, monkeypatch):
     images = open_images(folder, "train", size=SIZE, skip_corrupt=True)
     with pytest.raises(DataError, match=r"2 images in a row cannot be decoded, from train/b/3\.jpg on"):
         list(images.batches([[9]], torch.device("cpu"), 0))
+
+
+def test_shards_that_were_prepared_before_a_corrupt_image_was_met_are_kept(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("shards")
+    with pytest.raises(DataError, match=r"train/b/3\.jpg .*--skip-corrupt"):
+        prepare_imagenet(folder, place, size=SIZE, images_per_shard=4)
+    done = prepare_imagenet(folder, place, size=SIZE, images_per_shard=4, skip_corrupt=True)
+    assert (done.shards, done.written, done.skipped) == (5, 3, BAD), "two were there"
+    with pytest.raises(DataError, match=r"train/b/3\.jpg .*--skip-corrupt"):
+        prepare_imagenet(folder, place, size=SIZE, images_per_shard=4)

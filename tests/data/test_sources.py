@@ -506,6 +506,15 @@ def test_a_folder_is_read_in_order_of_class_and_name(folder):
     assert found.validation_images is None
 
 
+def test_hidden_files_and_folders_are_no_images(folder):
+    expected = load(f"folder:{folder}")
+    for name in ("._0.png", ".ipynb_checkpoints/0-checkpoint.png"):
+        hidden = next((folder / "train").iterdir()) / name
+        hidden.parent.mkdir(exist_ok=True)
+        hidden.write_bytes(b"resource fork")
+    assert torch.equal(load(f"folder:{folder}").train_images, expected.train_images)
+
+
 def test_val_is_the_test_set_or_the_validation_set(folder):
     (folder / "test").rename(folder / "val")
     assert len(load(f"folder:{folder}").test_labels) == 4

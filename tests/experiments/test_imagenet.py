@@ -284,6 +284,15 @@ def test_a_run_from_the_command_line_leaves_a_table_a_page_and_the_networks():
     assert not list(Path("run").glob("fleets/*"))
 
 
+def test_a_training_that_diverged_is_said_so_in_a_file_that_any_program_reads():
+    done = invoke(*small("--models", "plain,dcl", "--out", "run", lr="1e30"))
+    assert done.exit_code == 0, done.output
+    assert "The training diverged of plain and dcl" in " ".join(done.output.split())
+    text = Path("run/imagenet.json").read_text()
+    rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["models"]
+    assert [row["stopped"] for row in rows] == [[0], [0]]
+
+
 def test_a_plan_or_a_budget_says_what_is_converted():
     scope = {}
     exec(NET, scope)
@@ -315,6 +324,7 @@ def test_a_plan_or_a_budget_says_what_is_converted():
         (("--plan", "gone.json"), "gone.json"),
         (("--budget", "1.5"), "budget must be at least 0 and at most 1"),
         (("--set", "betas=0.9"), "betas are two numbers below 1"),
+        (("--set", "ema=1"), "ema must be below 1"),
         (("--set", "optimizer=adam"), "did you mean adamw?"),
     ],
 )

@@ -168,6 +168,7 @@ def test_the_first_rank_says_what_failed_on_another_while_it_prepared(second_of_
     assert str(said.value) == f"rank 1 of 2: {reason}"
 
 
+@pytest.mark.slow
 def test_ranks_compare_the_device_and_what_each_would_send(monkeypatch):
     compared = []
     monkeypatch.setattr(Team, "compare", lambda _, asked: compared.append(asked))

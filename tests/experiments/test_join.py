@@ -18,6 +18,7 @@ from torch_dcl.experiments import ranks
 from torch_dcl.experiments.ranks import Claims
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
+from torch_dcl.experiments.run_reader import state_of
 from torch_dcl.experiments.runner import key_of, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.fleet.run_folder import RunError, RunFolder
@@ -111,6 +112,34 @@ def test_what_a_dead_process_held_is_taken_up_at_its_checkpoint(tmp_path, clock,
     assert clock.now - before >= 60
     assert any("resumed after" in line for line in told.lines)
     assert done.result == whole
+
+
+def test_a_result_whose_maker_died_is_made_by_the_next_process(tmp_path, clock, monkeypatch):
+    monkeypatch.setenv("TORCH_DCL_TIMEOUT", "60")
+    whole = run(toy(), tmp_path / "run", join=True).result
+    (done,) = (tmp_path / "run/claims").iterdir()
+    again, before = run(toy(), tmp_path / "run", join=True), clock.now
+    assert (again.complete, again.result, clock.now) == (True, None, before), "it is there, and nobody waits"
+    done.unlink()
+    assert Claims(tmp_path / "run", "-dead", 60).take("result")
+    assert run(toy(), tmp_path / "run", join=True).result == whole
+    assert clock.now - before >= 60
+
+
+def test_a_folder_that_processes_share_is_running_and_no_other_run_is_let_in(tmp_path):
+    def resume_meanwhile():
+        assert (state_of(tmp_path).state, state_of(tmp_path).pid) == ("running", os.getpid())
+        with pytest.raises(RunError, match=f"in use by process {os.getpid()}"):
+            run(toy(), tmp_path, resume=True)
+        return True
+
+    run(toy(), tmp_path, join=True, should_stop=resume_meanwhile)
+    assert state_of(tmp_path).state == "incomplete"
+    assert not list(tmp_path.glob("lock-*"))
+    recipe = RunFolder.inspect(tmp_path).recipe
+    with RunFolder.open(tmp_path, recipe, resume=True), pytest.raises(RunError, match="in use"):
+        run(toy(), tmp_path, join=True)
+    assert run(toy(), tmp_path, resume=True).complete
 
 
 def test_a_fleet_that_fails_does_not_end_the_others_and_is_said_so(tmp_path, monkeypatch):

@@ -229,6 +229,7 @@ def test_a_run_that_is_killed_at_any_step_gives_the_same_table(whole, tmp_path, 
     assert (f"{done} of 6 entries are done already" in lines) == bool(done)
 
 
+@pytest.mark.slow
 def test_curves_that_were_interrupted_are_those_of_a_run_at_once(tmp_path, killed_at):
     """The losses of the epochs so far lie in the checkpoint."""
     long = {"models": ("baseline", "oracle"), "epochs": 3, "curves": True, "sets": ("MNIST-III-10",), "most": 6}

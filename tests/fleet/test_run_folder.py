@@ -1,6 +1,7 @@
 """Run folders: what was written is read, one run at a time, and the folder knows where it ran."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -258,6 +259,11 @@ def test_another_recipe_is_refused_with_the_settings_that_differ(tmp_path):
     assert RunFolder.inspect(tmp_path).recipe == before
 
 
+def test_long_texts_that_differ_late_are_shown_from_there():
+    (told,) = run_folder.differences({"plan": "x" * 90 + "width 64"}, {"plan": "x" * 90 + "width 80"})
+    assert told == f'plan: ...{"x" * 14}width 64" then, ...{"x" * 14}width 80" now'
+
+
 def test_tuples_and_lists_are_the_same_recipe(tmp_path):
     with RunFolder.open(tmp_path, {"images": (200, 100)}):
         pass
@@ -266,6 +272,18 @@ def test_tuples_and_lists_are_the_same_recipe(tmp_path):
 
 
 # The lock
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_holds_runs_all_the_same(tmp_path, monkeypatch, code):
+    def flock(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    with RunFolder.open(tmp_path, {}) as folder:
+        folder.append("outcomes", {"error": 1})
+        assert run_folder.lock_holder(tmp_path) is None, "nobody can tell whether that process still runs"
+    assert RunFolder.inspect(tmp_path).read("outcomes") == [{"error": 1}]
 
 
 def test_the_lock_is_held_meanwhile_and_names_the_process(tmp_path):

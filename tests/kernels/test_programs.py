@@ -124,6 +124,7 @@ def _state(**environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_without_a_compiler_or_with_a_broken_one_the_state_says_so(tmp_path):
     empty = str(tmp_path)
     found = _state(PATH=empty, CXX="", TORCH_DCL_CACHE=empty)

@@ -122,6 +122,7 @@ def test_a_recipe_without_a_page_of_its_own_shows_what_the_terminal_did(tmp_path
     assert "<h1>Run of table1-search</h1>" in page
     assert "model  2 digits\nA2 &lt;b&gt;  0.02" in page
     assert "not run" not in page
+    assert "</a>: table1-search, 0 of 0 entries.</li>" in report([tmp_path / "run", tmp_path / "run"])
     (tmp_path / "run" / "result.txt").unlink()
     with pytest.raises(ValueError, match="has no results yet"):
         report([tmp_path / "run"])

@@ -72,6 +72,8 @@ def find_recipe(given: str, *, smoke: bool = False) -> tuple[Asked, Path | None]
     path = Path(given)
     if path.is_dir():
         file = path / "recipe.toml"
+        if not file.is_file() and (path / "recipe.json").is_file():
+            raise UsageError(f"{path} has no recipe.toml; resume it with the command that began it, and --resume")
         if not file.is_file():
             raise UsageError(f"{path} is not a run folder: it has no recipe.toml; name a recipe, {', '.join(ABOUT)}")
         return read_recipe(file, smoke=smoke), file
@@ -87,7 +89,7 @@ def read_recipe(path: Path, *, smoke: bool = False) -> Asked:
     if path.stat().st_size > _LARGEST:
         raise UsageError(f"{path} has {path.stat().st_size:,} bytes; a recipe has some thousands")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply for a recipe; dcl ls NAME prints one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

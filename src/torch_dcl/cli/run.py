@@ -1,6 +1,7 @@
 """``dcl run`` and ``dcl demo``: start or resume a run, print its result, and return its exit code."""
 
 import dataclasses
+import errno
 import io
 import math
 import os
@@ -43,6 +44,12 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
     except KeyboardInterrupt:
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            f"{task.out} cannot be written: {error.strerror}; free space, then resume: {task.resume_command}"
+        ) from error
     code = 0
     if summary.complete:
         spent = say_minutes(time.perf_counter() - start)

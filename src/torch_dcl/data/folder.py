@@ -35,14 +35,19 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def image_files(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    """The image files of a split with their labels, by class and then by name; classes must be its folders."""
-    found = class_folders(folder)
-    if found != classes:
-        differ = sorted(set(found) ^ set(classes))
+    """The image files of a split with their labels, by class and then by name; classes must be its folders.
+
+    Hidden files and folders are left out, such as macOS's `._1.jpg` and Jupyter's `.ipynb_checkpoints`.
+    """
+    names = class_folders(folder)
+    if names != classes:
+        differ = sorted(set(names) ^ set(classes))
         raise DataError(f"{folder} must have the same class folders as the training set; these differ: {differ[:5]}")
     files = []
     for label, name in enumerate(classes):
-        paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        start = len(str(folder / name))
+        found = (path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        paths = sorted(path for path in found if "/." not in str(path)[start:])
         if not paths:
             kinds = ", ".join(sorted(SUFFIXES))
             raise DataError(f"{folder / name} has no images; put some there ({kinds}), or remove the class everywhere")

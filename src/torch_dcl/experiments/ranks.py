@@ -3,11 +3,12 @@
 `Rank`: ``torchrun`` starts all processes, and each trains a fixed share of the fleets.
 
 `Worker`: any number of processes run the same command with ``--join``, and claim free fleets. A fleet is claimed by
-creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file systems too;
-no lock of the system is held. Its holder increments a counter in the file while it trains. A claim whose counter did
-not change for a while, on the clock of the process that checks it, is stale: another process takes over by creating
-the next file, and resumes the fleet from its last checkpoint. Clocks of machines are never compared. If a holder was
-only slow, two processes train the same fleet, to the same outcomes.
+creating a file in ``claims`` that must not exist (``O_CREAT | O_EXCL``), which is atomic on network file systems too.
+Its holder increments a counter in the file while it trains. A claim whose counter did not change for a while, on the
+clock of the process that checks it, is stale: another process takes over by creating the next file, and resumes the
+fleet from its last checkpoint. Clocks of machines are never compared. If a holder was only slow, two processes train
+the same fleet, to the same outcomes. No claim needs a lock of the system; the shared one that a worker holds where
+there are locks keeps a run without ``--join`` out, and says that the run is running.
 """
 
 import atexit
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from torch_dcl.files import write_bytes
-from torch_dcl.fleet.run_folder import RunError, RunFolder, check_recipe, environment, recipe_text
+from torch_dcl.fleet.run_folder import RunError, RunFolder, check_recipe, environment, holding, recipe_text
 
 __all__ = ["Claims", "Rank", "StopRequest", "Worker", "agree", "join_group", "leave_group"]
 
@@ -41,6 +42,7 @@ PATIENCE = (
 BEAT = 5.0  # seconds between two increments of a claim's counter, at most
 STALE = 600.0  # seconds without an increment after which a claim is stale
 POLL = 1.0  # seconds between two polls of an idle worker
+_DONE = b"done\n"  # instead of a counter, in the claim of a result that is written
 MEET = 0.02  # seconds between two polls of the first rank for others that start
 
 
@@ -90,9 +92,9 @@ class Rank(NamedTuple):
         self.wait()
         return left
 
-    @property
-    def makes_result(self) -> bool:
+    def makes_result(self, should_stop: Callable[[], bool]) -> bool:
         """Whether this process makes the result of a complete run."""
+        del should_stop
         return self.number == 0
 
     def watch(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
@@ -142,7 +144,7 @@ class Claims:
         """Claim something, unless another process works on it; whether it is this process's now."""
         if key in self.mine:
             return True
-        last = max((int(path.name.rpartition(".")[2]) for path in self.place.glob(f"{key}.*")), default=0)
+        last = self._last(key)
         if last and not self._is_stale(self.place / f"{key}.{last}"):
             return False
         path = self.place / f"{key}.{last + 1}"
@@ -155,6 +157,21 @@ class Claims:
         self.mine[key] = path
         return True
 
+    def finish(self, key: str) -> None:
+        """Say that what this process claimed is done, and never to be claimed again."""
+        self.mine.pop(key).write_bytes(_DONE)
+
+    def is_done(self, key: str) -> bool:
+        """Whether its last holder said so."""
+        try:
+            return (self.place / f"{key}.{self._last(key)}").read_bytes() == _DONE
+        except FileNotFoundError:
+            return False
+
+    def _last(self, key: str) -> int:
+        """The number of the last claim; 0 where there is none."""
+        return max((int(path.name.rpartition(".")[2]) for path in self.place.glob(f"{key}.*")), default=0)
+
     def _text(self) -> bytes:
         return f"{self._count:020d} {self.worker}\n".encode()
 
@@ -163,6 +180,8 @@ class Claims:
             now = path.read_bytes()
         except FileNotFoundError:
             return False  # given back in this moment
+        if now == _DONE:
+            return False
         before, since = self._seen.get(path.name, (None, 0.0))
         if now != before:
             self._seen[path.name] = now, time.monotonic()
@@ -214,10 +233,13 @@ class Worker(Rank):
             time.sleep(POLL)
         return left if is_late else taken
 
-    @property
-    def makes_result(self) -> bool:
-        """Whether this process is the first to claim the result."""
-        return self.claims.take("result")
+    def makes_result(self, should_stop: Callable[[], bool]) -> bool:
+        """Whether this process is the first to claim the result; others wait for it, since it may die."""
+        while not self.claims.take("result"):
+            if self.claims.is_done("result") or should_stop():
+                return False
+            time.sleep(POLL)
+        return True
 
     def watch(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
         """Keep the claims alive before every step."""
@@ -241,17 +263,18 @@ class Worker(Rank):
             with contextlib.suppress(FileExistsError):
                 os.link(aside, place / "recipe.json")
             aside.unlink()
-        check_recipe(place, plain, resume=True)
-        folder = RunFolder(place, recipe)
-        folder.append(f"environment{self.part}", environment())
-        self.claims = Claims(place, self.part, float(os.environ.get(TIMEOUT, STALE)))
-        try:
-            yield folder
-        except BaseException:
-            self.claims.give_back()
-            raise
-        if "result" not in self.claims.mine:
-            self.claims.give_back()
+        with holding(place, self.part):
+            check_recipe(place, plain, resume=True)
+            folder = RunFolder(place, recipe)
+            folder.append(f"environment{self.part}", environment())
+            self.claims = Claims(place, self.part, float(os.environ.get(TIMEOUT, STALE)))
+            try:
+                yield folder
+                if "result" in self.claims.mine:
+                    self.claims.finish("result")
+            finally:
+                self.claims.give_back()
+                (place / f"lock{self.part}").unlink(missing_ok=True)
 
 
 def join_group(backend: str, seconds: float) -> None:

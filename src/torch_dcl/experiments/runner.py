@@ -102,7 +102,7 @@ def run(
         finally:
             sweep.note_minutes()
         failures = tuple(sweep.failures)
-        if not complete or not rank.makes_result:
+        if not complete or not rank.makes_result(lambda: sweep.should_stop() or sweep.is_late()):
             return Summary(complete, None, failures)
         sweep.checkpoints.forget_all()
         return Summary(True, recipe.result(folder), failures)
@@ -215,9 +215,9 @@ class _Sweep:
             self._train_phase(list(filter(None, rests)))
             if self.should_stop():
                 return False  # the other ranks were told to stop as well
-            settled.update(self.rank.settle(left, taken, is_late=self._is_late()))
+            settled.update(self.rank.settle(left, taken, is_late=self.is_late()))
 
-    def _is_late(self) -> bool:
+    def is_late(self) -> bool:
         return self.started and time.perf_counter() > self.until
 
     def _begin(self, fleets: Sequence[Sequence[Job]], outcomes: Mapping[Job, Outcome]) -> None:

@@ -150,7 +150,8 @@ def _one(name: str, rules: Setting, kind: type, value: Any) -> Any:
         raise TypeError
     number = kind(value)
     if not rules.least <= number <= rules.most or not number > rules.above or math.isnan(number):
-        low = f"above {rules.above:g}" if rules.above > -math.inf else f"at least {rules.least:g}"
+        least = f"at least {rules.least:g}" if rules.least > -math.inf else "a number"
+        low = f"above {rules.above:g}" if rules.above > -math.inf else least
         high = f" and at most {rules.most:,.10g}" if rules.most < math.inf else ""
         raise SettingError(f"{name} must be {low}{high}, not {number:,.10g}")
     return number

@@ -216,7 +216,7 @@ def load(path: str | os.PathLike[str]) -> Table:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TableError(f"{os.fspath(path)} is not JSON: {error}") from error
+        raise TableError(f"{os.fspath(path)} is not JSON: {error}; resume its run, which writes it again") from error
     return parse(data, os.fspath(path))
 
 

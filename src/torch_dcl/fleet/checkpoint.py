@@ -56,7 +56,7 @@ class Checkpoints:
             except SealedError as error:
                 then = f"the earlier {earlier.name} is used" if earlier else "the fleet starts from the beginning"
                 self._report(f"{error}; {then}")
-                file.unlink()
+                file.unlink(missing_ok=True)
             except ValueError as error:
                 raise RunError(f"{error}; resume with the same settings, or remove {file}") from error
         return 0.0, []
@@ -67,17 +67,17 @@ class Checkpoints:
         name = f"{key}-{fleet.epoch:05d}-{fleet.step:06d}.safetensors"
         fleet.save(self.place / name, {"seconds": seconds, "losses": finite(losses)})
         for file in self.of(key)[KEPT:]:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     def forget(self, key: str) -> None:
         """Remove the checkpoints of a fleet."""
         for file in self.of(key):
-            file.unlink()
+            file.unlink(missing_ok=True)
 
     def forget_all(self) -> None:
         """Remove all checkpoints."""
         for file in self.place.glob("*.safetensors"):
-            file.unlink()
+            file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.place.rmdir()
 

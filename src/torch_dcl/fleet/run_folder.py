@@ -35,10 +35,13 @@ import torch
 from torch_dcl.files import write_text
 
 __all__ = [
-    "RunError", "RunFolder", "check_recipe", "differences", "environment", "lock_holder", "recipe_text", "utc_now",
+    "RunError", "RunFolder", "check_recipe", "differences", "environment", "holding", "lock_holder", "recipe_text",
+    "utc_now",
 ]  # fmt: skip
 
 FORMAT = 3
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of file systems without locks, such as Lustre by default."""
 _CHECK = "check"
 _CHECKED = re.compile(rb'(.*?)(?:, )?"check": "([0-9a-f]{16})"}')
 
@@ -75,11 +78,7 @@ class RunFolder:
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        # Parts share the folder with each other, and with no other run.
-        with contextlib.ExitStack() as held:
-            held.enter_context(_locked(folder / "lock", shared=bool(part)))
-            if part:
-                held.enter_context(_locked(folder / f"lock{part}"))
+        with holding(folder, part):
             if not part:
                 _remove_leftovers(folder)
             check_recipe(folder, json.loads(json.dumps(recipe)), resume=resume)
@@ -283,8 +282,8 @@ def lock_holder(path: str | os.PathLike[str]) -> int | None:
 def _held(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
 
@@ -300,18 +299,31 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
+def holding(folder: Path, part: str = "") -> Iterator[None]:
+    """Hold a folder's lock: alone, or as a part, which shares it with other parts and with no whole run."""
+    with contextlib.ExitStack() as held:
+        held.enter_context(_locked(folder / "lock", shared=bool(part)))
+        if part:
+            held.enter_context(_locked(folder / f"lock{part}"))
+        yield
+
+
+@contextlib.contextmanager
 def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock that the system releases when the process ends, however it ends."""
+    """Hold a lock that the system releases when the process ends, however it ends; none where it has no locks."""
     file: TextIO
     with _open_safely(path, "a+") as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
-            holder = file.read().strip() or "unknown"
+            holder = file.read().strip() or lock_holder(path.parent) or "unknown"
             raise RunError(
                 f"{path.parent} is in use by process {holder}; wait for it, or give this run another folder"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -319,7 +331,6 @@ def _locked(path: Path, *, shared: bool = False) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> str:
@@ -363,9 +374,16 @@ def differences(then: Any, now: Any, name: str = "", words: tuple[str, str] = ("
         for key in {**then, **now}:
             yield from differences(then.get(key), now.get(key), f"{name}.{key}" if name else key, words)
     elif then != now:
-        yield f"{name}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"
+        pairs = enumerate(zip(_text(then), _text(now), strict=False))
+        alike = next((place for place, (one, other) in pairs if one != other), 0)
+        start = alike - 20 if alike > 50 else 0
+        yield f"{name}: {_short(then, start)} {words[0]}, {_short(now, start)} {words[1]}"
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _short(value: Any, start: int = 0) -> str:
+    text = ("..." if start else "") + _text(value)[start:]
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -172,6 +172,8 @@ def _gist(run: Run) -> str:
         return chart_verdict(run.parts["chart"])
     if "relations" in run.parts:
         return answer(run.parts["relations"])
+    if "result" in run.parts:
+        return f"{run.state.recipe}, {run.state.done:,} of {run.state.total:,} {run.state.unit}."
     held = [finding.verdict for finding in _further(run)]
     names = f"{', '.join(run.parts)}"
     return f"{names}; {held.count('holds')} of {len(held)} claims hold." if held else f"{names}."

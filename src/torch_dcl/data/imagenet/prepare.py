@@ -183,7 +183,7 @@ def _plan(samples: Samples, root: Path, prefix: Path, size: int, shape: str, cou
     shards = []
     for number, first in enumerate(range(0, len(samples), count)):
         part = samples.part(range(first, min(first + count, len(samples))))
-        settings = json.dumps([VERSION, size, shape, skip, part.signature(root)])
+        settings = json.dumps([VERSION, size, shape, part.signature(root)])
         key = hashlib.sha256(settings.encode()).hexdigest()
         shards.append(
             _Shard(prefix.with_name(f"{prefix.name}-{number:05d}.safetensors"), root, part, size, shape, skip, key)
@@ -284,6 +284,8 @@ def _read_shard(shard: _Shard) -> Result | None:
         digest = check_seal(shard.path)
     except SealedError:
         return None
+    if about["skipped"] and not shard.skip:
+        return None  # what was left out before is an error now
     _, shape, first = places["labels"]
     labels = np.memmap(shard.path, "<i8", "r", first, shape).tolist() if shape[0] else []
     return digest, labels, list(about["skipped"]), False

@@ -50,6 +50,10 @@ class CalibrationConfig(DigitConfig):
     )
     lengths: tuple[int, ...] = setting((), "numbers of epochs to try; none for epochs", of=int, least=1, most=1_000_000)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "lengths", tuple(dict.fromkeys(self.lengths)))
+
 
 @dataclasses.dataclass
 class Fitted:

@@ -58,6 +58,11 @@ class ChartConfig(NaturalConfig):
     )
     rounds: int = setting(5, "rounds whose median is the time of a step", smoke=1, least=1, most=10_000)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "shares", tuple(dict.fromkeys(self.shares)))
+        object.__setattr__(self, "rates", tuple(dict.fromkeys(self.rates)))
+
     @property
     def points(self) -> list[Point]:
         """Units and budgets."""

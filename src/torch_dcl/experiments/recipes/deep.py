@@ -89,6 +89,7 @@ class DeepConfig(NaturalConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "rates", tuple(dict.fromkeys(self.rates)))
         check_units(self.units, tuple(UNITS))
 
 

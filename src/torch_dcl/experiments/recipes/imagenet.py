@@ -7,7 +7,6 @@ test. The training loop is `torch_dcl.experiments.imagenet.training`.
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,13 +25,12 @@ from torch_dcl.experiments.imagenet.team import Team
 from torch_dcl.experiments.imagenet.training import Training
 from torch_dcl.experiments.network_source import code_hash
 from torch_dcl.experiments.paper_numbers import IMAGENET, WEIGHTS
-from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained
+from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank, StopRequest, leave_group
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import Config, SettingError, setting
 from torch_dcl.experiments.stats import mean, mean_std_n
 from torch_dcl.experiments.table import Grid, Line
-from torch_dcl.files import write_text
 from torch_dcl.fleet.run_folder import environment
 
 if TYPE_CHECKING:
@@ -170,6 +168,8 @@ class ImageNet(Recipe[ImageNetConfig]):
             raise SettingError("sync_bn needs GPUs: torch has no synchronised batch norm for the CPU; leave it out")
         if len(config.betas) != 2 or max(config.betas) >= 1:
             raise SettingError(f"betas are two numbers below 1, such as 0.9,0.999, not {config.betas}")
+        if config.ema >= 1:
+            raise SettingError("ema must be below 1, such as 0.9999: with 1 the average stays at the random start")
         if config.resize < self.crop:
             raise SettingError(f"a crop must lie within the image: crop {self.crop}, resize {config.resize}")
         unit = 1 if config.mix == "none" else 2
@@ -345,13 +345,14 @@ class ImageNet(Recipe[ImageNetConfig]):
                 "train_loss": [outcome.train_loss for outcome in group], "seconds": [o.seconds for o in group],
                 "images": group[0].extra["images"], "curves": [outcome.extra["curve"] for outcome in group],
                 "waiting": [outcome.extra["waiting"] for outcome in group],
+                "stopped": [outcome.stopped for outcome in group],
             })  # fmt: skip
         content = {
             "network": self.config.network, "data": {name: images.about for name, images in self.splits.items()},
             "recipe": folder.recipe, "environment": environment(), "minutes": minutes_of(folder), "models": rows,
             "skipped": sorted({name for outcome in known.values() for name in outcome.extra.get("skipped", [])}),
         }  # fmt: skip
-        write_text(folder.path / "imagenet.json", json.dumps(content, indent=1) + "\n")
+        folder.write_json("imagenet", finite(content))
         return content
 
     def shown(self, result: dict[str, Any], width: int) -> "list[RenderableType]":
@@ -373,6 +374,8 @@ class ImageNet(Recipe[ImageNetConfig]):
         if skipped := result.get("skipped"):
             more = ", …" if len(skipped) > 5 else ""
             words += f" {say_skipped(len(skipped))}: {', '.join(skipped[:5])}{more}."
+        if diverged := [row["model"] for row in result["models"] if any(end is not None for end in row["stopped"])]:
+            words += f" The training diverged of {' and '.join(diverged)}: the errors there mean nothing."
         if result["network"] == "alexnet":
             plain, dcl, _ = WEIGHTS["AlexNet"]
             words += f" The paper's errors are of ILSVRC2012, 450,000 steps, {plain:.2f}M and {dcl:.2f}M weights."
