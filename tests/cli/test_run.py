@@ -14,6 +14,7 @@ import time
 import pytest
 from rich.text import Text
 
+from torch_dcl.cli import main
 from torch_dcl.cli.run import _as_text
 
 TINY = (
@@ -382,3 +383,15 @@ def test_a_run_without_its_toml_says_how_it_is_resumed(dcl, run):
     assert "resume it with the command that began it, and --resume" in dcl("run", "runs/smoke", "--resume", code=2)
     dcl("run", "table1", "--smoke", "--out", "runs/smoke", "--resume")
     assert (run / "recipe.toml").exists()
+
+
+@pytest.mark.parametrize(("code", "ignored"), [(75, [(signal.SIGTERM, signal.SIG_IGN)]), (130, []), (0, [])])
+def test_a_second_sigterm_leaves_the_code_that_asks_for_another_try(code, ignored, monkeypatch):
+    """Python takes a while to end, and the second signal would make the code 143, which requeues nothing."""
+    asked = []
+    monkeypatch.setattr("torch_dcl.cli.app.app", lambda **_: sys.exit(code))
+    monkeypatch.setattr(signal, "signal", lambda *given: asked.append(given))
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == code
+    assert asked == ignored

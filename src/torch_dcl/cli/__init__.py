@@ -3,6 +3,9 @@
 torch and everything heavy is imported inside the commands, so that help answers at once.
 """
 
+import os
+import signal
+
 __all__ = ["main"]
 
 
@@ -10,4 +13,9 @@ def main() -> None:
     """Run the command with the arguments of the process."""
     from torch_dcl.cli.app import app
 
-    app(prog_name="dcl")
+    try:
+        app(prog_name="dcl")
+    except SystemExit as end:
+        if end.code == os.EX_TEMPFAIL:  # stopped by SIGTERM and saved: another one must not change this code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
