@@ -45,6 +45,12 @@ def folder(tmp_path):
     return root
 
 
+def test_a_folder_below_the_users_home_is_found(folder, monkeypatch):
+    """The shell does not expand it behind ``--set data=``."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert list(open_images("~/images", "train").classes) == ["n01", "n02"]
+
+
 def expected(path, shape="squash"):
     """One image as Pillow and the definition of the shapes give it."""
     with Image.open(path) as file:

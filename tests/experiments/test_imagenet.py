@@ -293,12 +293,13 @@ def test_a_training_that_diverged_is_said_so_in_a_file_that_any_program_reads():
     assert [row["stopped"] for row in rows] == [[0], [0]]
 
 
-def test_a_plan_or_a_budget_says_what_is_converted():
+def test_a_plan_or_a_budget_says_what_is_converted(monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     scope = {}
     exec(NET, scope)
     made = plan(scope["make"](), (3, 12, 12), width=4).only("5")
     Path("plan.json").write_text(made.to_json())
-    done = invoke(*small("--models", "dcl", "--plan", "plan.json", "--out", "run"))
+    done = invoke(*small("--models", "dcl", "--set", "plan=~/plan.json", "--out", "run"))
     assert done.exit_code == 0, done.output
     assert load_model(scope["make"], "run/dcl-0.safetensors")[5].fusion.weight.shape == (8, 32)
     done = invoke(*small("--models", "dcl", "--budget", "0.7", "--out", "less"))

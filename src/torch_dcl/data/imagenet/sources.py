@@ -85,7 +85,7 @@ def open_images(
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     if str(root) == "synthetic":
         return synthetic_images(split, classes, size, images or 512)
-    place = Path(root)
+    place = Path(root).expanduser()
     if (place / MANIFEST).is_file():
         return Mapped(place, split, size, shape)
     if any(place.glob("train-*.safetensors")):

@@ -94,7 +94,7 @@ def _plain(name: str, classes: int, side: int) -> nn.Module:
 def _plan(config: "ImageNetConfig", network: nn.Module, side: int) -> Plan:
     if config.plan:
         try:
-            return Plan.from_json(Path(config.plan).read_text(encoding="utf-8"))
+            return Plan.from_json(Path(config.plan).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SettingError(f"plan {config.plan!r} cannot be read: {error}") from error
     try:

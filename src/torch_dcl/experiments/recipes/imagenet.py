@@ -221,7 +221,7 @@ class ImageNet(Recipe[ImageNetConfig]):
     def asked(self) -> dict[str, Any]:
         """The settings, with the images and the code of the user's own network by their hashes."""
         hashes = {split: images.content() for split, images in self.splits.items()} | {"network": self.code}
-        plan = Path(self.config.plan).read_text(encoding="utf-8") if self.config.plan else ""
+        plan = Path(self.config.plan).expanduser().read_text(encoding="utf-8") if self.config.plan else ""
         train = self.splits["train"]
         decoder = train.decoder_on(torch.device(self.device)) if isinstance(train, Decoded) else "none"
         return {**super().asked(), "plan": plan, "decoder": decoder, "sha256": hashes}
