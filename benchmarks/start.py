@@ -270,7 +270,7 @@ def summarise(rows: Rows) -> None:
         first = next(row for row in rows if (row["unit"], row["start"]) == (unit, start))
         good = list(trained(rows, unit, start))
         told = f"{good[0]:g} to {good[-1]:g}, {len(good)} rates" if good else "none"
-        scale = f"rms {first['rms_start']:.3g} for {first['rms_plain']:.3g}"
+        scale = f"rms {float(first['rms_start']):.3g} for {float(first['rms_plain']):.3g}"
         errors = errors_of(rows, unit, start).values()
         shown = "".join(f"{f'{fmean(e):.2f}' if e else 'diverged':>9}" for e in errors)
         print(f"{f'{unit} {start}':20}{shown}   {told}; {scale}")

@@ -18,6 +18,40 @@ from torch_dcl.experiments.stats import Effect
 from torch_dcl.report.document import prose
 
 
+def test_the_scale_of_the_start():
+    """The lowest mean error over rates without a failed seed, the paired differences, and the rates that train."""
+    runs = results("start.csv")
+    places = {"LeNet, three digits": "digits", "LeNet, CIFAR-100": "lenet"}
+
+    def errors(place, unit, start):
+        of = [r for r in runs if (r["place"], r["unit"], r["start"]) == (place, unit, start)]
+        by_rate = {}
+        for r in of:
+            by_rate.setdefault(r["rate"], []).append(None if r["stopped"] else float(r["error"]))
+        by_rate = {rate: found for rate, found in by_rate.items() if None not in found}
+        lowest = min(statistics.mean(found) for found in by_rate.values())
+        return min(by_rate.values(), key=statistics.mean), by_rate, lowest
+
+    rows = table_under("| error %, validation images |", (ROOT / "docs" / "numerics.md").read_text().splitlines())
+    assert len(rows) == 4
+    for name, torch, *cells in rows:
+        place, unit = places[name.rpartition(", ")[0]], name.rpartition(", ")[2].lower()
+        columns = {(r["unit"], r["start"]) for r in runs if r["place"] == place}
+        chance = float(next(r["chance"] for r in runs if r["place"] == place))
+        bound = (min(errors(place, *column)[2] for column in columns) + chance) / 2
+        theirs, _, _ = errors(place, unit, "torch")
+        agree(torch, statistics.mean(theirs))
+        for start, (error, apart, count) in zip(
+            ("torch", "weights", "data"), ((torch, None, cells[0]), cells[1:4], cells[4:]), strict=True
+        ):
+            ours, by_rate, _ = errors(place, unit, start)
+            agree(error, statistics.mean(ours))
+            agree(count, sum(statistics.mean(found) <= bound for found in by_rate.values()))
+            if apart is not None:
+                gaps = [a - b for a, b in zip(ours, theirs, strict=True)]
+                agree(apart, statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5)
+
+
 def test_the_start_from_trained_weights():
     runs = results("fit.csv")
     kinds = {
