@@ -166,7 +166,7 @@ def test_a_batch_norm_is_described_by_what_it_computes(training, tracks, affine)
     assert (found.gamma, found.beta) == (norm.weight, norm.bias)
     assert (found.mean, found.variance) == (norm.running_mean, norm.running_var)
     assert (found.eps, found.momentum, found.fixed) == (0.1, 0.3, tracks and not training)
-    assert (found.tracked is None) == (not tracks)
+    assert found.tracked is (norm.num_batches_tracked if training else None)  # fixed statistics count nothing
 
 
 class OwnNorm(nn.BatchNorm2d):

@@ -275,14 +275,15 @@ class ConceptFusion(nn.Module):
         bias: Tensor | None = self.bias
         widths, stochastic = self.widths, self.strategy == "stochastic"
         if stochastic and self.training:
-            weight, bias, widths = self.gather(weight), self._active_bias(), widths[:2]
+            weight, bias, widths = self.gather(weight), self.active_bias(), widths[:2]
         norm = None
         if self.norm is not None and (norm := kernel_norm(self.norm)) is None:
             return None
         pairs = stochastic and not self.training
         return dispatch.unit(x, theta, stage, weight, bias, widths, self.eps, norm, pairs=pairs)
 
-    def _active_bias(self) -> Tensor | None:
+    def active_bias(self) -> Tensor | None:
+        """The biases of the two active branches."""
         return None if self.bias is None else self.bias.index_select(0, self.active)
 
     @property
@@ -303,7 +304,7 @@ class ConceptFusion(nn.Module):
 
     def forward_pair(self, y: Tensor) -> Tensor:
         """Fuse the output of a stage 1 that computed the two active branches alone."""
-        return self._project_and_fuse(y, self.gather(self.weight), self._active_bias(), self.widths[:2], pairs=False)
+        return self._project_and_fuse(y, self.gather(self.weight), self.active_bias(), self.widths[:2], pairs=False)
 
     def extra_repr(self) -> str:
         """The arguments, for printing."""

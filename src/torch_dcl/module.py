@@ -3,19 +3,24 @@
 import functools
 import math
 import warnings
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from torch_dcl.functional import exporting
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
-from torch_dcl.kernels.dispatch import Stage, fuse_branches, fuse_pairs, linear, may_run, transpose
-from torch_dcl.norms import called_plainly, exchanges
+from torch_dcl.kernels import dispatch
+from torch_dcl.kernels.dispatch import Stage, closed_settings, fuse_branches, fuse_pairs, may_run, transforms, transpose
+from torch_dcl.kernels.unit_ops import Closed, run_closed
+from torch_dcl.norms import called_plainly, exchanges, kernel_norm, norm_tensors
 from torch_dcl.programs import recorded, replayed
 
 __all__ = ["Responses", "passes_relu"]
+
+CHANNELS_LAST = torch.channels_last
 
 
 class Responses(NamedTuple):
@@ -51,16 +56,85 @@ class _DCL(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z, in the memory layout of the plain layer's output."""
         # No super(): a compiler would guard the class and the modules around it in every call.
-        if torch.compiler.is_compiling() and exchanges(self.fusion.norm) and not exporting():
-            out: Tensor = _uncompiled(self, x)
-            return out
+        compiling = is_compiling()
+        if compiling:
+            if (z := self._run_closed(x)) is not None:
+                return z
+            if exchanges(self.fusion.norm) and not exporting():
+                out: Tensor = _uncompiled(self, x)
+                return out
         transposes = self._should_transpose(x)
-        z = self._compute(transpose(x, last=True, cast=True) if transposes else x)
+        if transposes:
+            x = transpose(x, last=True, cast=True)
+        z = self._run_closed(x) if compiling and transposes else None
+        if z is None:
+            z = self._compute(x)
         if transposes:
             z = transpose(z, last=False)
         if self.marks_output:
             z._dcl_positive = _version(z)  # type: ignore[attr-defined]
         return z
+
+    def _run_closed(self, x: Tensor) -> Tensor | None:
+        """z of a compiled network by one operation that the compiler does not look into; None if there is none for x.
+
+        A compiler guards every name and attribute that is looked up here, and checks these guards in every call. So a
+        method decides whose result is a constant to it, and what may change between calls is an argument of it.
+        """
+        if not dispatch.enabled or transforms():
+            return None  # in a transform, torch.vmap cannot tell the layout
+        branch, fusion = self.branch, self.fusion
+        spatial = fusion.spatial
+        norm: Any = fusion.norm
+        if spatial and not (spatial == 2 and x.is_contiguous(memory_format=CHANNELS_LAST)):
+            return None
+        pair = self.training and fusion.strategy == "stochastic"
+        settings = self._closed_settings(
+            (type(x), x.dtype, x.device, x.dim(), x.requires_grad), pair, norm is not None and norm.training,
+            self.branch_activation is None and branch.bias is None,
+            (branch.stride, branch.padding, branch.dilation, branch.padding_mode) if spatial else None,
+        )  # fmt: skip
+        if settings is None or (norm is not None and x.shape[0] == 0):
+            return None
+        theta: Tensor = branch.weight
+        weight: Tensor = fusion.weight
+        bias: Tensor | None = fusion.bias
+        if pair:
+            _warn_if_nobody_advances(fusion)
+            theta, weight, bias = fusion.gather(theta), fusion.gather(weight), fusion.active_bias()
+        if norm is None:
+            z = run_closed(x, theta, weight, bias, (None,) * 5, fusion.eps, 0.0, 0.0, settings)
+        else:
+            tensors = norm_tensors(norm, settings[4])
+            z = run_closed(x, theta, weight, bias, tensors, fusion.eps, norm.eps, norm.momentum, settings)
+        if self.marks_output:
+            z._dcl_positive = 0  # type: ignore[attr-defined]
+        return z
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _closed_settings(
+        self, of_x: tuple[type, torch.dtype, torch.device, int, bool], pair: bool, by_batch: bool, plain: bool,
+        geometry: tuple[Any, ...] | None,
+    ) -> Closed | None:  # fmt: skip
+        """The settings of the operation; None if it does not support the layer or the input.
+
+        Args:
+            of_x: The class of the input, its dtype, device, number of dimensions, and whether it requires gradients.
+            pair: Whether the layer fuses its two active branches.
+            by_batch: Whether there is a norm in training mode.
+            plain: Whether nothing stands between stage 1, without biases, and stage 2.
+            geometry: Of the convolution. Like ``by_batch`` it is read from the layer; as an argument it is guarded.
+        """
+        del by_batch, geometry
+        fusion, stage = self.fusion, self._plain_stage() if plain else None
+        norm = None if fusion.norm is None else kernel_norm(fusion.norm)
+        if stage is None or (pair and not fusion.gathers) or (fusion.norm is not None and norm is None):
+            return None
+        if isinstance(fusion.norm, nn.SyncBatchNorm) and fusion.norm.training:
+            return None  # whether it exchanges is asked again in each call
+        widths, fixed = fusion.widths[: 2 if pair else None], None if norm is None else norm.fixed
+        pairs = fusion.strategy == "stochastic" and not pair
+        return closed_settings(of_x, stage, self.branch.weight, fusion.weight, widths, fixed, pairs=pairs)
 
     def _should_transpose(self, x: Tensor) -> bool:
         """Whether to transpose the input to channels_last, and z back."""
@@ -68,7 +142,7 @@ class _DCL(nn.Module):
         return False
 
     def _compute(self, x: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
+        compiling = is_compiling()
         if not compiling and (z := replayed(self, x)) is not None:
             return z
         fusion = self.fusion
@@ -174,14 +248,14 @@ class _DCL(nn.Module):
         """Stage 1: a plain linear branch by `linear`, any other by a call of ``branch``."""
         branch = self.branch
         if type(branch) is nn.Linear and called_plainly(branch):
-            return linear(x, branch.weight, branch.bias, otherwise=branch)
+            return dispatch.linear(x, branch.weight, branch.bias, otherwise=branch)
         y: Tensor = branch(x)
         return y
 
     def _run_branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Stage 1 with these filters instead of its own."""
         if isinstance(self.branch, nn.Linear):
-            return linear(x, weight, bias)
+            return dispatch.linear(x, weight, bias)
         y: Tensor = self.branch._conv_forward(x, weight, bias)
         return y
 

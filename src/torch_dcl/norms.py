@@ -14,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.kernels.dispatch import Norm
 
-__all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "normalise"]
+__all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "norm_tensors", "normalise"]
 
 
 def kernel_norm(norm: Any) -> Norm | None:
@@ -27,15 +27,20 @@ def kernel_norm(norm: Any) -> Norm | None:
             return None  # kernels do not exchange statistics inside a compiled graph
         if not torch.compiler.is_compiling() and (group := _group_of(norm)) is not None:
             ranks = distributed.get_world_size(group)
-    mean, variance, count = norm.running_mean, norm.running_var, None
-    fixed = not training and mean is not None
-    if not (fixed and torch.compiler.is_compiling()):  # a compiler would guard the unused tensor
-        count = norm.num_batches_tracked
-    if not fixed and not (training and norm.track_running_stats):
-        mean = variance = count = None
+    fixed = not training and norm.running_mean is not None
+    gamma, beta, mean, variance, count = norm_tensors(norm, fixed)
     if (mean is None) != (variance is None) or (mean is not None and count is None and not fixed):
         return None
-    return Norm(norm.weight, norm.bias, mean, variance, count, norm.eps, norm.momentum, fixed, ranks, group)
+    return Norm(gamma, beta, mean, variance, count, norm.eps, norm.momentum, fixed, ranks, group)
+
+
+def norm_tensors(norm: Any, fixed: bool) -> tuple[Tensor | None, ...]:
+    """γ, β, and what the kernels read or update: running means, variances, and the count of batches."""
+    if fixed:
+        return norm.weight, norm.bias, norm.running_mean, norm.running_var, None
+    if norm.training and norm.track_running_stats:
+        return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
+    return norm.weight, norm.bias, None, None, None
 
 
 def normalise(norm: nn.Module, pre: Sequence[Tensor], channels: int) -> list[Tensor]:

@@ -142,7 +142,7 @@ def _conditions(layer: Any, unit: Recorded) -> Iterator[Condition]:
             ("equal", own, name, own[name]) if name in own else ("absent", own, name, None) for name in _REPLACED
         )
     yield from (("empty", vars(modules), name, None) for name in _GLOBAL_HOOKS)
-    yield "equal", vars(dispatch), "_enabled", True
+    yield "equal", vars(dispatch), "enabled", True
     yield "empty", vars(dispatch), "_watching", None
     yield "equal", vars(forward_ad), "_current_level", -1
     if unit.dtype is torch.float32:

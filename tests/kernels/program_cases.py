@@ -469,6 +469,10 @@ def _compiled_changes(norm, device):
         look("statistics over all batches", x)
         layer.fusion.norm.weight.requires_grad_(False)
         look("a norm that does not learn", x)
+        layer.fusion.norm.eps = 0.5
+        look("another epsilon of the norm", x)
+        layer.fusion.norm.track_running_stats = False
+        look("statistics that are not tracked", x)
     layer.fusion.eps = 0.25
     look("another epsilon", x)
     layer.branch.weight.requires_grad_(False)
@@ -478,6 +482,16 @@ def _compiled_changes(norm, device):
     look("another stride", x)
     layer.fusion.weight.data.mul_(-0.5)
     look("weights changed in place", x)
+    layer.branch.padding = (0, 1)
+    look("another padding", x)
+    with dispatch.disabled(), dispatch.watch() as ran:
+        compiled(x)
+    assert ran
+    assert not any(path.endswith("kernel") for path in ran), ran
+    layer.branch_activation = nn.Tanh()
+    look("an activation between the stages", x)
+    layer.branch.bias = nn.Parameter(torch.randn(layer.branch.out_channels, device=device))
+    look("biases of stage 1", x)
     return errors
 
 

@@ -28,13 +28,14 @@ from torch_dcl.kernels.record import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
 
 __all__ = [
-    "Norm", "Stage", "can_project", "count_path", "disabled", "fuse_branches", "fuse_pairs", "kernels_accept", "linear",
-    "may_run", "project_and_fuse", "runs_in_parts", "should_transpose", "transforms", "transpose", "unit", "watch",
+    "Norm", "Stage", "can_project", "closed_settings", "count_path", "disabled", "enabled", "fuse_branches",
+    "fuse_pairs", "kernels_accept", "linear", "may_run", "project_and_fuse", "runs_in_parts", "should_transpose",
+    "transforms", "transpose", "unit", "watch",
 ]  # fmt: skip
 
 LEAST_IN_PARTS = 1 << 16
 """The elements of z from which on parts are faster than the reference, which has fewer and larger operations."""
-_enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
+enabled = os.environ.get("TORCH_DCL_KERNELS", "1") != "0"
 _FLOAT32_PRODUCTS = torch.version.hip is None  # cuBLAS can return float32 products of half-precision matrices
 _PLAIN = (Tensor, nn.Parameter)  # other tensor classes (sharded, quantised, traced) dispatch by themselves
 _watching: list[Counter[str]] = []
@@ -42,18 +43,18 @@ _watching: list[Counter[str]] = []
 
 def may_run(x: Tensor) -> bool:
     """Whether kernels can run on a layer's input at all."""
-    return _enabled and supports(x.dtype, x.device.type)
+    return enabled and supports(x.dtype, x.device.type)
 
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
     """Run the reference inside the block. ``TORCH_DCL_KERNELS=0`` in the environment disables kernels permanently."""
-    global _enabled  # noqa: PLW0603 - compiled networks guard on this plain flag
-    before, _enabled = _enabled, False
+    global enabled  # noqa: PLW0603 - compiled networks guard on this plain flag
+    before, enabled = enabled, False
     try:
         yield
     finally:
-        _enabled = before
+        enabled = before
 
 
 @contextlib.contextmanager
@@ -127,18 +128,15 @@ def unit(
         last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
     else:
         last = not spatial or launch.is_channels_last(x, 1)
-    closed = compiling and last and prefix_of_operations() != ""
     ranks = None if norm is None else norm.ranks
     if ranks == 1 and x.shape[0] == 0:
         return None
     dtype = _compute_dtype(
         (type(x), type(theta), type(weight)), x.dtype, x.device, x.dim(), last, theta.dtype, theta.requires_grad,
-        spatial, tuple(widths), ranks, pairs, compiling and not closed,
+        spatial, tuple(widths), ranks, pairs, compiling,
     )  # fmt: skip
     if dtype is None:
         return None
-    if closed:
-        return unit_ops.run(x.to(dtype), theta, weight, bias, stage, tuple(widths), eps, pairs, norm)
     T, channels = len(widths), x.dim() - 1 - spatial
     keep = norm is None and (not spatial or widths[0] > max_fused_width(dtype))
     if compiling:
@@ -147,6 +145,32 @@ def unit(
         return transpose(z, channels, last=False) if spatial and _is_channels_first(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
     return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
+
+
+def closed_settings(
+    of_x: tuple[type, torch.dtype, torch.device, int, bool], stage: Stage, theta: Tensor, weight: Tensor,
+    widths: tuple[int, ...], fixed: bool | None, *, pairs: bool,
+) -> unit_ops.Closed | None:  # fmt: skip
+    """The settings of a unit as one opaque operation; None if the kernels do not support it.
+
+    Args:
+        of_x: The class of the input, its dtype, device, number of dimensions, and whether it requires gradients.
+        stage: The geometry of stage 1.
+        theta: The filters of stage 1.
+        weight: The weights of stage 2.
+        widths: M(t) of the fused branches.
+        fixed: Whether the norm uses running statistics; None without a norm.
+        pairs: Whether to average over pairs.
+    """
+    kind, dtype, device, dim, needs_x = of_x
+    if not supports(dtype, device.type) or not device == theta.device == weight.device or not prefix_of_operations():
+        return None
+    ranks = None if fixed is None else 1
+    to = _compute_dtype(
+        (kind, type(theta), type(weight)), dtype, device, dim, True, theta.dtype, theta.requires_grad, stage[0], widths,
+        ranks, pairs, False,
+    )  # fmt: skip
+    return None if to is None else unit_ops.encode(to, stage, theta, weight, widths, fixed, needs_x, pairs=pairs)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -254,7 +278,7 @@ def can_project(y: Tensor, weight: Tensor, widths: Sequence[int], *, pairs: bool
 
 def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: int) -> bool:
     """Whether stage 2 of a convolution runs on a CPU by parts of the positions, with its batch norm."""
-    if y.device.type != "cpu" or not _enabled or channels == y.dim() - 1 or _transformed():
+    if y.device.type != "cpu" or not enabled or channels == y.dim() - 1 or _transformed():
         return False
     if not _supports_parts((type(y), type(weight)), y.dtype, weight.dtype, weight.device, tuple(widths)):
         return False  # checked first: an exported network must not depend on sizes
@@ -325,7 +349,7 @@ def linear(
 
 def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
     """The autocast dtype of a product whose weight gradient can be returned in float32; None for other products."""
-    if not (_enabled and _FLOAT32_PRODUCTS) or bias is not None or any(type(t) not in _PLAIN for t in (x, weight)):
+    if not (enabled and _FLOAT32_PRODUCTS) or bias is not None or any(type(t) not in _PLAIN for t in (x, weight)):
         return None
     if not (weight.requires_grad and torch.is_grad_enabled() and weight.dtype == torch.float32):
         return None
@@ -340,7 +364,7 @@ def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | N
 def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
     """Whether the kernels accept these tensors: on one device and, if ``matched``, of one dtype."""
     first = tensors[0]
-    if not kernels.usable(first) or not _enabled or functional.exporting():
+    if not kernels.usable(first) or not enabled or functional.exporting():
         return False
     if any(t.device != first.device or (matched and t.dtype != first.dtype) for t in tensors):
         return False

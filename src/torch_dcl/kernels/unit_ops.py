@@ -19,26 +19,26 @@ from torch_dcl.kernels.plans import plan_for
 from torch_dcl.kernels.record import closed_operation
 from torch_dcl.kernels.unit import Settings, Stage
 
-__all__ = ["run"]
+__all__ = ["Closed", "encode", "run_closed"]
+
+Closed = tuple[torch.dtype, str, int, bool, bool | None, bool, tuple[bool, bool]]
+"""The compute dtype, the settings as text, T, whether responses are saved, ``fixed``; what learns: any, x and θ."""
 
 _NOT, _FIXED, _BATCH = range(3)
 """The norm of the responses: none, by running statistics, or by those of the batch."""
 
 
-def run(
-    x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, stage: Stage, widths: tuple[int, ...], eps: float,
-    pairs: bool, norm: Norm | None,
+def run_closed(
+    x: Tensor, theta: Tensor, weight: Tensor, bias: Tensor | None, of_norm: tuple[Tensor | None, ...], eps: float,
+    norm_eps: float, momentum: float | None, settings: Closed,
 ) -> Tensor:  # fmt: skip
-    """z of an input in the compute dtype, of rows or of images in channels_last; updates running statistics.
+    """z of rows or of images in channels_last; updates running statistics.
 
     A compiler guards every name that is looked up here, and checks these guards in every call, so there are few.
     """
-    learns = torch.is_grad_enabled()
-    gamma, beta, mean, variance, tracked = (None,) * 5 if norm is None else norm[:5]
-    fixed, norm_eps, momentum = (None, 0.0, 0.0) if norm is None else (norm.fixed, norm.eps, norm.momentum)
-    needs = (x.requires_grad, theta.requires_grad) if learns else (False, False)
-    _, stride, padding, dilation = stage
-    how, keep = _encode(stride, padding, dilation, widths, pairs, fixed, x.dtype, theta.dtype, weight.dtype, *needs)
+    dtype, how, T, keeps, fixed, learns, needs = settings
+    x = x.to(dtype)
+    gamma, beta, mean, variance, tracked = of_norm
     tensors = (x, theta, weight, bias, gamma, beta, mean, variance)
     if fixed is not False and not learns:
         return _infer(*tensors, how, eps, norm_eps)  # type: ignore[no-any-return]
@@ -51,11 +51,11 @@ def run(
     if not learns:
         return z
     y, rest = results[1], list(results[2:])
-    low = rest.pop(0) if weight.dtype != x.dtype or norm is not None else None
-    other = rest.pop(0) if keep or norm is not None else None
+    low = rest.pop(0) if weight.dtype != x.dtype or fixed is not None else None
+    other = rest.pop(0) if keeps or fixed is not None else None
     theta_low = rest.pop(0) if rest and rest[0].numel() else None
     attached: Tensor = _Attached.apply(
-        z, theta_low, y, low, other, x, theta, weight, bias, gamma, beta, norm is not None, len(widths), needs, how, eps
+        z, theta_low, y, low, other, x, theta, weight, bias, gamma, beta, fixed is not None, T, needs, how, eps
     )
     return attached
 
@@ -122,16 +122,18 @@ class _UnitConfig(NamedTuple):
         return Norm(*tensors, eps, momentum, fixed=self.kind == _FIXED)  # type: ignore[misc, call-arg, arg-type]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _encode(
-    stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], widths: tuple[int, ...], pairs: bool,
-    fixed: bool | None, dtype: torch.dtype, theta_dtype: torch.dtype, weight_dtype: torch.dtype, *needs: bool,
-) -> tuple[str, bool]:  # fmt: skip
-    """The settings of a unit as text, and whether it saves the responses; ``fixed`` is None without a norm."""
+def encode(
+    dtype: torch.dtype, stage: Stage, theta: Tensor, weight: Tensor, widths: tuple[int, ...], fixed: bool | None,
+    needs_x: bool, *, pairs: bool,
+) -> Closed:  # fmt: skip
+    """The settings of `run_closed`; ``fixed`` is None without a norm."""
+    learns = torch.is_grad_enabled()
+    needs = (needs_x, theta.requires_grad) if learns else (False, False)
     kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
-    keep = fixed is None and (not stride or widths[0] > max_fused_width(dtype))
-    types = (str(t).removeprefix("torch.") for t in (theta_dtype, unit.gradient_type(dtype, weight_dtype)))
-    return repr((stride, padding, dilation, len(widths), pairs, keep, kind, *types, *needs)), keep
+    keeps = fixed is None and (not stage.spatial or widths[0] > max_fused_width(dtype))
+    types = (str(t).removeprefix("torch.") for t in (theta.dtype, unit.gradient_type(dtype, weight.dtype)))
+    how = repr((stage.stride, stage.padding, stage.dilation, len(widths), pairs, keeps, kind, *types, *needs))
+    return dtype, how, len(widths), keeps, fixed, learns, needs
 
 
 @functools.cache
