@@ -16,13 +16,15 @@ the medians, and ratio ± ``spread`` holds the 95 % interval of the median of th
 ``plan_ratio`` and ``plan_spread`` are what the plan measured, without loss and optimiser; where no unit is left, of the
 best network seen. A plan that keeps all units is the network of ``all``, which is timed once for both rows. Weights are
 random, which does not change the speed. Rows are written as they come, the most telling first, and a second call
-measures only what is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time.
+measures only what is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time,
+counted from its start.
 """
 
 import argparse
 import contextlib
 import copy
 import csv
+import functools
 import gc
 import itertools
 import os
@@ -86,7 +88,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="after these, give up what is not measured")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--job", nargs=3, help="measure these rows in this process, a turn for each line on its input")
-    arguments = parser.parse_args()
+    began, arguments = time.monotonic(), parser.parse_args()
     host.wait()  # what is compiled in the background, once a machine
     if arguments.job:
         torch.backends.cudnn.benchmark = True
@@ -97,7 +99,7 @@ def main() -> None:
     todo = sorted(seconds, key=lambda job: (PHASES.index(job[2]), IMPORTANCE.index(job[1]), -seconds[job]))
     longest, share = max(seconds.values(), default=0), sum(seconds.values()) / arguments.at_once
     print(f"{len(todo)} processes; with preparing alone roughly {max(longest, share):.0f} s", flush=True)
-    Machine(arguments).measure(todo)
+    Machine(arguments, began).measure(todo)
 
 
 Job = tuple[str, str, str]
@@ -115,29 +117,35 @@ def estimate(job: Job, arguments: argparse.Namespace) -> float:
     """Roughly, the seconds of a process; and says what they are made of."""
     network, mode, phase = job
     selections = missing(job, arguments)
+    units, parts = parts_of(network, arguments.size)
+    if mode == "eager":
+        seconds = START + (0.5 * units if "faster" in selections else 0)
+    else:
+        seconds = START + 2 * PART[phase] * parts  # plain and converted
+        if "faster" in selections:  # again, from caches in part, and each unit twice
+            seconds += 1.5 * PART[phase] * parts + 2 * COMPILATION[phase] * units
+    print(f"{' '.join(job)}: {units} kinds of units, {parts} layers, roughly {seconds:.0f} s", flush=True)
+    return seconds
+
+
+@functools.cache
+def parts_of(network: str, size: int) -> tuple[int, int]:
+    """How many kinds of units are planned in a network, and how many layers it has."""
     model = getattr(zoo, network)(weights=None).to(memory_format=torch.channels_last)
-    x = torch.zeros(2, 3, arguments.size, arguments.size).contiguous(memory_format=torch.channels_last)
+    x = torch.zeros(2, 3, size, size).contiguous(memory_format=torch.channels_last)
     plan, seen = dcl.plan(model, example=x), trace(model, (x,), {})
     units = set()
     for unit in plan.selected:
         module = model.get_submodule(unit.name)
         units.add(signature(module, unit.norm and model.get_submodule(unit.norm), unit, seen.calls[module][0]))
-    parts = len(plan.rows)
-    if mode == "eager":
-        seconds = START + (0.5 * len(units) if "faster" in selections else 0)
-    else:
-        seconds = START + 2 * PART[phase] * parts  # plain and converted
-        if "faster" in selections:  # again, from caches in part, and each unit twice
-            seconds += 1.5 * PART[phase] * parts + 2 * COMPILATION[phase] * len(units)
-    print(f"{' '.join(job)}: {len(units)} kinds of units, {parts} layers, roughly {seconds:.0f} s", flush=True)
-    return seconds
+    return len(units), len(plan.rows)
 
 
 class Machine:
     """Processes that prepare beside each other, and time one at a time, while the others are stopped."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.start = arguments, time.monotonic()
+    def __init__(self, arguments: argparse.Namespace, start: float) -> None:
+        self.arguments, self.start = arguments, start
         self._turn = threading.Lock()
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._over = False
@@ -147,7 +155,7 @@ class Machine:
         signal.signal(signal.SIGTERM, leave)
         minutes = self.arguments.minutes
         if minutes is not None:
-            clock = threading.Timer(60 * minutes, self._end)
+            clock = threading.Timer(60 * minutes - (time.monotonic() - self.start), self._end)
             clock.daemon = True
             clock.start()
         threads = ThreadPoolExecutor(self.arguments.at_once)
