@@ -12,14 +12,13 @@ is measured: an older one by PYTHONPATH. Rows are added to the file.
 """
 
 import argparse
-import csv
 import os
 import platform
 import time
 from pathlib import Path
 
 import torch
-from rows import write_rows
+from rows import read_rows, write_rows
 from torch import nn
 
 from torch_dcl import DCLConv2d, DCLLinear
@@ -84,11 +83,7 @@ def main():
             row = dict(zip(COLUMNS, [arguments.label, layer, spectrum, *numbers, *where], strict=True))
             print("  ".join(map(str, row.values())), flush=True)
             if arguments.out:
-                earlier = []
-                if arguments.out.exists():
-                    with arguments.out.open(newline="") as file:
-                        earlier = list(csv.DictReader(file))
-                write_rows(arguments.out, COLUMNS, [*earlier, row])
+                write_rows(arguments.out, COLUMNS, [*read_rows(arguments.out), row])
 
 
 if __name__ == "__main__":

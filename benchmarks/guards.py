@@ -6,11 +6,10 @@ A backend that computes nothing leaves the guards and the call around them. ``be
 between two calls, which empties the processor's caches as the work of a network does; with 0 all is in the cache. Runs
 on the CPU, where kernels are interpreted so that a converted network is traced as on a GPU. Networks take turns, and
 are compiled anew in every round; a time is the median over rounds of medians over calls, and ``spread`` is half the
-range of the rounds' ratios. With ``--out`` the rows of other versions of torch are kept.
+range of the rounds' ratios. Rows of other versions of torch stay in the file.
 """
 
 import argparse
-import csv
 import os
 import statistics
 import time
@@ -40,10 +39,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     host.wait()
-    rows: list[dict[str, object]] = []
-    if arguments.out and arguments.out.exists():
-        with arguments.out.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["torch"] != torch.__version__]
+    rows = []
     for name in arguments.networks:
         torch.manual_seed(0)
         networks = {"plain": getattr(zoo, name)(weights=None), "dcl": getattr(zoo, name)(weights=None)}
@@ -63,7 +59,7 @@ def main() -> None:
                 rows.append(row)
                 print(*(row[column] for column in COLUMNS), sep="  ", flush=True)
     if arguments.out:
-        write_rows(arguments.out, COLUMNS, rows)
+        write_rows(arguments.out, COLUMNS, rows, key=["network", "phase", "between", "torch"])
 
 
 def measure(

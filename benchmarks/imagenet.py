@@ -20,7 +20,8 @@ network, ``core_per_s`` what one core decodes by Pillow, ``bound_by`` what keeps
 ``dcl_ratio`` the time of a step of the converted network relative to the plain one on the same source. Sources and
 models take turns in every round, those that decode come one after the other. Workers return batches in bursts, so their
 rounds are whole multiples of one batch from each. Reading a file for the first time is not measured: all files fit into
-the memory of the machine. Rows are written as they come; after `--minutes` no other is begun.
+the memory of the machine. Rows are written as they come, in place of the same rows of earlier calls; after `--minutes`
+no other is begun.
 """
 
 import argparse
@@ -366,7 +367,7 @@ class Bench:
                 print(*(rows[-1][name] for name in COLUMNS[:11]), sep=", ", flush=True)
                 self.shown[network, model, source] = len(found)
         if self.arguments.out is not None:
-            write_rows(self.arguments.out, COLUMNS, rows)
+            write_rows(self.arguments.out, COLUMNS, rows, key=["network", "model", "source"])
 
     def _bound(self, source: str, speed: float, limit: float) -> str:
         """What the row waits for: the network, or a source that gives less than the network takes."""

@@ -16,14 +16,13 @@ the medians, and ratio ± ``spread`` holds the 95 % interval of the median of th
 ``plan_ratio`` and ``plan_spread`` are what the plan measured, without loss and optimiser; where no unit is left, of the
 best network seen. A plan that keeps all units is the network of ``all``, which is timed once for both rows. Weights are
 random, which does not change the speed. Rows are written as they come, the most telling first, and a second call
-measures only what is missing; delete the file, or name another, to measure anew. ``--minutes`` ends a call in time,
-counted from its start.
+measures only what is missing, or with ``--anew`` all, row by row. ``--minutes`` ends a call in time, counted from its
+start.
 """
 
 import argparse
 import contextlib
 import copy
-import csv
 import functools
 import gc
 import itertools
@@ -39,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import write_rows
+from rows import read_rows, write_rows
 from torch import nn
 from torch.nn import functional as F
 from torchvision import models as zoo
@@ -87,6 +86,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="processes that prepare at the same time")
     parser.add_argument("--minutes", type=float, help="after these, give up what is not measured")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--anew", action="store_true", help="measure what the file has, too, and replace it")
     parser.add_argument("--job", nargs=3, help="measure these rows in this process, a turn for each line on its input")
     began, arguments = time.monotonic(), parser.parse_args()
     host.wait()  # what is compiled in the background, once a machine
@@ -107,8 +107,8 @@ Job = tuple[str, str, str]
 
 
 def missing(job: Job, arguments: argparse.Namespace) -> list[str]:
-    """The selections whose rows are not there yet."""
-    done = {tuple(row[name] for name in KEY) for row in read(arguments.out)}
+    """The selections whose rows are not there yet, or all."""
+    done = {tuple(row[name] for name in KEY) for row in read_rows(arguments.out) if not arguments.anew}
     of_job, settings = (job[0], str(arguments.batch), *job[1:]), (arguments.dtype, arguments.layout)
     return [name for name in arguments.selections if (*of_job, name, *settings) not in done]
 
@@ -245,20 +245,13 @@ def start(job: Job, arguments: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--job", *job, "--device", arguments.device]
     command += ["--selections", *arguments.selections]
     command += ["--out", str(arguments.out)] if arguments.out else []
+    command += ["--anew"] if arguments.anew else []
     for name in ("batch", "size", "rounds", "seconds", "dtype", "layout"):
         command += [f"--{name}", str(getattr(arguments, name))]
     threads = str(max(2, (os.cpu_count() or 1) // arguments.at_once))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": threads, **os.environ}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, process_group=0)
-
-
-def read(path: Path | None) -> list[dict[str, str]]:
-    """The rows that are there."""
-    if path is None or not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def measure(network: str, mode: str, phase: str, arguments: argparse.Namespace) -> None:
@@ -299,7 +292,7 @@ def measure(network: str, mode: str, phase: str, arguments: argparse.Namespace) 
         print("  ".join(f"{row[name]}" for name in COLUMNS[4:-6]), flush=True)
         if arguments.out:
             with alone():  # and nobody else writes
-                write_rows(arguments.out, COLUMNS, [*read(arguments.out), row])
+                write_rows(arguments.out, COLUMNS, [row], KEY)
 
 
 def forget_compiled() -> None:

@@ -29,7 +29,6 @@ what stands in its place, on the 200 images before training.
 """
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from rows import write_rows
+from rows import read_rows, write_rows
 from torch import Tensor, nn
 
 from torch_dcl import convert_, plan
@@ -102,10 +101,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if arguments.out and arguments.out.exists():
-        with arguments.out.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["place"] not in arguments.places]
+    rows: list[dict[str, Any]] = [row for row in read_rows(arguments.out) if row["place"] not in arguments.places]
     for name in arguments.places:
         start = time.perf_counter()
         place = make_place(name, arguments)
