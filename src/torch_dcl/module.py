@@ -14,7 +14,7 @@ from torch_dcl.functional import exporting
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
 from torch_dcl.kernels import dispatch
 from torch_dcl.kernels.dispatch import Stage, closed_settings, fuse_branches, fuse_pairs, may_run, transforms, transpose
-from torch_dcl.kernels.unit_ops import Closed, run_closed
+from torch_dcl.kernels.unit_ops import Closed, Operand, run_closed
 from torch_dcl.norms import called_plainly, exchanges, kernel_norm, norm_tensors
 from torch_dcl.programs import recorded, replayed
 
@@ -89,16 +89,16 @@ class _DCL(nn.Module):
         if spatial and not (spatial == 2 and x.is_contiguous(memory_format=CHANNELS_LAST)):
             return None
         pair = self.training and fusion.strategy == "stochastic"
+        theta: Tensor = branch.weight
+        weight: Tensor = fusion.weight
+        bias: Tensor | None = fusion.bias
         settings = self._closed_settings(
-            (type(x), x.dtype, x.device, x.dim(), x.requires_grad), pair, norm is not None and norm.training,
-            self.branch_activation is None and branch.bias is None,
+            [(type(t), t.dtype, t.device, t.requires_grad) for t in (x, theta, weight)], x.dim(), pair,
+            norm is not None and norm.training, self.branch_activation is None and branch.bias is None,
             (branch.stride, branch.padding, branch.dilation, branch.padding_mode) if spatial else None,
         )  # fmt: skip
         if settings is None or (norm is not None and x.shape[0] == 0):
             return None
-        theta: Tensor = branch.weight
-        weight: Tensor = fusion.weight
-        bias: Tensor | None = fusion.bias
         if pair:
             _warn_if_nobody_advances(fusion)
             theta, weight, bias = fusion.gather(theta), fusion.gather(weight), fusion.active_bias()
@@ -113,13 +113,15 @@ class _DCL(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _closed_settings(
-        self, of_x: tuple[type, torch.dtype, torch.device, int, bool], pair: bool, by_batch: bool, plain: bool,
+        self, operands: list[tuple[Any, ...]], dim: int, pair: bool, by_batch: bool, plain: bool,
         geometry: tuple[Any, ...] | None,
     ) -> Closed | None:  # fmt: skip
         """The settings of the operation; None if it does not support the layer or the input.
 
         Args:
-            of_x: The class of the input, its dtype, device, number of dimensions, and whether it requires gradients.
+            operands: The input, the filters and the weights as `Operand`: not always those of the layer
+                (``torch.func.functional_call``).
+            dim: The number of dimensions of the input.
             pair: Whether the layer fuses its two active branches.
             by_batch: Whether there is a norm in training mode.
             plain: Whether nothing stands between stage 1, without biases, and stage 2.
@@ -134,7 +136,8 @@ class _DCL(nn.Module):
             return None  # whether it exchanges is asked again in each call
         widths, fixed = fusion.widths[: 2 if pair else None], None if norm is None else norm.fixed
         pairs = fusion.strategy == "stochastic" and not pair
-        return closed_settings(of_x, stage, self.branch.weight, fusion.weight, widths, fixed, pairs=pairs)
+        x, theta, weight = (Operand(*each) for each in operands)
+        return closed_settings(x, theta, weight, dim, stage, widths, fixed, pairs=pairs)
 
     def _should_transpose(self, x: Tensor) -> bool:
         """Whether to transpose the input to channels_last, and z back."""

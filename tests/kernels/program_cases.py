@@ -495,6 +495,33 @@ def _compiled_changes(norm, device):
     return errors
 
 
+def compiled_functional_case(device):
+    """A compiled call with other weights than the layer's own: how far results and gradients are from the reference."""
+    host.wait()
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = _conv(norm_layer=nn.BatchNorm2d, bias=False).to(device).eval().requires_grad_(False)
+    x = _images(4, 6, 5, 7).to(device)
+
+    def run(given, others):
+        return torch.func.functional_call(layer, others, (given,))
+
+    compiled = torch.compile(run, backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    worst = 0.0
+    for learned in (["branch.weight"], ["fusion.weight"], ["branch.weight", "fusion.weight"], []):
+        others = {name: p + 0.1 for name, p in layer.named_parameters()}
+        found = []
+        for call, off in ((compiled, False), (run, True)):
+            given = {name: p.detach().requires_grad_(name in learned) for name, p in others.items()}
+            with dispatch.disabled() if off else contextlib.nullcontext():
+                z = call(x, given)
+            assert z.requires_grad == bool(learned)
+            grads = torch.autograd.grad(z.square().sum(), [given[name] for name in learned]) if learned else ()
+            found.append([z, *grads])
+        worst = max(worst, *(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*found, strict=True)))
+    return worst
+
+
 def compiled_checkpoint_case(device):
     """A compiled layer under activation checkpointing: how far its gradients are, and how often its norm counted."""
     host.wait()

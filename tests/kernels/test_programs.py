@@ -63,6 +63,11 @@ def test_a_compiled_layer_notices_what_changes_between_its_calls(interpreter, no
     assert {name: error for name, error in errors.items() if not error <= 2e-5} == {}
 
 
+def test_a_compiled_call_with_other_weights_learns_these(interpreter):
+    """`torch.func.functional_call` on a frozen layer."""
+    assert interpreter(cases.compiled_functional_case, "cpu") <= 2e-5
+
+
 def test_a_compiled_layer_can_be_checkpointed(interpreter):
     worst, counted = interpreter(cases.compiled_checkpoint_case, "cpu")
     assert worst <= 1e-4

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels, parts_ops
-from torch_dcl.kernels import launch, ops, supports, unit_ops
+from torch_dcl.kernels import launch, ops, supports
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
 from torch_dcl.kernels.launcher import has_large_shared_memory
 from torch_dcl.kernels.record import prefix_of_operations
 from torch_dcl.kernels.unit import Settings, Stage
+from torch_dcl.kernels.unit_ops import Closed, Operand, encode
 
 __all__ = [
     "Norm", "Stage", "can_project", "closed_settings", "count_path", "disabled", "enabled", "fuse_branches",
@@ -148,29 +149,30 @@ def unit(
 
 
 def closed_settings(
-    of_x: tuple[type, torch.dtype, torch.device, int, bool], stage: Stage, theta: Tensor, weight: Tensor,
-    widths: tuple[int, ...], fixed: bool | None, *, pairs: bool,
-) -> unit_ops.Closed | None:  # fmt: skip
+    x: Operand, theta: Operand, weight: Operand, dim: int, stage: Stage, widths: tuple[int, ...], fixed: bool | None,
+    *, pairs: bool,
+) -> Closed | None:  # fmt: skip
     """The settings of a unit as one opaque operation; None if the kernels do not support it.
 
     Args:
-        of_x: The class of the input, its dtype, device, number of dimensions, and whether it requires gradients.
-        stage: The geometry of stage 1.
+        x: The input, of rows or of images in channels_last.
         theta: The filters of stage 1.
         weight: The weights of stage 2.
+        dim: The number of dimensions of the input.
+        stage: The geometry of stage 1.
         widths: M(t) of the fused branches.
         fixed: Whether the norm uses running statistics; None without a norm.
         pairs: Whether to average over pairs.
     """
-    kind, dtype, device, dim, needs_x = of_x
-    if not supports(dtype, device.type) or not device == theta.device == weight.device or not prefix_of_operations():
+    if not supports(x.dtype, x.device.type) or not x.device == theta.device == weight.device:
         return None
-    ranks = None if fixed is None else 1
-    to = _compute_dtype(
-        (kind, type(theta), type(weight)), dtype, device, dim, True, theta.dtype, theta.requires_grad, stage[0], widths,
-        ranks, pairs, False,
+    if not prefix_of_operations():
+        return None
+    dtype = _compute_dtype(
+        (x.kind, theta.kind, weight.kind), x.dtype, x.device, dim, True, theta.dtype, theta.learns, stage.spatial,
+        widths, None if fixed is None else 1, pairs, False,
     )  # fmt: skip
-    return None if to is None else unit_ops.encode(to, stage, theta, weight, widths, fixed, needs_x, pairs=pairs)
+    return None if dtype is None else encode(dtype, x, theta, weight, stage, widths, fixed, pairs=pairs)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -19,10 +19,20 @@ from torch_dcl.kernels.plans import plan_for
 from torch_dcl.kernels.record import closed_operation
 from torch_dcl.kernels.unit import Settings, Stage
 
-__all__ = ["Closed", "encode", "run_closed"]
+__all__ = ["Closed", "Operand", "encode", "run_closed"]
 
 Closed = tuple[torch.dtype, str, int, bool, bool | None, bool, tuple[bool, bool]]
 """The compute dtype, the settings as text, T, whether responses are saved, ``fixed``; what learns: any, x and θ."""
+
+
+class Operand(NamedTuple):
+    """What decides about a tensor of a unit, and is the same in all calls of what was compiled."""
+
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    learns: bool
+
 
 _NOT, _FIXED, _BATCH = range(3)
 """The norm of the responses: none, by running statistics, or by those of the batch."""
@@ -50,7 +60,7 @@ def run_closed(
     z: Tensor = results[0]
     if not learns:
         return z
-    y, rest = results[1], list(results[2:])
+    y, rest = results[1], [*results[2:]]
     low = rest.pop(0) if weight.dtype != x.dtype or fixed is not None else None
     other = rest.pop(0) if keeps or fixed is not None else None
     theta_low = rest.pop(0) if rest and rest[0].numel() else None
@@ -123,12 +133,12 @@ class _UnitConfig(NamedTuple):
 
 
 def encode(
-    dtype: torch.dtype, stage: Stage, theta: Tensor, weight: Tensor, widths: tuple[int, ...], fixed: bool | None,
-    needs_x: bool, *, pairs: bool,
+    dtype: torch.dtype, x: Operand, theta: Operand, weight: Operand, stage: Stage, widths: tuple[int, ...],
+    fixed: bool | None, *, pairs: bool,
 ) -> Closed:  # fmt: skip
     """The settings of `run_closed`; ``fixed`` is None without a norm."""
     learns = torch.is_grad_enabled()
-    needs = (needs_x, theta.requires_grad) if learns else (False, False)
+    needs = (x.learns, theta.learns) if learns else (False, False)
     kind = _NOT if fixed is None else _FIXED if fixed else _BATCH
     keeps = fixed is None and (not stage.spatial or widths[0] > max_fused_width(dtype))
     types = (str(t).removeprefix("torch.") for t in (theta.dtype, unit.gradient_type(dtype, weight.dtype)))
