@@ -14,7 +14,7 @@ from tests.kernels import autocast_cases, layer_cases
 from tests.kernels.interpreter import Interpreter
 from torch import nn
 
-from torch_dcl import DCLConv2d, DCLLinear, functional
+from torch_dcl import DCLConv2d, DCLLinear, functional, kernels
 from torch_dcl.kernels import dispatch, launch
 
 needs_triton = pytest.mark.skipif(
@@ -64,6 +64,22 @@ def test_an_interpreted_kernel_in_half_precision_is_as_close_as_plain_torch(inte
 def test_under_autocast_the_gradients_of_float32_weights_are_not_rounded(interpreter, name, dtype):
     found = interpreter(autocast_cases.errors_of, name, "cpu", dtype)
     assert {what: error for what, error in found.items() if not error <= 1e-5} == {}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)]
+)
+def test_kernels_run_only_on_gpus_that_triton_supports(capability, expected, monkeypatch):
+    """A T4 or V100 computes in plain torch, where Triton would fail to compile or ask for too much shared memory."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    kernels.runs_on.cache_clear()
+    try:
+        assert [kernels.supports(dtype, device) for dtype in (torch.float16, torch.float32)] == [expected] * 2
+    finally:
+        kernels.runs_on.cache_clear()
 
 
 def test_the_first_stage_of_a_linear_layer_is_a_plain_layer_of_torch():

@@ -57,10 +57,15 @@ def _devices() -> list[Check]:
         )
         return [_check("GPU", "note", why, f"everything runs on the CPU; {remedy}"),
                 _check("Triton", "note", "not used without a GPU")]  # fmt: skip
+    from torch_dcl.kernels import runs_on
+
     rows = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
-        rows.append(_check(f"GPU {index}", "ok", f"{about.name}, {about.total_memory / 2**30:.0f} GiB"))
+        words = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
+        known = runs_on(torch.device("cuda", index))
+        remedy = "" if known else "layers run in plain torch: kernels need compute capability 8.0 or newer"
+        rows.append(_check(f"GPU {index}", "ok" if known else "note", words, remedy))
     triton = _package("triton", "problem", "pip install triton; without it a GPU computes in plain torch")
     return [*rows, {**triton, "name": "Triton"}, _host()]
 

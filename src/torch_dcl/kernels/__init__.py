@@ -8,13 +8,14 @@ computation as torch operations for compilers. `plans` selects the kernels for e
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 
 import torch
 from torch import Tensor
 
-__all__ = ["on_device_of", "reachable", "supports", "usable"]
+__all__ = ["on_device_of", "reachable", "runs_on", "supports", "usable"]
 
 # Looked up once: a compiled network must find constants here.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -23,19 +24,27 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run as Python
 
 def reachable(x: Tensor) -> bool:
     """Whether kernels can run on the device of this tensor."""
-    return _HAS_TRITON and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+    return _HAS_TRITON and runs_on(x.device)
 
 
 def usable(x: Tensor) -> bool:
     """Whether the kernels support the device and the dtype of this tensor."""
-    return bool(supports(x.dtype, x.device.type))
+    return bool(supports(x.dtype, x.device))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def supports(dtype: torch.dtype, kind: str) -> bool:
-    """Whether the kernels support this dtype on this device type. A constant for compilers: it adds no guard."""
-    on_device = kind == "cuda" or (INTERPRETED and kind == "cpu")
-    return _HAS_TRITON and on_device and dtype in (torch.bfloat16, torch.float16, torch.float32)
+def supports(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels support this dtype on this device. A constant for compilers: it adds no guard."""
+    return _HAS_TRITON and dtype in (torch.bfloat16, torch.float16, torch.float32) and runs_on(device)
+
+
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    """Whether Triton supports a device. It dropped NVIDIA's GPUs before compute capability 8.0, such as the T4."""
+    if device.type != "cuda":
+        return INTERPRETED and device.type == "cpu"
+    traced = not torch.cuda.is_available()  # a fake tensor of a GPU that is elsewhere
+    return traced or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def on_device_of(x: Tensor) -> contextlib.AbstractContextManager[object]:

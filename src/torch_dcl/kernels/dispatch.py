@@ -44,7 +44,7 @@ _watching: list[Counter[str]] = []
 
 def may_run(x: Tensor) -> bool:
     """Whether kernels can run on a layer's input at all."""
-    return enabled and supports(x.dtype, x.device.type)
+    return enabled and supports(x.dtype, x.device)
 
 
 @contextlib.contextmanager
@@ -164,7 +164,7 @@ def closed_settings(
         fixed: Whether the norm uses running statistics; None without a norm.
         pairs: Whether to average over pairs.
     """
-    if not supports(x.dtype, x.device.type) or not x.device == theta.device == weight.device:
+    if not supports(x.dtype, x.device) or not x.device == theta.device == weight.device:
         return None
     if not prefix_of_operations():
         return None
