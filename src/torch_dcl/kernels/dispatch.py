@@ -164,9 +164,9 @@ def closed_settings(
         fixed: Whether the norm uses running statistics; None without a norm.
         pairs: Whether to average over pairs.
     """
-    if not supports(x.dtype, x.device) or not x.device == theta.device == weight.device:
+    if functional.exporting() or not supports(x.dtype, x.device) or not x.device == theta.device == weight.device:
         return None
-    if not prefix_of_operations():
+    if not prefix_of_operations():  # asked last: it waits for the library
         return None
     dtype = _compute_dtype(
         (x.kind, theta.kind, weight.kind), x.dtype, x.device, dim, True, theta.dtype, theta.learns, stage.spatial,
