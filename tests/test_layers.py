@@ -954,9 +954,6 @@ def variance_ratio(make, plain, x, seeds=6):
     return mine / others
 
 
-ACTIVATIONS = [None, nn.ReLU, nn.Tanh]
-
-
 def linear_ratio(**arguments):
     return variance_ratio(
         lambda: DCLLinear(256, 256, **arguments),

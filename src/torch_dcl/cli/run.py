@@ -192,8 +192,8 @@ class Listener(protocol.Listener):
     A fleet of 75 networks after a third of its epochs counts as 25 of them.
     """
 
-    def __init__(self, bar: Bar, first: str = "building networks") -> None:
-        self.bar, self.first = bar, first
+    def __init__(self, bar: Bar) -> None:
+        self.bar = bar
         self._before = 0.0
         self._size = 0
 
@@ -201,7 +201,7 @@ class Listener(protocol.Listener):
         """Start the bar at the networks that are done."""
         self.bar.begin_at(before, total)
         self._before, self._size = float(before), 0
-        self.bar.now(self.first)
+        self.bar.now("building networks")
 
     def on_epoch(self, at: protocol.Progress) -> None:
         """Move the bar by the epochs of a fleet."""

@@ -11,13 +11,13 @@ __all__ = ["UnitRecipe", "check_units"]
 C = TypeVar("C", bound=Config)
 
 
-def check_units(given: Sequence[str], known: Sequence[str], *, compared: str = "dcl", plain: str = "plain") -> None:
-    """Refuse units without the one that others are compared with, or without a control of its weights."""
-    controls = [unit for unit in known if unit not in (compared, plain)]
-    if compared not in given:
-        needed, why = compared, f"lacks {compared}, which the others are compared with"
+def check_units(given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse units without DCL, which the others are compared with, or without a control of its weights."""
+    controls = [unit for unit in known if unit not in ("dcl", "plain")]
+    if "dcl" not in given:
+        needed, why = "dcl", "lacks dcl, which the others are compared with"
     elif not any(unit in controls for unit in given):
-        needed, why = "low-rank", f"has no control of {compared}'s weights ({', '.join(controls)})"
+        needed, why = "low-rank", f"has no control of dcl's weights ({', '.join(controls)})"
     else:
         return
     raise SettingError(f"units {why}; give --set units={','.join((*given, needed))}")

@@ -206,12 +206,12 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _tail(file: BinaryIO, step: int = 65536) -> tuple[int, bytes]:
+def _tail(file: BinaryIO) -> tuple[int, bytes]:
     """The size of a file, and the text after its last line break, which is empty unless a kill cut a line off."""
     size = at = file.seek(0, os.SEEK_END)
     tail = b""
     while at and b"\n" not in tail:
-        start = max(0, at - step)
+        start = max(0, at - 65536)
         file.seek(start)
         tail = file.read(at - start) + tail
         at = start

@@ -79,11 +79,11 @@ def _places(widths: Sequence[int]) -> list[float]:
     return [(math.log(width) - first) / span * (len(widths) - 1) for width in widths]
 
 
-def _with_room(places: Sequence[float], room: float = 0.8) -> list[bool]:
+def _with_room(places: Sequence[float]) -> list[bool]:
     """Which labels can be read beside their neighbours; the last one always."""
     shown, nearest = [], math.inf
     for place in reversed(places):
-        shown.append(nearest - place >= room)
+        shown.append(nearest - place >= 0.8)
         nearest = place if shown[-1] else nearest
     return shown[::-1]
 

@@ -274,8 +274,8 @@ def _input_gradient(
     )
 
 
-def _tile(size: int, least: int = 16, most: int = 64) -> int:
-    return min(most, max(least, next_power_of_2(size)))
+def _tile(size: int) -> int:
+    return min(64, max(16, next_power_of_2(size)))
 
 
 def _padded(N: int) -> int:
