@@ -32,7 +32,7 @@ help: ## show this list
 	@echo "Settings: PYTHON=$(PYTHON)  VENV=$(VENV)  PYTEST_ARGS=$(PYTEST_ARGS)"
 
 demo: env ## the idea in two minutes: three networks on two-digit numbers, and a report
-	@$(RUN) examples/demo.py
+	@$(RUN) -m torch_dcl demo
 
 test: env-dev ## run the tests that every change needs (no GPU needed)
 	$(PYTEST) $(PYTEST_ARGS)
@@ -64,4 +64,4 @@ env-dev: ## the same, with what tests and checks need
 
 clean: ## remove caches and build outputs (the environment stays)
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests tools -type d -name __pycache__ -prune -exec rm -rf {} +
+	find src tests tools benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} +
