@@ -1,7 +1,7 @@
 """Draw a plain convolution beside the DCL module, with weights and multiply-adds.
 
-Writes ``dcl-module.svg``, ``dcl-module-dark.svg`` and ``dcl-module.png`` into ``docs/images``. The files depend on
-nothing but this script and the version of matplotlib::
+Writes ``dcl-module.svg`` and ``dcl-module-dark.svg`` into ``docs/images``. The files depend on nothing but this script
+and the version of matplotlib::
 
     python docs/figures/module.py
 """
@@ -181,11 +181,9 @@ class Drawing:
             start += width
         self.text(start + 10, 453.5, total, BODY, ha="left", weight="bold")
 
-    def save(self, path: Path, **options: Any) -> None:
+    def save(self, path: Path) -> None:
         """Write the file without date and version, so that a second run gives the same bytes."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-        self.figure.savefig(path, facecolor=self.theme.page, metadata=metadata, **options)
+        self.figure.savefig(path, facecolor=self.theme.page, metadata={"Date": None, "Creator": None})
 
 
 def millions(weights: int) -> str:
@@ -272,8 +270,6 @@ def main() -> None:
         draw_convolution(draw)
         draw_module(draw)
         draw.save(IMAGES / f"dcl-module{suffix}.svg")
-        if theme is LIGHT:
-            draw.save(IMAGES / "dcl-module.png", dpi=200)
 
 
 if __name__ == "__main__":
