@@ -99,7 +99,7 @@ def match_(
     incoming: Sequence[float] | None = None,
     *,
     keep_eps: bool = False,
-) -> float:
+) -> None:
     """Rescale a freshly initialised ``layer``, in place: z gets the mean square of the output of ``plain`` and ReLU.
 
     The random draws are kept; weights, biases and the scales of norms are multiplied by factors. Four or more branches
@@ -115,11 +115,8 @@ def match_(
         incoming: The mean square of every branch's output on the same data; None for 1.
         keep_eps: Whether to keep ε. Otherwise its floor is lowered to a fifth of z's scale if it is above that.
 
-    Returns:
-        The target root mean square of z.
-
     Raises:
-        ValueError: ε is kept, and its floor is above the target.
+        ValueError: ε is kept, and its floor is above the target root mean square of z.
     """
     fusion = layer.fusion
     seen = samples if fusion.norm is None else None  # a norm undoes the scale of its inputs
@@ -140,11 +137,10 @@ def match_(
             W.mul_(spread / before / math.sqrt(square or 1.0))
         if fusion.bias is not None:
             fusion.bias.fill_(lean * spread)
-        return scale
+        return
     for value, parameter in ((spread, fusion.norm.weight), (lean * spread, fusion.norm.bias)):
         if isinstance(parameter, Tensor):
             parameter.fill_(value)
-    return scale
 
 
 def measure_pace(layer: _DCL) -> float:

@@ -108,9 +108,9 @@ def as_html(table: Table, further: Sequence[Finding] = (), asked: Mapping[str, A
     return document(table.title, render("run.html", run=run, kind=kind, **context))
 
 
-def as_markdown(table: Table, further: Sequence[Finding] = ()) -> str:
-    """A table as Markdown: verdict, numbers, claims with ``further`` findings, and what is needed to repeat it."""
-    return str(render("table.md", **markdown_context(table, further)))
+def as_markdown(table: Table) -> str:
+    """A table as Markdown: verdict, numbers, claims, and what is needed to repeat it."""
+    return str(render("table.md", **markdown_context(table)))
 
 
 def draw_run(path: str | os.PathLike[str]) -> list[str]:

@@ -168,13 +168,13 @@ def _quoted(sets: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def markdown_context(table: Table, further: Sequence[Finding]) -> dict[str, Any]:
+def markdown_context(table: Table) -> dict[str, Any]:
     """What ``table.md`` shows."""
     is_natural = isinstance(table, table2.NaturalTable)
     return {
         "table": table, "is_natural": is_natural, "notes": notes(table), "shown": _in_markdown, "weights": _weights,
-        "sentences": table2.verdict(table) if isinstance(table, table2.NaturalTable) else verdict(table, further),
-        "findings": () if is_natural else findings(table, further), "quoted": _quoted(table.sets) if is_natural else (),
+        "sentences": table2.verdict(table) if isinstance(table, table2.NaturalTable) else verdict(table),
+        "findings": () if is_natural else findings(table), "quoted": _quoted(table.sets) if is_natural else (),
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.data.layouts import LAYOUTS
-from torch_dcl.experiments.claims import Finding, summary
+from torch_dcl.experiments.claims import summary
 from torch_dcl.experiments.columns import (
     CONTROLS,
     MODELS,
@@ -342,9 +342,9 @@ def scores(table: Table) -> list[tuple[Comparison, Comparison | None]]:
     return [(ours, theirs) for ours, theirs in pairs if ours.compared]
 
 
-def verdict(table: Table, further: Sequence[Finding] = ()) -> list[str]:
-    """The table in a few sentences, what was lost as plainly as what was won; ``further`` as in `findings`."""
-    return [summary(table, further), *effects(table), *reservations(table)]
+def verdict(table: Table) -> list[str]:
+    """The table in a few sentences, what was lost as plainly as what was won."""
+    return [summary(table), *effects(table), *reservations(table)]
 
 
 def effects(table: Table) -> list[str]:
