@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.stats import Difference, holm, interval, mean, paired, signed
+from torch_dcl.experiments.stats import Difference, holm, interval, join_words, mean, paired, signed
 from torch_dcl.experiments.table import CONTROLS
 
 __all__ = [
@@ -121,7 +121,7 @@ def _relations(result: Mapping[str, Any]) -> Hypothesis | None:
     failed = {place: _failed_in(result, *place) for place, verdict in judged.items() if verdict == 0}
     unclear = [f"{_places([place])} ({counts})" for place, counts in failed.items() if counts]
     if unclear:
-        said += f" Networks that failed decide means and leave the t-tests little power on {_join(unclear)}."
+        said += f" Networks that failed decide means and leave the t-tests little power on {join_words(unclear)}."
     return Hypothesis("1. Relations", said)
 
 
@@ -136,7 +136,7 @@ def _numbers(result: Mapping[str, Any]) -> Hypothesis | None:
     compared = compare_cells(result)
     for place in (place for place, verdict in judged.items() if verdict == -1):
         better = [c.column for c in compared if (c.task, c.images) == place and c.column in CONTROLS and c.clear == -1]
-        said += f" With {place[1]:,} images DCL-A2 errs significantly more than {_join(better)}."
+        said += f" With {place[1]:,} images DCL-A2 errs significantly more than {join_words(better)}."
     return Hypothesis("2. Numbers", said)
 
 
@@ -198,7 +198,7 @@ def _places(places: Sequence[tuple[str, int]]) -> str:
     by_task: dict[str, list[str]] = {}
     for task, images in places:
         by_task.setdefault(task, []).append(f"{images:,}")
-    return "; ".join(f"{_short(task)} with {_join(sizes)}" for task, sizes in by_task.items())
+    return "; ".join(f"{_short(task)} with {join_words(sizes)}" for task, sizes in by_task.items())
 
 
 def _failed_in(result: Mapping[str, Any], task: str, images: int) -> str:
@@ -297,10 +297,6 @@ def exponents_in_words(exponents: Sequence[float]) -> str:
 def _short(task: str) -> str:
     """The title of a task without what stands in brackets."""
     return TASKS[task].title.partition(" (")[0]
-
-
-def _join(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _count(number: int, word: str) -> str:

@@ -11,8 +11,8 @@ from torch_dcl.experiments.paper_numbers import SETS, Reported
 
 __all__ = [
     "Comparison", "Difference", "Effect", "ErrorTable", "Errors", "Losses", "centre", "compare", "compare_units",
-    "difference", "holm", "interval", "is_complete", "mean", "mean_std_n", "notation", "p_in_words", "p_value",
-    "paired", "pool", "signed", "std", "t_quantile",
+    "difference", "holm", "interval", "is_complete", "join_words", "mean", "mean_std_n", "notation", "p_in_words",
+    "p_value", "paired", "pool", "signed", "std", "t_quantile",
 ]  # fmt: skip
 
 
@@ -101,6 +101,11 @@ def mean_std_n(errors: Sequence[float]) -> str:
     """Mean, standard deviation where there is one, and how many: ``1.96 ± 0.03 (5)``."""
     spread = f" ± {std(errors):.2f}" if len(errors) > 1 else ""
     return f"{mean(errors):.2f}{spread} ({len(errors)})"
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Words joined by commas and a final "and"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def signed(value: float, decimals: int = 2) -> str:

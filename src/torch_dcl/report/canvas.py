@@ -177,11 +177,6 @@ def dress(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
         axes.yaxis.grid(visible=True, color=theme.grid, lw=0.6)
 
 
-def join_words(words: Sequence[str]) -> str:
-    """Words joined by commas and a final "and"."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
 def seeds_in_words(groups: Iterable[Sequence[Any]]) -> str:
     """The number of seeds, or its range over the groups."""
     counts = sorted({len(group) for group in groups})

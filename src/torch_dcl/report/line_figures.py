@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch_dcl.experiments.settings import Reader, is_count, is_list_of, is_number, is_text
+from torch_dcl.experiments.stats import join_words
 from torch_dcl.report import canvas
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def curves_figure(data: Mapping[str, Any], *, dark: bool = False) -> "Figure":
         )  # fmt: skip
         many = canvas.seeds_in_words([kinds["test_loss"] for kinds in curves.values()])
         figure.set_label(
-            f"Training and test loss by epoch on {images}: {canvas.join_words([canvas.title_of(n) for n in curves])}. "
+            f"Training and test loss by epoch on {images}: {join_words([canvas.title_of(n) for n in curves])}. "
             f"Lines are means over {many}, bands reach from the lowest to the highest seed. Solid: test; dashed: "
             "training."
         )
@@ -188,6 +189,6 @@ def _curves(read: Reader, kind: str) -> list[list[float]]:
     )
     lengths = sorted({len(seed) for seed in seeds})
     if len(lengths) != 1 or lengths[0] == 0:
-        found = canvas.join_words([str(n) for n in lengths or [0]])
+        found = join_words([str(n) for n in lengths or [0]])
         read.refuse(f"{kind} has seeds of {found} epochs; give as many epochs for every seed")
     return seeds
