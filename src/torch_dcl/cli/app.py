@@ -277,7 +277,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Run folders, names of runs in runs/, or files table1.json and table2.json.",
+            help="Run folders, names of runs in runs/, or files table1.json, table2.json and relations.json.",
             metavar="RUN…",
             autocompletion=_complete_run,
         ),

@@ -6,7 +6,7 @@
       recipe.toml, recipe.json      the settings as they can be edited, and everything that outcomes depend on
       outcomes.jsonl                the outcomes of each fleet, one line with a checksum
       fleets/KEY-EPOCH-STEP.safetensors   the last two checkpoints of each fleet that is being trained
-      metrics.jsonl, minutes.jsonl, failures.jsonl, log.txt
+      environment.jsonl, metrics.jsonl, minutes.jsonl, failures.jsonl, log.txt
 
 Nothing is thrown to steer a run: it asks ``should_stop()`` before every step, and the clock after every epoch.
 """
