@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SealedError", "check_seal", "locate_sealed", "read_sealed", "replacing", "sha256_bytes", "sha256_file",
-    "write_bytes", "write_sealed", "write_text",
+    "user_cache", "write_bytes", "write_sealed", "write_text",
 ]  # fmt: skip
 
 _SEAL = "seal"
 _MARK = rb"\"seal\": \""  # in the header the JSON text is a JSON string
 _BLANK = "0" * 64
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
+
+
+def user_cache() -> Path:
+    """This package's folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_dcl"
 
 
 class SealedError(ValueError):

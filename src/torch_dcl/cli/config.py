@@ -23,6 +23,7 @@ from torch_dcl.cli.console import (
     several,
     was_restarted,
 )
+from torch_dcl.files import user_cache
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.protocol import Recipe
@@ -257,8 +258,7 @@ def _refuse_code(asked: Asked, file: Path, typed: Mapping[str, Any]) -> None:
 
 def _seal(asked: Asked) -> bytes:
     """The code's names, authenticated with a key that only this user can read."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    file = cache / "torch_dcl" / "key"
+    file = user_cache() / "key"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as opened:

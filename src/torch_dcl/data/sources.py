@@ -22,7 +22,7 @@ from torch_dcl.data.mnist import FILES as MNIST_FILES
 from torch_dcl.data.mnist import RAW, find_mnist, mnist_excerpt, read_mnist
 from torch_dcl.data.svhn import FILES as SVHN_FILES
 from torch_dcl.data.svhn import read_svhn
-from torch_dcl.files import sha256_bytes
+from torch_dcl.files import sha256_bytes, user_cache
 
 __all__ = ["KNOWN", "content_hashes", "examine", "is_here", "load", "places", "remedy"]
 
@@ -99,7 +99,7 @@ def load(
         if (dataset := readers[name](place)) is not None:
             return _examined(dataset)
     if download:
-        target = looked[0] if root is not None or os.environ.get("TORCH_DCL_DATA") else _cache()
+        target = looked[0] if root is not None or os.environ.get("TORCH_DCL_DATA") else user_cache()
         _fetch(name, target, extra)
         fetched = readers[name](target)
         if fetched is not None:
@@ -115,7 +115,7 @@ def places(root: str | os.PathLike[str] | None = None) -> list[Path]:
     if root is not None:
         return [Path(root).expanduser()]
     set_by_user = os.environ.get("TORCH_DCL_DATA")
-    return [*([Path(set_by_user).expanduser()] if set_by_user else []), Path("data"), _cache()]
+    return [*([Path(set_by_user).expanduser()] if set_by_user else []), Path("data"), user_cache()]
 
 
 def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
@@ -127,11 +127,6 @@ def is_here(name: str, root: str | os.PathLike[str] | None = None) -> bool:
     else:
         files = [CIFAR[name].archive, CIFAR[name].folder, name]
     return any((place / file).exists() for place in places(root) for file in files)
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "torch_dcl"
 
 
 def _check_name(name: str, prefix: str, has_path: bool, path: str) -> None:

@@ -98,8 +98,8 @@ def _place(command: list[str]) -> Path:
     """The path of the compiled file, which depends on the source, torch, Python and the compiler."""
     versions = (_SOURCE.read_text(), " ".join(command), torch.__version__, sys.version, platform.machine())
     key = hashlib.sha256("\0".join(versions).encode()).hexdigest()[:16]
-    base = os.environ.get("TORCH_DCL_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "torch_dcl" / key / f"{_NAME}.so"
+    base = os.environ.get("TORCH_DCL_CACHE")
+    return (Path(base, "torch_dcl") if base else files.user_cache()) / key / f"{_NAME}.so"
 
 
 def _compile(command: list[str], path: Path) -> None:
