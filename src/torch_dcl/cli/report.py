@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dcl.cli.config import ABOUT, as_toml, find_recipe, plain_settings
-from torch_dcl.cli.console import UsageError, console, nearest, print_json, print_text, say_state, table_of
+from torch_dcl.cli.console import (
+    UsageError,
+    check_output,
+    console,
+    nearest,
+    print_json,
+    print_text,
+    say_state,
+    table_of,
+)
 
 if TYPE_CHECKING:
     from torch_dcl.experiments.run_reader import Run
@@ -66,8 +75,7 @@ def write_report(runs: Sequence[str], output: Path) -> Path:
     from torch_dcl.experiments import read_run
     from torch_dcl.report.page import check, report
 
-    if not output.parent.is_dir():
-        raise UsageError(f"{output} cannot be written: the folder {output.parent} does not exist")
+    check_output(output)
     read = [read_run(find_run(run)) for run in runs]
     for run in read:
         try:
