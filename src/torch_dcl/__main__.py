@@ -5,6 +5,6 @@ import sys
 from torch_dcl.cli import main
 
 if __name__ == "__main__":
-    # What run folders note as their command can be typed again.
+    # Run folders record the command, which can then be entered again.
     sys.argv[0] = "dcl"
     main()

@@ -388,7 +388,7 @@ def test_what_cannot_be_replaced_is_refused_with_the_reason():
         (OwnForward(16, 32, 3), "a OwnForward with a forward of its own"),
         (nn.utils.parametrizations.weight_norm(copy.deepcopy(conv)), "parametrized: remove the parametrization first"),
         (hooked, "carries hooks, which would be lost: remove them first"),
-        (patched, "carries a forward that somebody put in the place of its own, which would be lost: remove it first"),
+        (patched, "carries a replaced forward, which would be lost: remove it first"),
         (frozen, "its weight is not a parameter"),
         (nn.ConvTranspose2d(16, 32, 3), "a transposed convolution"),
         (dcl.DCLConv2d(16, 32, 3), "already a DCL layer"),

@@ -36,7 +36,7 @@ class UnitOptions:
 
 
 def check_unit_options(options: UnitOptions, budget: float | None) -> None:
-    """Raise an error for options that fit no unit; a unit that they do not fit says so in its row."""
+    """Raise an error for options that fit no unit. If they do not fit a single unit, its row has the reason."""
     requested = options.width if isinstance(options.width, Sequence) else (options.width,)
     numbers = [w for w in requested if isinstance(w, int)]
     if min(numbers, default=1) < 1:

@@ -37,7 +37,7 @@ __all__ = [
 
 ROUNDS = 5
 UNIT_ROUNDS = 9
-"""Rounds of a unit in a selection by time: the fewest whose slowest and fastest do not count as the spread."""
+"""Rounds of a unit in a selection by time: the fewest whose spread leaves out the slowest and the fastest round."""
 FEWEST = 7
 SECONDS = 0.02
 """The time of each contender in a round; at least one call."""

@@ -97,7 +97,7 @@ def _unreadable(path: Path) -> str:
 
 
 def _wrong_tie(shared: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """A name that is said to share a tensor which is not there, or that has one of its own; empty if none is."""
+    """The first name that has both a tensor and a tie to another name, or a tie to a missing one; empty if none has."""
     return next((f"shared.{name}" for name, other in shared.items() if name in tensors or other not in tensors), "")
 
 
@@ -133,7 +133,7 @@ def _is_timing(value: Any) -> bool:
 
 
 def _are_timings(*names: str) -> Callable[[Any], bool]:
-    """Whether there are timings of all these, perhaps of others in pairs, or none at all."""
+    """A predicate: None, or timings by name that include these names."""
 
     def holds(value: Any) -> bool:
         if type(value) is not dict or not value.keys() >= {*names} or not all(map(_is_timing, value.values())):

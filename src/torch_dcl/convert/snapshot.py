@@ -103,7 +103,7 @@ def flags_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[Copies]:
-    """Undo what the block writes into parameters, as a momentum encoder does in a forward, whatever `Snapshot` keeps.
+    """Undo what the block writes into parameters, as the forward of a momentum encoder does; `Snapshot` does not.
 
     Only these parameters are copied, right before the first write. The copies are yielded.
     """

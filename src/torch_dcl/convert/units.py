@@ -160,7 +160,7 @@ def norm_obstacle(norm: nn.Module) -> str:
 
 def _hook_obstacle(module: nn.Module) -> str:
     if "forward" in vars(module):
-        return "carries a forward that somebody put in the place of its own, which would be lost: remove it first"
+        return "carries a replaced forward, which would be lost: remove it first"
     return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
 
 

@@ -13,7 +13,7 @@ __all__ = ["TASKS", "Task", "label_pairs"]
 
 
 class Task(NamedTuple):
-    """What a network is asked about two digits."""
+    """A question about two digits."""
 
     title: str
     """Its name in a text."""

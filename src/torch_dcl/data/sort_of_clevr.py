@@ -38,7 +38,7 @@ _CHUNK = 512  # images drawn at a time
 
 
 class SortOfClevr(NamedTuple):
-    """Images with what they show and what is asked about them."""
+    """Images with their objects, and questions about them with the answers."""
 
     images: Tensor
     """uint8 ``[N, 3, 75, 75]`` on white."""

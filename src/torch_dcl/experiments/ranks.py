@@ -36,9 +36,7 @@ __all__ = ["Claims", "Rank", "StopRequest", "Worker", "agree", "join_group", "le
 T = TypeVar("T")
 TIMEOUT = "TORCH_DCL_TIMEOUT"
 """The environment variable that sets how many seconds a process waits for the others."""
-PATIENCE = (
-    30 * 24 * 3600
-)  # seconds: a rank that ends early waits for the longest fleet; one that dies is noticed at once
+PATIENCE = 30 * 24 * 3600  # seconds that a rank waits for the longest fleet; one that dies is noticed at once
 BEAT = 5.0  # seconds between two increments of a claim's counter, at most
 STALE = 600.0  # seconds without an increment after which a claim is stale
 POLL = 1.0  # seconds between two polls of an idle worker

@@ -176,7 +176,7 @@ class _Sweep:
     noted: float = 0.0
     """Until when the time of this call is in the folder."""
     started: bool = False
-    """Whether a fleet was trained; the first one is trained for an epoch whatever the clock says."""
+    """Whether a fleet was trained; the first one is trained for an epoch even after the time is up."""
     pace: float = 0.0
     """Seconds that the last fleets took, for each network."""
 
@@ -237,7 +237,7 @@ class _Sweep:
             start, networks = time.perf_counter(), sum(recipe.networks(job) for fleet in group for job in fleet)
             needed = self.pace * networks if recipe.ends_fleets else 0.0
             is_late = self.started and start + needed > self.until
-            self.until = -math.inf if is_late else self.until  # so it stays late, though the clock has not struck
+            self.until = -math.inf if is_late else self.until  # so that it stays late before the time is up
             if not is_late and not self.should_stop():
                 self.started = True
                 is_late = not self._train_or_fail(group, number, len(groups))

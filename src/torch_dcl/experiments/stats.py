@@ -143,7 +143,7 @@ def p_value(differences: Sequence[float]) -> float:
 
 
 def p_in_words(p: float) -> str:
-    """A p as tables have it: below 1e-12 what is left of 1 − P(|t| < …) is rounding."""
+    """A p for tables. Below 1e-12 only a bound: there the difference 1 − P(|t| < …) consists of rounding."""
     return f"{p:.2g}" if p >= 1e-12 else "< 1e-12"
 
 

@@ -125,7 +125,7 @@ def _check_members(path: str | os.PathLike[str], then: object, now: list[dict[st
         raise ValueError(f"{path} is of {len(then)} networks, this fleet has {len(now)}")
     for row, (before, here) in enumerate(zip(then, now, strict=True)):
         for name in {**here, **before}:
-            # As text: False equals 0, and is another setting.
+            # Compared as text: for Python False equals 0, but it is another setting.
             texts = [json.dumps(member.get(name), sort_keys=True) for member in (before, here)]
             if texts[0] != texts[1] or (name in before) != (name in here):
                 old, new = (repr(member[name]) if name in member else "missing" for member in (before, here))

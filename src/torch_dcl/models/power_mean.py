@@ -95,7 +95,7 @@ class PowerMeanLinear(SummedLinear):
         **arguments: As for `DCLLinear`.
 
     Raises:
-        ValueError: Another start, more or fewer than two branches, or the stochastic strategy, was asked for.
+        ValueError: Another start, more or fewer than two branches, or the stochastic strategy.
     """
 
     start: int
@@ -117,7 +117,7 @@ class PowerMeanLinear(SummedLinear):
         return bounded(self.raw_exponent)
 
     def reset_parameters(self) -> None:
-        """Start weights as the layer does whose mean p starts at, and p itself."""
+        """Initialise the weights as the layer with the mean at which p starts, and p itself."""
         (SummedLinear if self.start else DCLLinear).reset_parameters(self)
         if "raw_exponent" in self._parameters:
             self._reset_exponent()

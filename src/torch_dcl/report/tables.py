@@ -87,7 +87,7 @@ def _extent(table: Table, sets: int) -> str:
 
 
 def _one_set(table: Table, name: str, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The runs of a set, drawn and as a table; what was not run says so beside the paper's number."""
+    """The runs of a set, drawn and as a table; a column that was not run has a note beside the paper's number."""
     lanes = {each: table.cell(name, each) for each in table.columns}
     cells = [cell for cell in lanes.values() if cell is not None]
     rows = []

@@ -109,7 +109,7 @@ class Decoded:
         """Which decoder is used: pillow or gpu.
 
         Raises:
-            DataError: The GPU's was asked for, and there is none.
+            DataError: The decoder must be the GPU's, and this device has none.
         """
         if self.decoder == "gpu" and not can_decode_on(device):
             raise DataError(f"JPEGs cannot be decoded on {device}: install torchcodec, or ask for the decoder pillow")

@@ -78,7 +78,7 @@ def decode_on(device: torch.device, source: "Files", indices: "Numbers") -> "Mad
 
 
 def _bytes_of(source: "Files", index: int) -> bytes:
-    """The encoded image; none where it cannot be read, which Pillow will say."""
+    """The bytes of an encoded image; none if it cannot be read, for which Pillow then raises the error."""
     try:
         file = source.samples.file(index)
         return file.read_bytes() if isinstance(file, Path) else file

@@ -57,7 +57,7 @@ class Prepared:
     written: int
     """Shards that were missing or damaged."""
     skipped: tuple[str, ...]
-    """Images that cannot be decoded, where skipping them was asked for."""
+    """Images that cannot be decoded; without ``skip_corrupt`` the first one is an error."""
     bytes: int
 
 

@@ -1,4 +1,4 @@
-"""Components of a training loop: rates, groups of parameters, dropout, mixed images, averaged weights, networks.
+"""Components of a training loop: rates, groups of parameters, dropout, mixed images, averaged weights.
 
 Everything random is a function of (seed, step, number of the image), so it does not depend on how many ranks share a
 batch.

@@ -76,7 +76,7 @@ class Training:
         self.epochs = -(-self.total // self.steps_per_epoch)
         self.epoch = self.step = 0
 
-        # The network, as it is trained: dropout by hashes, on the device, in the layout that was asked for.
+        # The network as it is trained: dropout by hashes, on the device, in the layout of the settings.
         self.dropouts = key_dropouts_(network)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         network = network.to(self.device).to(memory_format=layout).train()

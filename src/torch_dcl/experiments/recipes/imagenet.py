@@ -72,7 +72,7 @@ class ImageNetConfig(Config):
     )  # fmt: skip
     skip_corrupt: bool = setting(
         False, "whether images that cannot be decoded on the fly are skipped and counted, in place of an error",
-        machine=True,  # a run that ends without it had none, and may go on with it where it meets one
+        machine=True,  # without it a corrupt image ends the run, which can be resumed with it
     )  # fmt: skip
     classes: int = setting(1000, "classes of synthetic images", smoke=10, least=1, most=1_000_000)
     images: int = setting(512, "synthetic images of each split", smoke=16, least=1, most=10_000_000)
@@ -152,7 +152,7 @@ class ImageNet(Recipe[ImageNetConfig]):
             self.splits = self.open_splits()
             for split, images in self.splits.items():
                 report(f"{'Training' if split == 'train' else 'Validation'}: {images.about}")
-            # What is wrong with a network or a plan is said before anything is written.
+            # Errors of a network or a plan are raised before anything is written.
             for model in self.config.models:
                 network = build(self.config, model, 0, len(self.splits["train"].classes), self.crop)
             self.code = code_hash(self.config.network, network)
@@ -208,10 +208,10 @@ class ImageNet(Recipe[ImageNetConfig]):
             raise SettingError(str(error)) from error
 
     def _ready(self, images: Images) -> Images:
-        """Images that are hashed, and moved to the device, where that is asked for."""
+        """The images, hashed and moved to the device where the settings say so."""
         config, device = self.config, torch.device(self.device)
         if isinstance(images, Decoded):
-            images.decoder_on(device)  # which there may be none of
+            images.decoder_on(device)  # raises an error where there is none
         if isinstance(images, Mapped):
             if config.verify:
                 images.check(self.team.rank, self.team.world)

@@ -123,7 +123,7 @@ def read_trial(text: str) -> Trial:
     """A learning rate from a text such as ``0.07``, with a bound, a weight decay or both: ``0.07 clip 3 decay 0.001``.
 
     Raises:
-        SettingError: The text says something else.
+        SettingError: The text is not of this form.
     """
     rate, *words = text.split() or [""]
     names = words[::2]
