@@ -37,7 +37,9 @@ _HOME = {
     "layers": ("DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear"),
     "stochastic": ("advance_branches_", "follow_optimizer", "seed_branches_"),
 }
-_ROOMS = (*_HOME, "data", "files", "fusion", "kernels", "models", "experiments", "fleet", "paper", "training")
+_ROOMS = (
+    *_HOME, "data", "files", "fusion", "kernels", "models", "experiments", "fleet", "report", "paper", "training",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
