@@ -198,7 +198,7 @@ def shares(responses: ClassResponses) -> dict[str, float]:
     """How many filters have branches that all fire, and the shares of these that satisfy the rule of `pick_filter`.
 
     ``together`` is the share whose branches together know every digit of the class that the filter responds to,
-    ``complementary`` that of which, besides, no branch knows it alone.
+    ``complementary`` the share for which, besides, no branch knows the class alone.
     """
     alive, covered, missing = _knowing(responses)
     count = int(alive.sum())

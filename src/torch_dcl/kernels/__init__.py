@@ -1,8 +1,9 @@
 """Fused Triton kernels for DCL layers. Everywhere else plain torch runs, on a CPU in parts (`torch_dcl.parts`).
 
 `dispatch` chooses kernel or reference, `unit` runs a layer as one autograd node, and `ops` registers the same
-computation as torch operations for compilers. `plans` selects the kernels for each size; `elementwise`, `project`,
-`saved_responses`, `moments`, `exchange` and `hopper` define them, and `launcher` launches them.
+computation as torch operations for compilers. `plans` selects the kernels for each size. They are in `elementwise`,
+`project` (with `passes`, `rows` and `hopper`), `saved_responses`, `moments` and `exchange`. `launcher` launches them,
+`record` records the launches of a unit, and `host` replays them.
 `pointwise` fuses the responses of stacked networks, whose other kernels are in `torch_dcl.fleet.kernels`; callers check
 `usable` or `reachable` first. Triton is imported with the first kernel, never with the package.
 """
