@@ -46,7 +46,7 @@ def some_images(folder: Path, size: int) -> Iterator[Tensor]:
 def main() -> None:
     given = read_arguments()
     if given.images is not None and given.init == "random":
-        raise SystemExit("--images is for --init fit: a random start looks at no data")
+        raise SystemExit("--images is for --init fit: a random start reads no data")
     weights = None if given.weights == "none" else given.weights
     model = get_model(given.network, weights=weights).eval()
 

@@ -3,7 +3,7 @@
     python examples/train_image_folder.py my-images/ --epochs 20
     python examples/train_image_folder.py my-images/ --weights DEFAULT --size 224 --lr 0.01     # fine-tune
     python examples/train_image_folder.py my-images/ --branches 3 --stochastic
-    python examples/train_image_folder.py digits/ --make --size 32 --epochs 5                   # no images at hand
+    python examples/train_image_folder.py digits/ --make --size 32 --epochs 5                   # without images
 
 The run folder (--out) holds the arguments, a line for every epoch, and a checkpoint with a SHA-256. The same command
 with --resume continues a run that was stopped, and ends with the same weights.
@@ -42,7 +42,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights, order and augmentation (default: 0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=Path("runs/image-folder"), help="the run folder")
-    parser.add_argument("--resume", action="store_true", help="go on with what the run folder holds")
+    parser.add_argument("--resume", action="store_true", help="resume the run of the folder")
     parser.add_argument("--stop-after", type=int, metavar="EPOCHS", help="end this call after so many epochs")
     return parser.parse_args()
 
@@ -148,7 +148,7 @@ def main() -> None:
             folder.append("metrics", line)
             print(f"epoch {line['epoch']:3d}: last loss {line['loss']:.3f}, test error {line['error']:.1f} %")
     if last < given.epochs:
-        print(f"{last} of {given.epochs} epochs done; go on with the same command and --resume")
+        print(f"{last} of {given.epochs} epochs done; resume with the same command and --resume")
         return
     dcl.save_model(model, given.out / "model.safetensors")
     print(f"Saved to {given.out / 'model.safetensors'}; load_model reads it")

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "torch_dcl"
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of the package, or None where the name is no module."""
+    """The file of a module of the package, or None if there is no such module."""
     place = PACKAGE.parent.joinpath(*module.split("."))
     for path in (place.with_suffix(".py"), place / "__init__.py"):
         if path.is_file():

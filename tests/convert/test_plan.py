@@ -713,7 +713,7 @@ def test_a_plan_can_be_pickled_for_another_process_and_copied():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [("plan.json", "the text is not JSON"), (Path("plan.json"), r"a \w+Path is no text")]
+    ("given", "told"), [("plan.json", "the text is not JSON"), (Path("plan.json"), r"a \w+Path is not a text")]
 )
 def test_the_name_of_a_file_is_no_plan_and_the_message_says_what_is(given, told):
     with pytest.raises(ValueError, match=rf"not a plan: {told} .*; from_json takes what a file holds, .*read_text\(\)"):

@@ -102,7 +102,7 @@ def _wrong_tie(shared: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
-    """Whether a value is of one of these kinds; True is no number."""
+    """A predicate: a value of one of these types; True is not a number."""
     return lambda value: type(value) in kinds
 
 

@@ -267,7 +267,7 @@ class Plan:
         try:
             data = json.loads(text)
         except (json.JSONDecodeError, RecursionError, TypeError) as error:
-            given = "the text is not JSON" if isinstance(text, str) else f"a {type(text).__name__} is no text"
+            given = "the text is not JSON" if isinstance(text, str) else f"a {type(text).__name__} is not a text"
             raise ValueError(
                 f"not a plan: {given} ({error}); from_json takes what a file holds, as in Path(file).read_text()"
             ) from error

@@ -29,7 +29,7 @@ _ARCHITECTURES = 64
 
 
 _COMPILE: dict[str, Any] = {"shape_padding": False}
-"""A batch of 100 is no multiple of 8, and torch pads it where a few timed runs during compilation say that this is
+"""A batch of 100 is not a multiple of 8, and torch pads it where a few timed runs during compilation say that this is
 faster: rounding would depend on what else the GPU did at that moment. Nothing is lost without padding: on an H200 the
 LeNet variant's columns were 1 to 5 % faster, BigNet's within 1 %, both against eager runs."""
 

@@ -113,7 +113,7 @@ def _compile(command: list[str], path: Path) -> None:
 def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no module of Python")
+        raise ImportError(f"{path} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
