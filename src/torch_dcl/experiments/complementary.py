@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from torch_dcl.convert.trace import evaluating
 from torch_dcl.fleet.checkpoint import finite, with_nan
-from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
+from torch_dcl.module import _DCL
 
 __all__ = [
     "ClassResponses", "Complementary", "as_plain", "class_responses", "complementary", "dcl_layers", "from_plain",
     "pick_filter", "pick_rule", "shares",
 ]  # fmt: skip
-
-_DCL = DCLLinear | DCLConv1d | DCLConv2d | DCLConv3d
 
 
 @dataclass(frozen=True)
