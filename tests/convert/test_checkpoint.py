@@ -648,9 +648,10 @@ def test_the_file_is_all_safetensors_and_no_pickle(saved):
 def test_the_description_says_what_the_layers_are(saved):
     _, path = saved
     tensors, content = contents(path)
-    assert content["version"] == 2
+    assert content["version"] == 3
     assert sealed(tensors, content) == content
     assert content["absorbed"] == [["bn2"]]
+    assert content["absorbed_by"] == ["conv2"]
     assert content["relus"] == [["relu1"], ["relu2"], ["relu3"]]
     assert content["shared_relus"] == []
     layers = {entry["names"][0]: entry for entry in content["layers"]}
@@ -813,7 +814,7 @@ def left_alone_after(error, model):
         raise
 
 
-@pytest.mark.parametrize("key", ["version", "layers", "absorbed", "relus", "shared_relus", "shared"])
+@pytest.mark.parametrize("key", ["version", "layers", "absorbed", "absorbed_by", "relus", "shared_relus", "shared"])
 def test_a_description_without_one_of_its_parts_is_not_ours(saved, tmp_path, key):
     _, path = saved
     tensors, content = contents(path)
@@ -873,8 +874,8 @@ def test_other_tensors_under_a_right_seal_are_for_another_network(saved, tmp_pat
 def test_a_newer_version_is_named_with_the_remedy(saved, tmp_path):
     _, path = saved
     tensors, content = contents(path)
-    newer = {**content, "version": 3, "layers": "in a form of its own"}
-    expected = ("is of version 3", "reads up to 2", "update torch-dcl")
+    newer = {**content, "version": 4, "layers": "in a form of its own"}
+    expected = ("is of version 4", "reads up to 3", "update torch-dcl")
     refused(forge(tmp_path / "newer.safetensors", tensors, sealed(tensors, newer)), network(), *expected)
     refused(forge(tmp_path / "newer.safetensors", tensors, newer), network(), *expected)
 
@@ -896,7 +897,7 @@ def as_first_version(tensors, content):
         parts = tensor.chunk(len(names)) if tensor.dim() else [tensor] * len(names)
         old |= {own: part.clone() for own, part in zip(names, parts, strict=True)}
     content = copy.deepcopy(content)
-    del content["shared_relus"]
+    del content["shared_relus"], content["absorbed_by"]
     for layer in content["layers"]:
         del layer["marks_output"]
     ties = {}
@@ -958,7 +959,7 @@ def test_a_file_of_version_1_loads_into_the_same_network(tmp_path, case):
     torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
     dcl.save_model(again, tmp_path / "again.safetensors")
     saved, description = contents(tmp_path / "again.safetensors")
-    assert description["version"] == 2
+    assert description["version"] == 3
     assert saved.keys() == tensors.keys()
 
 
@@ -982,6 +983,19 @@ def with_another_epsilon(model):
     for i, layer in enumerate(module for module in model.modules() if isinstance(module, dcl.layers._DCL)):
         layer.fusion.eps = 0.0123 + i / 7
     return model
+
+
+def test_a_file_of_version_2_pairs_layers_and_norms_by_their_order(saved, tmp_path):
+    _, path = saved
+    tensors, content = contents(path)
+    del content["absorbed_by"]
+    content["version"] = 2
+    mine = network()
+    mine.bn2.eval()
+    loaded = dcl.load_model(mine, forge(tmp_path / "older.safetensors", tensors, sealed(tensors, content)))
+    assert not loaded.conv2.fusion.norm.training
+    loaded.bn2.train()
+    assert loaded.conv2.fusion.norm.training
 
 
 def test_the_tensors_of_a_file_are_a_state_dict_with_epsilon(tmp_path):

@@ -5,6 +5,7 @@ import copy
 import io
 import itertools
 import json
+import pickle
 import re
 import sys
 
@@ -130,6 +131,88 @@ def test_the_statistics_of_a_batch_norm_in_eval_stay_still_in_training(init, str
         assert each[0].branch.weight.grad is not None
         assert not any((norm.training, norm.weight.requires_grad, norm.bias.requires_grad))
         torch.testing.assert_close(dict(norm.state_dict()), dict(before), rtol=0, atol=0)
+
+
+class Freezing(nn.Module):
+    """Two units whose train() keeps the first batch norm in eval mode by name; bn2 is registered before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.bn2, self.bn1 = nn.BatchNorm2d(32), nn.BatchNorm2d(32)
+        self.head = nn.Conv2d(32, 4, 1)
+
+    def forward(self, x):
+        return self.head(self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu())
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn1.eval().requires_grad_(False)
+        return self
+
+
+FREEZING_AGAIN = {
+    "itself": lambda model, _: model,
+    "deep-copied": lambda model, _: copy.deepcopy(model),
+    "pickled": lambda model, _: pickle.loads(pickle.dumps(model)),
+    "averaged": lambda model, _: torch.optim.swa_utils.AveragedModel(model).module,
+    "synchronised": lambda model, _: nn.SyncBatchNorm.convert_sync_batchnorm(model),
+    "loaded": lambda model, path: (dcl.save_model(model, path), dcl.load_model(Freezing, path))[1],
+    "loaded into itself": lambda model, path: (dcl.save_model(model, path), dcl.load_model(model, path))[1],
+    "one after the other": lambda model, _: model,
+}
+
+
+@pytest.mark.parametrize("way", FREEZING_AGAIN)
+def test_a_train_that_freezes_a_norm_by_name_freezes_it_in_the_layer(way, tmp_path):
+    model = Freezing()
+    plan = dcl.plan(model, (16, 8, 8), width=4)
+    for part in (["conv2"], ["conv1"]) if way == "one after the other" else (["conv1", "conv2"],):
+        dcl.convert_(model, plan.only(part), init="random")
+    keys = set(model.state_dict())
+    model = FREEZING_AGAIN[way](model, tmp_path / "freezing.safetensors").train()
+    frozen, free = model.conv1.fusion.norm, model.conv2.fusion.norm
+    assert (frozen.training, free.training) == (False, True)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert all(p.requires_grad for p in free.parameters())
+    if way != "synchronised":  # such a norm trains on a GPU only
+        mean, other = frozen.running_mean.clone(), free.running_mean.clone()
+        model(torch.randn(4, 16, 8, 8)).sum().backward()
+        assert torch.equal(frozen.running_mean, mean)
+        assert not torch.equal(free.running_mean, other)
+    model.bn1.train()
+    assert frozen.training
+    # The norm is a part of the layer alone.
+    assert set(model.state_dict()) == keys
+    assert [n for n, m in model.named_modules(remove_duplicate=False) if m is frozen] == ["conv1.fusion.norm"]
+
+
+def test_a_norm_frozen_by_name_after_compilation_is_frozen_in_the_next_call():
+    model = Freezing()
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8), width=4), init="random")
+    nn.Module.train(model)
+    compiled, x, norm = torch.compile(model, backend="eager"), torch.randn(4, 16, 8, 8), model.conv1.fusion.norm
+    for mode in (True, False, True):
+        model.bn1.train(mode)
+        before = norm.running_mean.clone()
+        compiled(x)
+        assert torch.equal(norm.running_mean, before) is not mode
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_a_batch_norm_with_a_train_of_its_own_keeps_it(of_class):
+    class Frozen(nn.BatchNorm2d):
+        def train(self, _=True):
+            return super().train(False)
+
+    model = network()
+    model[1] = Frozen(32) if of_class else nn.BatchNorm2d(32).eval()
+    if not of_class:
+        model[1].train = lambda _=True: model[1]
+    plan = dcl.plan(model, (16, 8, 8))
+    assert "a train() of its own" in plan.rows[0].reason
+    dcl.convert_(model, plan, init="random")
+    assert not model.train()[1].training
 
 
 def test_a_layer_that_is_compiled_by_itself_is_refused_and_left_alone():

@@ -217,7 +217,7 @@ def _swap_units(model: nn.Module, units: Sequence[_Unit], layers: Sequence[_DCL]
     for (row, module, norm, relu), layer in zip(units, layers, strict=True):
         swap(model, names[module], layer)
         if norm is not None:
-            swap(model, names[norm], AbsorbedNorm().train(norm.training))
+            swap(model, names[norm], AbsorbedNorm(layer).train(norm.training))
         if isinstance(relu, nn.ReLU):
             layer.marks_output = bool(row.shares_relu)  # None in a plan that was edited
             relus[relu] = relu_replacement(relu, shared=row.shares_relu)

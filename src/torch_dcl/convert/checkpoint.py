@@ -6,7 +6,7 @@ and a SHA-256 over all of that and over every name and byte of the tensors.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +141,21 @@ def _load(
 
 def _describe(model: nn.Module) -> dict[str, Any]:
     """The DCL layers and the absorbed norms and ReLUs, read off the modules themselves."""
-    layers, absorbed, relus, shared = [], [], [], []
-    for module, names in OwnNames(model).of.items():
+    layers, absorbed, absorbed_by, relus, shared = [], [], [], [], []
+    places = OwnNames(model).of
+    for module, names in places.items():
         if isinstance(module, units.AbsorbedNorm):
             absorbed.append(names)
+            absorbed_by.append(next((places[layer][0] for layer in module.layers if layer in places), ""))
         elif isinstance(module, units.AbsorbedReLU):
             relus.append(names)
         elif isinstance(module, units.SharedReLU):
             shared.append(names)
         elif isinstance(module, _DCL):
             layers.append({"names": names, **_describe_layer(module)})
-    return {"layers": layers, "absorbed": absorbed, "relus": relus, "shared_relus": shared}
+    return {
+        "layers": layers, "absorbed": absorbed, "absorbed_by": absorbed_by, "relus": relus, "shared_relus": shared,
+    }  # fmt: skip
 
 
 def _describe_layer(layer: _DCL) -> dict[str, Any]:
@@ -221,11 +225,13 @@ def _check_state(state: Mapping[str, Any]) -> None:
 def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> dict[nn.Module, nn.Module]:
     """The replacement of every module that the file replaces; the network is not changed."""
     changes: dict[nn.Module, nn.Module] = {}
+    layers: dict[str, _DCL] = {}
     for entry in content["layers"]:
         module = _place(names, entry["names"], path)
         layer = module if isinstance(module, _DCL) else _layer_like(entry, module, path)
         if layer is not module:
             changes[module] = layer
+        layers |= dict.fromkeys(entry["names"], layer)
         # ε is state: an existing DCL layer adopts that of the file.
         own = {**_describe_layer(layer), "eps": entry["eps"], "marks_output": entry.get("marks_output")}
         difference = _difference(own, entry)
@@ -235,8 +241,8 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
             check_eps(entry["eps"], layer.fusion.fused)
         except ValueError as error:
             raise _misfit(path, f"{entry['names'][0]!r} cannot take the file's: {error}") from error
-    absorbed = [_place(names, places, path) for places in content["absorbed"]]
-    norms = [norm for norm in absorbed if not isinstance(norm, units.AbsorbedNorm)]
+    absorbed = {_place(names, places, path): places[0] for places in content["absorbed"]}
+    norms = {norm: name for norm, name in absorbed.items() if not isinstance(norm, units.AbsorbedNorm)}
     for norm in norms:
         trouble = (
             units.norm_obstacle(norm)
@@ -245,8 +251,7 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
         )
         if trouble:
             raise _misfit(path, f"the batch norm {names.of[norm][0]!r} cannot go into a DCL layer there: {trouble}")
-    _copy_all_flags(changes, norms)
-    changes |= {norm: units.AbsorbedNorm().train(norm.training) for norm in norms}
+    changes |= _absorb(norms, _layers_of(norms, layers, changes, content), changes)
     relus = [(places, False) for places in content["relus"]]
     for places, shared in [*relus, *((places, True) for places in content.get("shared_relus") or ())]:
         relu = _place(names, places, path)
@@ -260,15 +265,31 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
     return changes
 
 
-def _copy_all_flags(layers: Mapping[nn.Module, nn.Module], norms: Sequence[nn.Module]) -> None:
-    """Copy the flags of replaced modules; a file lists layers and batch norms separately, in the same order."""
-    normed = [layer for layer in layers.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
+def _absorb(
+    norms: Iterable[nn.Module], layer_of: Mapping[nn.Module, _DCL], changes: Mapping[nn.Module, nn.Module]
+) -> dict[nn.Module, nn.Module]:
+    """The replacements of batch norms, after new layers have taken over the flags of what they replace."""
+    norm_of = {layer: norm for norm, layer in layer_of.items()}
+    for module, layer in changes.items():
+        if isinstance(layer, _DCL):
+            units.copy_flags(layer, module, norm_of.get(layer))
+    return {norm: units.AbsorbedNorm(layer_of.get(norm)).train(norm.training) for norm in norms}
+
+
+def _layers_of(
+    norms: Mapping[nn.Module, str],
+    layers: Mapping[str, _DCL],
+    changes: Mapping[nn.Module, nn.Module],
+    content: Mapping[str, Any],
+) -> dict[nn.Module, _DCL]:
+    """The DCL layer that each of these batch norms of the network goes into; of an older file, by their order."""
+    if content["version"] > 2:
+        into = {names[0]: layer for names, layer in zip(content["absorbed"], content["absorbed_by"], strict=False)}
+        return {norm: layers[into[name]] for norm, name in norms.items() if into.get(name) in layers}
+    normed = [layer for layer in changes.values() if isinstance(layer, _DCL) and layer.fusion.norm is not None]
     common = [norm for norm in norms if not units.is_frozen_norm(norm)]
     sizes = [layer.fusion.out_channels for layer in normed] == [norm.num_features for norm in common]
-    pairs = dict(zip(normed, common, strict=True)) if sizes else {}
-    for module, layer in layers.items():
-        if isinstance(layer, _DCL):
-            units.copy_flags(layer, module, pairs.get(layer))
+    return dict(zip(common, normed, strict=True)) if sizes else {}
 
 
 def _layer_like(entry: Mapping[str, Any], module: nn.Module, path: str | Path) -> _DCL:

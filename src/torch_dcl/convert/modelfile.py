@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 __all__ = ["KEY", "NORMS", "PLAN", "VERSION", "CheckpointError", "digest_of", "find_flaw", "read_checked"]
 
-VERSION = 2
-"""1 had a batch norm for each branch, and knew nothing of shared ReLUs."""
+VERSION = 3
+"""1 had a batch norm for each branch, and knew nothing of shared ReLUs; 2 did not say which layer has which norm."""
 KEY = "torch_dcl"
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 NORMS = {kind.__name__: kind for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)}
@@ -72,7 +72,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(
             f"{str(path)!r} was altered: its SHA-256 does not fit its content; fetch or save it again"
         )
-    form = _FIRST_FORM if version == 1 else _FORM
+    form = {1: _FIRST_FORM, 2: _SECOND_FORM}.get(version, _FORM)
     if flaw := find_flaw(content, form) or _wrong_tie(content["shared"], tensors):
         raise CheckpointError(f"{not_ours}: {flaw!r} in its description is missing or of another kind")
     return tensors, content
@@ -186,17 +186,19 @@ _LAYER = {
 _FORM = {
     "layers": [_LAYER],
     "absorbed": [_LAYER["names"]],
+    "absorbed_by": _each(_is_text),
     "relus": [_LAYER["names"]],
     "shared_relus": [_LAYER["names"]],
     "shared": lambda value: type(value) is dict and all(_is_text(name) for name in value.values()),
 }
 """What is written: a dictionary has these keys, a list items of one form, and for any other value this holds."""
+_SECOND_FORM = {key: form for key, form in _FORM.items() if key != "absorbed_by"}
 _FIRST_FORM = {
-    **_FORM,
+    **_SECOND_FORM,
     "layers": [{**_LAYER, "marks_output": _or_none(_is_flag)}],
     "shared_relus": _or_none(_each(_LAYER["names"])),
 }
-"""The same for version 1, which did not write all of it."""
+"""The same for versions 1 and 2, which did not write all of it."""
 
 _are_counts, _are_texts = _each(_is_count), _each(_is_text)
 _is_comparison = _or_none(lambda value: _each(_is_number)(value) and len(value) == 3 and min(value[:2]) > 0)

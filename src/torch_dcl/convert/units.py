@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,33 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class AbsorbedNorm(nn.Identity):
-    """Replaces a batch norm that was moved into the DCL layer before it."""
+    """Replaces a batch norm that was moved into the DCL layer before it, and passes ``train()``, ``eval()`` on to it.
+
+    So does ``requires_grad_()``. Its parameters and buffers are the layer's, in ``fusion.norm``.
+    """
+
+    layers: tuple[_DCL, ...] = ()
+    """The layer, in a tuple, because it is not a part of this module; empty if it is not known."""
+
+    def __init__(self, layer: _DCL | None = None) -> None:
+        super().__init__()
+        self.layers = () if layer is None else (layer,)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the norm in the layer, too."""
+        for norm in self._norms():
+            norm.train(mode)
+        return super().train(mode)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the norm in the layer, or train it again."""
+        for norm in self._norms():
+            norm.requires_grad_(requires_grad)
+        return self
+
+    def _norms(self) -> list[nn.Module]:
+        """The norm; looked up in every call, since ``nn.SyncBatchNorm.convert_sync_batchnorm`` replaces it."""
+        return [layer.fusion.norm for layer in self.layers if layer.fusion.norm is not None]
 
 
 class AbsorbedReLU(nn.Identity):
@@ -159,6 +185,8 @@ def norm_obstacle(norm: nn.Module) -> str:
 
 
 def _hook_obstacle(module: nn.Module) -> str:
+    if type(module).train is not nn.Module.train or "train" in vars(module):
+        return "has a train() of its own, which would be lost"
     if "forward" in vars(module):
         return "carries a replaced forward, which would be lost: remove it first"
     return "carries hooks, which would be lost: remove them first" if has_hooks(module) else ""
