@@ -624,6 +624,52 @@ def test_held_branches_and_their_moments_do_not_move(kind_of_optimizer, kind):
 
 
 @pytest.mark.parametrize("kind_of_optimizer", ["SGD", "Adam", "AdamW"])
+def test_branches_are_held_where_a_closure_computes_the_gradients(kind_of_optimizer):
+    layer = stochastic_conv()
+    optimizer = OPTIMIZERS[kind_of_optimizer](layer.parameters())
+    follow_optimizer(layer, optimizer)
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = layer(images()).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.zero_grad()
+        before = parameters_and_moments(layer, optimizer)
+        at_this_step = copy.deepcopy(layer)
+        optimizer.step(closure)
+        after = parameters_and_moments(layer, optimizer)
+        for (name, what), old in before.items():
+            new = after[name, what]
+            assert torch.equal(idle_part(at_this_step, name, old), idle_part(at_this_step, name, new)), (name, what)
+        assert not torch.equal(before["fusion.weight", "value"], after["fusion.weight", "value"])
+
+
+def test_a_copy_of_a_network_and_its_optimizer_warns_that_nobody_advances_it():
+    """torch copies no hooks of an optimiser, so the copy does not follow it."""
+    model, x = stochastic_conv(), images()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    follow_optimizer(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(model, x)
+        optimizer.step()
+        model(x)
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    with pytest.warns(UserWarning, match="nobody advances its step"):
+        gradients(copied, x)
+    follow_optimizer(copied, its_optimizer)
+    its_optimizer.step()
+    assert copied.fusion.key[2] == model.fusion.key[2] + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied(x)
+        copy.deepcopy(model).eval()(x)
+
+
+@pytest.mark.parametrize("kind_of_optimizer", ["SGD", "Adam", "AdamW"])
 def test_without_holding_decay_and_momentum_move_idle_branches(kind_of_optimizer):
     layer = stochastic_conv()
     optimizer = OPTIMIZERS[kind_of_optimizer](layer.parameters())

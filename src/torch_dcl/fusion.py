@@ -137,6 +137,10 @@ class ConceptFusion(nn.Module):
         """The number of branches fused at once: all of them, or the two of a pair."""
         return 2 if self.strategy == "stochastic" else self.branches
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, but whoever advances the step does not advance that of a copy."""
+        return {**self.__dict__, "advanced": False}
+
     def get_extra_state(self) -> Tensor:
         """ε for the state dict: float64 on the CPU whatever the parameters are, so that no cast rounds it."""
         return torch.tensor(self.eps, dtype=torch.float64, device="cpu")
@@ -299,8 +303,7 @@ class ConceptFusion(nn.Module):
 
     def gather(self, parameter: Tensor) -> Tensor:
         """The rows of a stage 1 or stage 2 parameter that belong to the two active branches."""
-        by_branch = parameter.view(self.branches, -1, *parameter.shape[1:])
-        return by_branch.index_select(0, self.active).flatten(0, 1)
+        return parameter.view(self.branches, -1, *parameter.shape[1:]).index_select(0, self.active).flatten(0, 1)
 
     def forward_pair(self, y: Tensor) -> Tensor:
         """Fuse the output of a stage 1 that computed the two active branches alone."""

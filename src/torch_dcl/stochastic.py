@@ -107,7 +107,7 @@ class Following:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._saved, self._fresh = [], []
         for parameter, idle in _idle_rows(self._held):
-            if id(parameter) not in held or parameter.grad is None:
+            if id(parameter) not in held:  # a gradient may still come, from a closure
                 continue
             state = optimizer.state.get(parameter, {})
             moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
@@ -121,7 +121,7 @@ class Following:
         for tensor, old, idle in self._saved:
             tensor.copy_(torch.where(idle, old, tensor))
         for parameter, known, idle in self._fresh:  # moments that this step created: an idle branch has none yet
-            for name, moment in optimizer.state[parameter].items():
+            for name, moment in optimizer.state.get(parameter, {}).items():
                 if name not in known and _is_moment(moment, parameter):
                     _local(moment).masked_fill_(idle, 0)
         self._saved, self._fresh = [], []
