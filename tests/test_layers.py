@@ -1114,6 +1114,39 @@ def test_compile_to_machine_code():
     assert_compiled_equals_eager(DCLLinear(16, 32, branches=3, strategy="stochastic"), torch.randn(8, 16), "inductor")
 
 
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"branches": 1}, {"branches": 3, "strategy": "stochastic"}, {"branch_activation": nn.ReLU}, {"bias": False}],
+)
+def test_a_jagged_tensor_gives_what_each_of_its_sequences_gives(arguments, backend):
+    layer = DCLLinear(5, 8, width=2, **arguments)
+    dcl.advance_branches_(layer, 0)
+    sequences = [torch.randn(n, 5) for n in (3, 1, 7)]
+    jagged = torch.nested.nested_tensor(sequences, layout=torch.jagged, requires_grad=True)
+    alone = [sequence.clone().requires_grad_() for sequence in sequences]
+    z = (torch.compile(layer, backend=backend, dynamic=True) if backend else layer)(jagged)
+    weight = jagged.detach() @ torch.ones(5, 8)
+    (z * weight).values().sum().backward()
+    mine = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    for x, each, gradient in zip(alone, z.unbind(), jagged.grad.unbind(), strict=True):
+        expected = layer(x)
+        (expected * x.detach().sum(1, keepdim=True)).sum().backward()
+        torch.testing.assert_close(each, expected)
+        torch.testing.assert_close(gradient, x.grad)
+    torch.testing.assert_close(mine, {name: p.grad for name, p in layer.named_parameters()})
+
+
+def test_a_nested_tensor_that_a_layer_cannot_take_is_refused_with_the_remedy():
+    strided = torch.nested.nested_tensor([torch.randn(3, 5), torch.randn(2, 5)])
+    with pytest.raises(TypeError, match=r"a DCLLinear does not take this nested tensor; .*layout=torch\.jagged"):
+        DCLLinear(5, 8, width=2)(strided)
+    jagged = torch.nested.nested_tensor([torch.randn(3, 5), torch.randn(2, 5)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"a DCLConv1d does not take this nested tensor; .*to_padded_tensor"):
+        DCLConv1d(5, 8, 1, width=2)(jagged)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("make", "shape"),

@@ -56,6 +56,8 @@ class _DCL(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map the input to z, in the memory layout of the plain layer's output."""
         # No super(): a compiler would guard the class and the modules around it in every call.
+        if x.is_nested:
+            return self._map_jagged(x)
         compiling = is_compiling()
         if compiling:
             if (z := self._run_closed(x)) is not None:
@@ -74,6 +76,16 @@ class _DCL(nn.Module):
         if self.marks_output:
             z._dcl_positive = _version(z)  # type: ignore[attr-defined]
         return z
+
+    def _map_jagged(self, x: Any) -> Tensor:
+        """z of a jagged tensor, computed on the positions of all its sequences at once."""
+        if self.fusion.spatial or x.layout is not torch.jagged:
+            raise TypeError(
+                f"a {type(self).__name__} does not take this nested tensor; a DCLLinear takes those with "
+                "layout=torch.jagged, any other layer a padded tensor (x.to_padded_tensor(0.0))"
+            )
+        z = self.forward(x.values())
+        return torch.nested.nested_tensor_from_jagged(z, x.offsets(), x.lengths(), jagged_dim=x._ragged_idx)
 
     def _run_closed(self, x: Tensor) -> Tensor | None:
         """z of a compiled network by one operation that the compiler does not look into; None if there is none for x.
