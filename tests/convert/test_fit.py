@@ -1,5 +1,6 @@
 """What a person expects of a fit: close to the trained layer, honest about how close, and never in the way."""
 
+import contextlib
 import math
 from collections import UserDict, namedtuple
 
@@ -8,6 +9,7 @@ import torch
 from tests.halves import slow
 from torch import nn
 
+import torch_dcl as dcl
 from torch_dcl import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear, convert_, plan
 from torch_dcl.convert.assumption import _square, assume
 from torch_dcl.convert.branches import is_polished
@@ -703,6 +705,40 @@ def test_no_data_is_an_error_that_says_so():
         collect_samples(model, {"fc": model.fc}, [])
     with pytest.raises(ValueError, match="'idle' took no part in the 1 calibration batches"):
         collect_samples(model, {"fc": model.fc, "idle": model.idle}, [inputs(1, 3, 6, 6)])
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_calibration_leaves_no_trace_of_what_a_forward_does_to_its_network(ends):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(16, 64), nn.Linear(64, 2)
+            self.follower = nn.Parameter(torch.zeros(64), requires_grad=False)
+            self.register_buffer("peak", torch.zeros(()))
+            self.calls, self.log = 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.log.append(len(x))
+            self.peak.fill_(x.max().item())
+            self.follower.lerp_(self.head.weight[0].detach(), 0.5)
+            self.latest = x
+            return self.head(self.fc(x).relu())
+
+    def batches():
+        yield from (inputs(64, 16) for _ in range(3))
+        if not ends:
+            raise KeyboardInterrupt
+
+    model = Counting()
+    plan = dcl.plan(model, input_size=(16,), width=4)
+    with contextlib.nullcontext() if ends else pytest.raises(KeyboardInterrupt):
+        dcl.convert_(model, plan, init="fit", calibration=batches())
+    assert isinstance(model.fc, dcl.DCLLinear) == ends
+    assert (model.calls, model.log, hasattr(model, "latest")) == (0, [], False)
+    assert float(model.peak) == 0
+    assert not model.follower.any()
+    assert model(inputs(2, 16)).shape == (2, 2)
 
 
 def test_an_error_on_the_way_leaves_the_model_as_it_was():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from torch_dcl.convert.snapshot import restored, undone
 from torch_dcl.convert.trace import evaluating
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
@@ -33,7 +34,7 @@ def collect_samples(
 ) -> dict[str, Tensor]:
     """Outputs of the ``layers`` on calibration data, at positions sampled uniformly from all batches.
 
-    The model runs in eval mode; its training flags are restored.
+    The model runs in eval mode. Its flags, and what its forward changes in it, are restored.
 
     Args:
         model: The network.
@@ -57,7 +58,9 @@ def collect_samples(
     def add_hook(name: str, layer: nn.Module) -> Any:
         def hook(module: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
             if on_input is not None:
-                on_input(name, inputs[0] if inputs else named["input"])
+                x = inputs[0] if inputs else named["input"]
+                on_input(name, x.values() if x.is_nested else x)
+            output = output.values() if output.is_nested else output
             spatial = module.weight.dim() - 2  # type: ignore[operator]
             spots = output.movedim(-1 - spatial, -1).unsqueeze(0)
             size = math.prod(spots.shape[:-1])
@@ -76,7 +79,7 @@ def collect_samples(
     handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
-        with evaluating(model), _uncompiled():
+        with restored(model, {}), evaluating(model), _uncompiled():
             batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
@@ -84,7 +87,8 @@ def collect_samples(
                 inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
                 inputs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
                 try:
-                    model(**inputs) if isinstance(inputs, dict) else model(inputs)
+                    with undone(model):
+                        model(**inputs) if isinstance(inputs, dict) else model(inputs)
                 except Exception as error:
                     kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
                     error.add_note(f"This was calibration batch {batches}. A batch is {kinds}.")
