@@ -1110,6 +1110,21 @@ def test_other_architectures_are_refused_and_left_alone(tmp_path):
     refused(path, nn.Sequential(), other, "the network has no 'conv1'")
 
 
+def test_a_lazy_network_is_refused_with_the_remedy(tmp_path):
+    def make():
+        return nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.LazyLinear(2))
+
+    model, x = make(), torch.randn(4, 64)
+    model(x)
+    dcl.convert_(model, dcl.plan(model, (64,), width=8), init="random")
+    dcl.save_model(model, tmp_path / "m.safetensors")
+    with pytest.raises(CheckpointError, match=r"'0' .* lazy, and has no size yet: run one batch through the network"):
+        dcl.load_model(make, tmp_path / "m.safetensors")
+    lazy = make()
+    lazy(x)
+    assert torch.equal(dcl.load_model(lazy, tmp_path / "m.safetensors")(x), model(x))
+
+
 def test_a_layer_of_other_size_is_named_with_both_sizes(tmp_path):
     path = tmp_path / "m.safetensors"
     dcl.save_model(converted(nn.Sequential(nn.Linear(8, 16), nn.ReLU()), (8,)), path)

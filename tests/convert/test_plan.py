@@ -429,6 +429,30 @@ def test_a_shared_bias_is_refused_too():
     assert [(plan[name].status, plan[name].reason) for name in "ab"] == [refusal] * 2
 
 
+def convolutions():
+    return nn.Sequential(
+        nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 2, 1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["weight", "bias", "running_mean"])
+def test_a_layer_whose_batch_norm_shares_a_tensor_with_another_is_left_alone(part):
+    model = convolutions()
+    setattr(model[4], part, getattr(model[1], part))
+    plan = rows(dcl.plan(model, (16, 8, 8), width=4))
+    refusal = "left", f"the {part} of its batch norm is shared with another module"
+    assert [(plan[name].status, plan[name].reason) for name in "03"] == [refusal] * 2
+
+
+def test_a_layer_whose_batch_norm_is_parametrized_is_left_alone():
+    model = convolutions()
+    nn.utils.parametrizations.weight_norm(model[1])
+    plan = rows(dcl.plan(model, (16, 8, 8), width=4))
+    assert plan["0"].reason == "its batch norm is parametrized: remove the parametrization first"
+    assert plan["3"].selected
+
+
 def test_attention_modules_are_seen_through_and_a_relu_feed_forward_is_found():
     layer = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
     plan = rows(dcl.plan(nn.Sequential(layer, nn.Linear(32, 2)), (5, 32), width=8))
@@ -615,6 +639,18 @@ def test_a_layer_that_was_left_alone_is_taken_by_force_only(bignet_plan):
         bignet_plan.only("fc3*")
     with pytest.raises(ValueError, match=r"'fc3\*' matches 'fc3', but it is left alone \(head of the network\)$"):
         bignet_plan.without("fc3*")
+
+
+def test_a_width_that_does_not_fit_a_layer_that_was_left_alone_is_the_reason_that_is_given():
+    model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
+    plan = dcl.plan(model, input_size=(256,), width=16)
+    assert plan.rows[-1].reason == "head of the network"
+    for force in (False, True):
+        with pytest.raises(ValueError, match=r"^'2' has 10 outputs, less than the width; plan a smaller one$"):
+            plan.only("2", force=force)
+    plan = dcl.plan(model, input_size=(256,), width=8).only("2", force=True)
+    dcl.convert_(model, plan, init="random")
+    assert model[2].widths == (8, 8)
 
 
 def test_in_a_residual_network_the_layer_before_the_sum_is_not_taken_by_its_name():
@@ -991,15 +1027,24 @@ def test_a_frozen_scripted_part_stays_as_it_is():
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_an_example_that_cannot_be_concatenated_is_planned_and_a_layer_that_cannot_take_it_is_not_converted(trains):
+def test_an_example_that_cannot_be_concatenated_is_planned_and_converted(trains):
     """A batch norm in training needs two inputs, so the example is tried twice in one batch."""
     layers = {"a": nn.Linear(64, 32), "head": nn.Linear(32, 4)}
     model = Lambda(lambda m, x: m.head(F.relu(m.a(x))) if trains or not m.training else 1 / 0, **layers)
     example = torch.nested.nested_tensor([torch.randn(3, 64), torch.randn(5, 64)], layout=torch.jagged)
     plan = dcl.plan(model, example=example)
     assert [(row.name, row.macs) for row in plan.selected] == [("a", 8 * 64 * 32)]
-    with pytest.raises(ValueError, match=r"In 'a\.fusion' .* Nothing was changed"):
-        dcl.convert_(model, plan, init="fit")
+    sequences = example.unbind()
+    for arguments in ({"init": "fit"}, {"init": "random", "match": True}):
+        weights = []
+        for batch in (example, torch.cat(sequences)):
+            converted = copy.deepcopy(model).eval()
+            torch.manual_seed(0)
+            dcl.convert_(converted, plan, **arguments, calibration=[batch] * 10)
+            weights.append(converted.a.state_dict())
+            for each, alone in zip(converted(example).unbind(), sequences, strict=True):
+                torch.testing.assert_close(each, converted(alone))
+        torch.testing.assert_close(*weights)
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(64, 32), nn.Conv1d(64, 32, 1)])

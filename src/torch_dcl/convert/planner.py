@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,12 +134,13 @@ def _rows(
         layer = module.branch if isinstance(module, _DCL) else module
         calls = traced.calls.get(layer, [])
         refusal = obstacle(module) or ("the network itself, not a part of it" if not name else "")
-        shared = [part for part, p in module._parameters.items() if p is not None and sharers[id(p)] > 1]
-        if not refusal and shared:
-            refusal = f"its {shared[0]} is shared with another module"
+        if not refusal and (shared := _shared(module, sharers)):
+            refusal = f"its {shared} is shared with another module"
         if not refusal and module in traced.functional:
             refusal = "its weight is used functionally, without calling it"
         norm, reason = (None, refusal) if refusal else _unit(calls, traced)
+        if norm is not None and not reason and (shared := _shared(norm, sharers)):
+            reason = f"the {shared} of its batch norm is shared with another module"
         if not reason:
             reason = _obstacle_in_training(layer, training, norm)
         row = _row(name, tuple(aliases), module, calls, None if reason else norm, names, options)
@@ -147,12 +148,11 @@ def _rows(
             relu, shares = _relu_behind(layer, traced, training, names)
             row = replace(row, relu=relu, shares_relu=shares)
         if not reason and not row.widths:
-            reason = f"width {options.width} does not fit its {row.out_channels} output channels"
+            reason = refusal = f"width {options.width} does not fit its {row.out_channels} output channels"
         if not reason and row.weights_after >= row.weights:
             reason = f"{GROWS} ({row.weights:,} → {row.weights_after:,} weights)"
             row = replace(row, paying_ratio=_paying_ratio(row, options.round_to))
-        refused = bool(refusal) or not row.widths
-        status: Status = "refused" if refused else "left" if reason else "pays"
+        status: Status = "refused" if refusal else "left" if reason else "pays"
         rows.append(replace(row, status=status, reason=reason, selected=status == "pays"))
         modules[name] = module
     return rows, modules
@@ -212,14 +212,19 @@ def _relu_behind(
     return names[relu][0], shares
 
 
-def _sharers(model: nn.Module) -> dict[int, int]:
-    """The number of modules that hold each parameter; a shared module counts once."""
-    sharers: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                sharers[id(parameter)] = sharers.get(id(parameter), 0) + 1
-    return sharers
+def _sharers(model: nn.Module) -> Counter[int]:
+    """The number of modules that hold each parameter and buffer; a shared module counts once."""
+    return Counter(id(tensor) for module in model.modules() for tensor in _own_tensors(module).values())
+
+
+def _shared(module: nn.Module, sharers: Mapping[int, int]) -> str:
+    """The name of a parameter or buffer of this module that another one holds, too; empty if there is none."""
+    return next((name for name, tensor in _own_tensors(module).items() if sharers[id(tensor)] > 1), "")
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _row(

@@ -337,6 +337,8 @@ class Plan:
         for row in exact if force is not None else ():
             if row.status == "refused":
                 raise ValueError(f"{pattern!r} cannot be converted: {row.reason}")
+            if not row.widths:
+                raise ValueError(f"{pattern!r} has {row.out_channels} outputs, less than the width; plan a smaller one")
             if not (row.is_unit or force):
                 raise ValueError(f"{pattern!r} is left alone: {row.reason}; force=True converts it all the same")
         found = [row for row in exact if force is not None or among(row)] or [
@@ -365,8 +367,7 @@ class Plan:
             return f"{message}; {remedy}" if naming and row.status == "left" else message
         names = [n for row in self.rows if among(row) for n in (row.name, *row.aliases)]
         names += [row.name for row in self.rows if row.name not in names]
-        below = [n for n in names if n.startswith(pattern + ".")]
-        if below:
+        if any(n.startswith(pattern + ".") for n in names):
             return f"{pattern!r} is no unit, but units lie below it; use {pattern + '.*'!r}"
         near = difflib.get_close_matches(pattern, names, 3, 0.4) or names[:3]
         return f"{pattern!r} matches no unit; nearest: {', '.join(map(repr, near)) or 'none, the network has no layer'}"

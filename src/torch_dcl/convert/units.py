@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from torch_dcl.fusion import Strategy
@@ -145,6 +146,8 @@ def obstacle(module: nn.Module) -> str:
         return "a transposed convolution"
     if parametrize.is_parametrized(module):
         return "parametrized: remove the parametrization first"
+    if any(map(is_lazy, module.parameters())):
+        return "lazy, and has no size yet: run one batch through the network first"
     if plain_type(module) is None:
         return f"a {kind} with a forward of its own"
     if getattr(module, "groups", 1) != 1:
@@ -180,6 +183,8 @@ def norm_obstacle(norm: nn.Module) -> str:
     fused = hasattr(norm, "act") and isinstance(getattr(norm, "drop", None), nn.Identity)
     if not is_plain_norm(norm) and not fused:
         return f"its batch norm is a {type(norm).__name__} with a forward of its own"
+    if parametrize.is_parametrized(norm):
+        return "its batch norm is parametrized: remove the parametrization first"
     hooks = _hook_obstacle(norm)
     return f"its batch norm {hooks}" if hooks else ""
 
