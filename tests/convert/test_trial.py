@@ -98,6 +98,63 @@ def test_a_network_that_holds_its_layers_in_a_list_besides_is_left_alone(listed,
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
 
 
+class Chosen(nn.Module):
+    """A network that calls its layers by their class."""
+
+    def __init__(self, by_class):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv1d(32, 32, 1) for _ in range(2))
+        self.last, self.head, self.by_class = nn.Linear(32, 32), nn.Linear(32, 2), by_class
+
+    def forward(self, x):
+        x = x[..., None]
+        for layer in self.layers:
+            if isinstance(layer, self.by_class):
+                x = layer(x).relu()
+        return self.head(self.last(x[..., 0]).relu())
+
+
+def test_a_network_that_would_skip_the_new_layers_is_left_alone():
+    model = Chosen(nn.Conv1d)
+    plan, modules = dcl.plan(model, (32,), width=2), list(model.modules())
+    with pytest.raises(ValueError, match=r"does not call the new 'layers\.0', 'layers\.1', .* Nothing was changed"):
+        dcl.convert_(model, plan, init="fit")
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    dcl.convert_(model, plan.only("last"), init="fit")
+    other = Chosen(nn.Module)
+    dcl.convert_(other, plan, init="fit")
+    assert isinstance(other.layers[0], dcl.DCLConv1d)
+
+
+class Experts(nn.Module):
+    """A mixture of experts, of which values choose one, and in training a dice throws one out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.head = nn.Linear(32, 2)
+
+    def forward(self, x):
+        x = self.body(x)
+        for _ in range(2):
+            chosen = [int(x.argmax()) % 8] if not self.training else torch.randperm(8)[:4].tolist()
+            x = sum(self.experts[i](x).relu() for i in (chosen if self.chooses else range(8)))
+        return self.head(x)
+
+
+def test_a_network_whose_values_choose_other_layers_is_converted():
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = Experts()
+        model.chooses = False
+        plan = dcl.plan(model, (32,), width=2)
+        assert len(plan.selected) == 8
+        model.chooses = True
+        dcl.convert_(model, plan, init="random")
+        assert isinstance(model.experts[7], dcl.DCLLinear)
+
+
 def test_a_relu_or_a_head_in_a_list_is_no_obstacle():
     model = Listed(listed=["relu", "head"])
     dcl.convert_(model, dcl.plan(model, (32,), width=2), init="random")

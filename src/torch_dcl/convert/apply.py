@@ -98,9 +98,10 @@ def convert_(
             be white noise, for ``match`` of unit mean square.
         seed: The seed of the fit, and of the branch pairs of the stochastic strategy.
         check: Whether to run the plan's example before and after: once in training mode, once in eval mode without
-            gradients. If only the converted network fails, or if it still calls a replaced layer, which it holds in a
-            list for example, nothing is converted. Flags, buffers and the random state are restored. A plan from JSON
-            has no example, and a network on the meta device cannot run: neither is checked.
+            gradients. If only the converted network fails, if it still calls a replaced layer, which it holds in a list
+            for example, or if it no longer calls the layers of a class, nothing is converted. Flags, buffers and the
+            random state are restored. A plan from JSON has no example, and a network on the meta device cannot run:
+            neither is checked.
         progress: Whether the passes over calibration data and the fit show their progress on stderr: a bar in a
             terminal, periodic lines elsewhere. None shows it if two seconds or more are expected.
 
@@ -119,7 +120,7 @@ def convert_(
             f"{empty[0]!r} is on the meta device and has "
             + ("no scale to match; leave match out" if match else 'no weights to fit; load them, or use init="random"')
         )
-    trial = Trial(model, plan.inputs if check and units else None)
+    trial = Trial(model, plan.inputs if check and units else None, [module for _, module, *_ in units])
     layers = [_build(row, module, norm) for row, module, norm, _ in units]
     incoming = Incoming({row.name: layer for (row, *_), layer in zip(units, layers, strict=True)})
     samples = {}
@@ -144,7 +145,8 @@ def convert_(
             seed_branches_(model, seed)
         replaced = {module: row.name for row, module, _, _ in units}
         replaced |= {norm: str(row.norm) for row, _, norm, _ in units if norm is not None}
-        trial.verify(model, replaced)  # before the fit, which may take minutes
+        new = {module: layer for (_, module, *_), layer in zip(units, layers, strict=True)}
+        trial.verify(model, replaced, new)  # before the fit, which may take minutes
         if init == "fit":
             fits = _fit_units(units, layers, samples, seed, progress)
         for (_, module, norm, _), layer in zip(units, layers, strict=True):

@@ -1,7 +1,7 @@
 """Trial runs of the plan's example through the plain and the converted network, in training and in eval mode."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,44 +26,65 @@ class Trial:
     meta device. Each run restores modules, attributes, flags, parameters, buffers and the random state.
     """
 
-    def __init__(self, model: nn.Module, inputs: Inputs | None) -> None:
-        self._runs: list[tuple[bool, Inputs]] = []
+    def __init__(self, model: nn.Module, inputs: Inputs | None, layers: Collection[nn.Module] = ()) -> None:
+        self._runs: list[tuple[bool, Inputs, set[nn.Module]]] = []
+        self._layers = layers
         self._written: Copies = {}
         if inputs is None or any(
             t.is_meta for t in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)) if isinstance(t, Tensor)
         ):
             return
         for training in (True, False):
-            if self._failure_of_plain(model, inputs, training=training) is None:
-                self._runs.append((training, inputs))
-            elif training:
+            if not self._runs_plain(model, inputs, training=training) and training:
                 with contextlib.suppress(Exception):  # not all inputs can be concatenated
-                    twice = _twice(inputs)
-                    if self._failure_of_plain(model, twice, training=True) is None:
-                        self._runs.append((True, twice))
+                    self._runs_plain(model, _twice(inputs), training=True)
 
-    def _failure_of_plain(self, model: nn.Module, inputs: Inputs, *, training: bool) -> Exception | None:
-        with undone(model) as written, _Alone() if training else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+    def _runs_plain(self, model: nn.Module, inputs: Inputs, *, training: bool) -> bool:
+        """Whether the plain network runs on these inputs; if so, the converted one will be run on them, too."""
+        with (
+            undone(model) as written,
+            _Alone() if training else contextlib.nullcontext(),  # type: ignore[no-untyped-call]
+            _seen_calls(self._layers) as called,
+        ):
             error = _failure(model, inputs, training=training)
         self._written |= written
-        return error
+        if error is None:
+            self._runs.append((training, inputs, called))
+        return error is None
 
-    def verify(self, model: nn.Module, replaced: Mapping[nn.Module, str]) -> None:
+    def verify(
+        self, model: nn.Module, replaced: Mapping[nn.Module, str], layers: Mapping[nn.Module, nn.Module]
+    ) -> None:
         """Run the converted network in the modes in which the plain one ran.
 
+        Args:
+            model: The converted network.
+            replaced: The old modules and their names.
+            layers: The old layers and the new ones.
+
         Raises:
-            ValueError: it fails in one of them, or still calls a module that was replaced under this name.
+            ValueError: it fails in a mode, still calls an old module, or in eval mode no longer calls the layers of a
+                class.
         """
-        for training, inputs in self._runs:
-            with _seen_calls(replaced) as called:
+        for training, inputs, called_before in self._runs:
+            with _seen_calls((*replaced, *layers.values())) as called:
                 error = _failure(model, inputs, training=training)
             restore_content(self._written)
-            if called:
+            if not called.isdisjoint(replaced):
                 names = ", ".join(repr(replaced[module]) for module in replaced if module in called)
                 raise ValueError(
                     f"the converted network still calls the old {names}: it also holds it in a list, a dictionary or "
                     "a function, where a DCL layer does not replace it. Nothing was changed. Look it up by its name "
                     "there (or use nn.ModuleList), or leave it out with plan.without(...)"
+                )
+            found = {type(old) for old, new in layers.items() if new in called}
+            # Values choose the layers of a mixture of experts, and chance may choose those of a network in training.
+            missed = sorted(replaced[old] for old in called_before if type(old) not in found)
+            if missed and error is None and not training:
+                raise ValueError(
+                    f"the converted network does not call the new {', '.join(map(repr, missed))}, as if its forward "
+                    "chose layers by their class, which has changed. Nothing was changed. Call them by name, or leave "
+                    "them out with plan.without(...), or convert all the same with check=False"
                 )
             if error is None or isinstance(error, torch.OutOfMemoryError):
                 continue
