@@ -215,6 +215,31 @@ def test_a_batch_norm_with_a_train_of_its_own_keeps_it(of_class):
     assert not model.train()[1].training
 
 
+def test_a_network_that_collects_the_outputs_of_its_relus_still_does(tmp_path):
+    class Features(nn.Module):
+        """As the loss of a style transfer does."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = network()[:3].append(nn.Conv2d(32, 32, 1)).append(nn.ReLU())
+
+        def forward(self, x):
+            found = []
+            for layer in self.layers:
+                x = layer(x)
+                if isinstance(layer, nn.ReLU):
+                    found.append(x)
+            return found
+
+    model, x = Features(), torch.randn(2, 16, 8, 8)
+    dcl.convert_(model, dcl.plan(model, (16, 8, 8), width=4), init="random")
+    dcl.save_model(model.eval(), tmp_path / "m.safetensors")
+    loaded = dcl.load_model(Features().eval(), tmp_path / "m.safetensors")
+    for each in (model, copy.deepcopy(model), loaded):
+        first = each.layers[0](x)
+        torch.testing.assert_close(each(x), [first, each.layers[3](first)])
+
+
 def test_a_layer_that_is_compiled_by_itself_is_refused_and_left_alone():
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     model[2] = torch.compile(model[2], backend="eager")

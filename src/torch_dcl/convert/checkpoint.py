@@ -255,9 +255,9 @@ def _rebuild(names: OwnNames, content: Mapping[str, Any], path: str | Path) -> d
     relus = [(places, False) for places in content["relus"]]
     for places, shared in [*relus, *((places, True) for places in content.get("shared_relus") or ())]:
         relu = _place(names, places, path)
-        if not isinstance(relu, nn.ReLU | units.AbsorbedReLU):
+        if not isinstance(relu, nn.ReLU):
             raise _misfit(path, f"{places[0]!r} is a {type(relu).__name__} there, and a ReLU before the file was made")
-        if isinstance(relu, nn.ReLU) and units.is_removable(relu):
+        if units.is_removable(relu):
             changes[relu] = units.relu_replacement(relu, shared=shared)
     for module, places in names.of.items():
         if isinstance(module, units.AbsorbedNorm) and module not in absorbed:

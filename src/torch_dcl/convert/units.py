@@ -79,8 +79,12 @@ class AbsorbedNorm(nn.Identity):
         return [layer.fusion.norm for layer in self.layers if layer.fusion.norm is not None]
 
 
-class AbsorbedReLU(nn.Identity):
-    """Replaces a ReLU after a DCL layer, whose output is positive already."""
+class AbsorbedReLU(nn.ReLU):
+    """Replaces a ReLU after a DCL layer, whose output is positive already. For code that asks, it is a ReLU still."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The input itself."""
+        return input
 
 
 class SharedReLU(nn.ReLU):
@@ -111,7 +115,7 @@ def relu_replacement(relu: nn.ReLU, *, shared: bool) -> nn.Module:
     """The module that replaces a ReLU after a DCL layer; the ReLU itself if it is a replacement already."""
     if isinstance(relu, SharedReLU):
         return relu
-    return (SharedReLU(relu.inplace) if shared else AbsorbedReLU()).train(relu.training)
+    return (SharedReLU if shared else AbsorbedReLU)(relu.inplace).train(relu.training)
 
 
 def plain_type(module: nn.Module) -> type[nn.Module] | None:
