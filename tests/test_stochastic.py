@@ -649,7 +649,7 @@ def test_branches_are_held_where_a_closure_computes_the_gradients(kind_of_optimi
 
 def test_a_copy_of_a_network_and_its_optimizer_warns_that_nobody_advances_it():
     """torch copies no hooks of an optimiser, so the copy does not follow it."""
-    model, x = stochastic_conv(), images()
+    model, x = stochastic_conv("with norm"), images()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     follow_optimizer(model, optimizer)
     with warnings.catch_warnings():
@@ -667,6 +667,7 @@ def test_a_copy_of_a_network_and_its_optimizer_warns_that_nobody_advances_it():
         warnings.simplefilter("error")
         copied(x)
         copy.deepcopy(model).eval()(x)
+        torch.optim.swa_utils.update_bn([x], AveragedModel(model))  # in training mode, but it trains nothing
 
 
 @pytest.mark.parametrize("kind_of_optimizer", ["SGD", "Adam", "AdamW"])

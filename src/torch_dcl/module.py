@@ -300,8 +300,8 @@ def _version(z: Tensor) -> int:
 
 def _warn_if_nobody_advances(fusion: ConceptFusion) -> None:
     # The order matters: if a compiled forward depended on `advanced`, the first advance would recompile it.
-    if torch.compiler.is_compiling() or fusion.advanced:
-        return
+    if torch.compiler.is_compiling() or fusion.advanced or not torch.is_grad_enabled():
+        return  # without gradients nothing is trained, for example in update_bn
     fusion.advanced = True
     warnings.warn(
         "a DCL layer with the stochastic strategy is in training, but nobody advances its step, so it would train "
