@@ -671,6 +671,18 @@ def test_batches_may_be_tensors_tuples_or_keywords():
         assert torch.equal(collect_samples(model, layers, calibration)["fc"], expected)
 
 
+def test_a_batch_that_is_the_dictionary_a_network_takes_is_explained():
+    model = Branching()
+    model.forward = lambda batch: Branching.forward(model, batch["x"])
+    x = inputs(2, 3, 6, 6)
+    with pytest.raises(TypeError) as caught:
+        collect_samples(model, {"fc": model.fc}, [{"x": x}])
+    assert "for a network that takes the dictionary itself, map its argument" in caught.value.__notes__[0]
+    found = collect_samples(model, {"fc": model.fc}, [{"batch": {"x": x}}])
+    del model.forward
+    assert torch.equal(found["fc"], collect_samples(model, {"fc": model.fc}, [x])["fc"])
+
+
 def test_an_input_of_tensors_keeps_its_kind():
     class Kinds(nn.Linear):
         def forward(self, x, state):

@@ -91,6 +91,8 @@ def collect_samples(
                         model(**inputs) if isinstance(inputs, dict) else model(inputs)
                 except Exception as error:
                     kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
+                    if isinstance(inputs, dict):
+                        kinds += "; for a network that takes the dictionary itself, map its argument: {'name': batch}"
                     error.add_note(f"This was calibration batch {batches}. A batch is {kinds}.")
                     raise
     finally:
