@@ -1138,6 +1138,17 @@ def test_a_jagged_tensor_gives_what_each_of_its_sequences_gives(arguments, backe
     torch.testing.assert_close(mine, {name: p.grad for name, p in layer.named_parameters()})
 
 
+@pytest.mark.parametrize("arguments", [{"norm_layer": nn.BatchNorm1d}, {"branch_activation": nn.PReLU}])
+def test_the_device_of_a_layer_goes_before_the_default_device(arguments):
+    with torch.device("meta"):
+        layer = DCLLinear(5, 8, width=2, device="cpu", dtype=torch.float64, **arguments)
+        assert {tensor.device.type for tensor in layer.state_dict().values()} == {"cpu"}
+    assert {tensor.dtype for tensor in layer.parameters()} == {torch.float64}
+    assert layer(torch.randn(3, 5, dtype=torch.float64)).isfinite().all()
+    abroad = DCLLinear(5, 8, width=2, device="meta", **arguments)
+    assert {tensor.device.type for tensor in (*abroad.parameters(), *abroad.buffers())} == {"meta"}
+
+
 def test_a_nested_tensor_that_a_layer_cannot_take_is_refused_with_the_remedy():
     strided = torch.nested.nested_tensor([torch.randn(3, 5), torch.randn(2, 5)])
     with pytest.raises(TypeError, match=r"a DCLLinear does not take this nested tensor; .*layout=torch\.jagged"):

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_dcl.functional import check_eps, draw_pair
 from torch_dcl.kernels import dispatch
 from torch_dcl.kernels.dispatch import Norm, Stage, fuse_branches, fuse_pairs, project_and_fuse
-from torch_dcl.norms import called_plainly, join_norms, kernel_norm, normalise
+from torch_dcl.norms import called_plainly, join_norms, kernel_norm, make_part, normalise
 
 __all__ = ["MAX_BRANCHES", "ConceptFusion", "Strategy", "branch_widths", "response_spread"]
 
@@ -114,10 +114,7 @@ class ConceptFusion(nn.Module):
         self.eps = check_eps(eps, self.fused)
         self.weight = nn.Parameter(torch.empty(sum(widths), out_channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(T, out_channels, device=device, dtype=dtype)) if bias else None
-        self.norm: nn.Module | None = None
-        check_factory("norm_layer", norm_layer, "nn.BatchNorm2d")
-        if norm_layer is not None:
-            self.norm = norm_layer(T * out_channels).to(device=device, dtype=dtype)
+        self.norm = make_part("norm_layer", norm_layer, "nn.BatchNorm2d", T * out_channels, device=device, dtype=dtype)
         self.advanced = False  # whether the step has been advanced, see torch_dcl.stochastic
         if strategy == "stochastic":
             self.register_buffer("key", torch.zeros(3, dtype=torch.int64, device=device))
@@ -339,13 +336,6 @@ def _pick(responses: Sequence[Tensor], index: Tensor) -> Tensor:
     for t, response in enumerate(responses[1:], 1):
         picked = torch.where(index == t, response, picked)
     return picked
-
-
-def check_factory(name: str, factory: object, example: str) -> None:
-    """Raise TypeError for a module in place of a callable that returns modules."""
-    if factory is not None and (isinstance(factory, nn.Module) or not callable(factory)):
-        kind = type(factory).__name__
-        raise TypeError(f"{name} must make a module when it is called, for example {example}; got a {kind}")
 
 
 def reset(module: nn.Module | None) -> None:

@@ -25,9 +25,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths, check_factory
+from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths
 from torch_dcl.kernels.dispatch import kernels_accept, should_transpose, transforms
 from torch_dcl.module import _DCL, Responses
+from torch_dcl.norms import make_part
 
 __all__ = ["DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear", "Responses"]
 
@@ -98,10 +99,9 @@ class DCLLinear(_DCL):
             widths, out_features, spatial=0, strategy=strategy, eps=eps, norm_layer=norm_layer, bias=bias,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self.branch_activation = None
-        check_factory("branch_activation", branch_activation, "nn.ReLU")
-        if branch_activation is not None:
-            self.branch_activation = branch_activation().to(device=device, dtype=dtype)
+        self.branch_activation = make_part(
+            "branch_activation", branch_activation, "nn.ReLU", device=device, dtype=dtype
+        )
         self.branch = nn.Linear(
             in_features, sum(widths), bias=bias and branch_activation is not None, device=device, dtype=dtype
         )
@@ -168,10 +168,9 @@ class _DCLConv(_DCL):
             widths, out_channels, spatial=self._spatial, strategy=strategy, eps=eps, norm_layer=norm_layer, bias=bias,
             device=device, dtype=dtype,
         )  # fmt: skip
-        self.branch_activation = None
-        check_factory("branch_activation", branch_activation, "nn.ReLU")
-        if branch_activation is not None:
-            self.branch_activation = branch_activation().to(device=device, dtype=dtype)
+        self.branch_activation = make_part(
+            "branch_activation", branch_activation, "nn.ReLU", device=device, dtype=dtype
+        )
         self.branch = self._plain(
             in_channels, sum(widths), kernel_size, stride, padding, dilation, 1,  # type: ignore[arg-type]
             bias and branch_activation is not None, padding_mode, device, dtype,

@@ -1,9 +1,10 @@
-"""Batch norms of the branches: their description for the kernels, plain torch branch by branch, older state dicts.
+"""Batch norms of the branches: making them, their description for the kernels, plain torch, older state dicts.
 
 One norm of T·K2 channels normalises the pre-activations of all branches.
 """
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,21 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from torch_dcl.kernels.dispatch import Norm
 
-__all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "norm_tensors", "normalise"]
+__all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "make_part", "norm_tensors", "normalise"]
+
+
+def make_part(
+    name: str, factory: Callable[..., nn.Module] | None, example: str, *arguments: int,
+    device: torch.device | str | None, dtype: torch.dtype | None,
+) -> nn.Module | None:  # fmt: skip
+    """The norm or the activation of a layer; TypeError for a module in place of a callable that returns modules."""
+    if factory is None:
+        return None
+    if isinstance(factory, nn.Module) or not callable(factory):
+        kind = type(factory).__name__
+        raise TypeError(f"{name} must make a module when it is called, for example {example}; got a {kind}")
+    with nullcontext() if device is None else torch.device(device):  # whatever the caller's default device is
+        return factory(*arguments).to(device=device, dtype=dtype)
 
 
 def kernel_norm(norm: Any) -> Norm | None:
