@@ -34,7 +34,7 @@ _MOVES = re.compile(
     r"alias|detach|_to_copy|expand|repeat|roll|slice|select|split|split_with_sizes|chunk|unbind|"
     r"max_pool\dd_with_indices|max_pool\dd|native_dropout|dropout"
 )
-_SIZES = re.compile(r"new_\w+|\w+_like")
+_SIZES = re.compile(r"new_\w+|\w+_like|sym_\w+|dim")
 """What reads the size of a tensor, not its values."""
 _FOLLOWERS = {
     "layer": "another layer follows without ReLU",
