@@ -185,3 +185,26 @@ def test_a_network_with_a_compiled_block_is_fitted_to_calibration_data(wrap):
     assert fits[0] == fits[1]
     with torch.no_grad():
         torch.testing.assert_close(mine(x), plain(x))
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_network_with_a_compiled_part_is_planned_and_converted(fullgraph, in_place):
+    def make():
+        model = network()
+        if in_place:
+            model[0].compile(backend="eager", fullgraph=fullgraph)
+        else:
+            model[0] = torch.compile(model[0], backend="eager", fullgraph=fullgraph)
+        return model
+
+    model, x = make(), torch.randn(4, 32)
+    model(x)  # the compiler is imported
+    plan = dcl.plan(model, (32,), width=2)
+    assert len(plan.selected) == 3
+    dcl.convert_(model, plan, init="fit", calibration=[torch.randn(64, 32)])
+    part = model[0] if in_place else model[0]._orig_mod
+    expected = part[0](x)
+    torch.testing.assert_close(model[0](x), expected)
+    model(x).sum().backward()
+    assert part[0].branch.weight.grad is not None

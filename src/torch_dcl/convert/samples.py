@@ -1,17 +1,16 @@
 """Collect outputs of layers while calibration data runs through a network."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from torch_dcl.convert.snapshot import restored, undone
+from torch_dcl.convert.snapshot import restored, uncompiled, undone
 from torch_dcl.convert.trace import evaluating
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
@@ -79,7 +78,7 @@ def collect_samples(
     handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
-        with restored(model, {}), evaluating(model), _uncompiled():
+        with restored(model, {}), evaluating(model), uncompiled():
             batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
@@ -145,9 +144,3 @@ def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
             elif bar is not None:
                 bar.now(f"batch {done + 1}")
             yield batch
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled parts eagerly, since compiled code does not call new hooks."""
-    compiles = "torch._dynamo" in sys.modules  # do not import the compiler
-    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()

@@ -1,10 +1,11 @@
 """Snapshots of the modules, attributes and tensors of a network, to restore them after a trial run or an error."""
 
 import random
+import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,16 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Snapshot", "all_or_nothing", "flags_of", "restore_content", "restored", "temporary_mode", "undone"]
+__all__ = [
+    "Snapshot",
+    "all_or_nothing",
+    "flags_of",
+    "restore_content",
+    "restored",
+    "temporary_mode",
+    "uncompiled",
+    "undone",
+]
 
 Copies = dict[nn.Parameter, Tensor]
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
@@ -99,6 +109,12 @@ def temporary_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def flags_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     """The training flag of every module; a frozen scripted module has none."""
     return [(module, module.training) for module in model.modules() if hasattr(module, "training")]
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled parts eagerly: compiled code calls no new hooks, and none is made while operations are recorded."""
+    compiles = "torch._dynamo" in sys.modules  # do not import the compiler
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_dcl.convert.rows import Inputs
-from torch_dcl.convert.snapshot import flags_of, temporary_mode
+from torch_dcl.convert.snapshot import flags_of, temporary_mode, uncompiled
 from torch_dcl.convert.units import RELUS, is_channels_last, is_frozen_norm, is_plain_norm, layer_weight
 
 __all__ = ["Call", "Trace", "record", "trace"]
@@ -114,7 +114,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run ``model`` once as it is, without gradients, and find out what follows each layer."""
     recorder = _Recorder(model)
-    with torch.no_grad(), _without_fast_paths():
+    with torch.no_grad(), _without_fast_paths(), uncompiled():
         with recorder.recording():
             outputs = [model(*args, **kwargs)]
         result = recorder.analyse(recorder.live())

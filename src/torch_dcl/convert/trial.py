@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.rows import Inputs
-from torch_dcl.convert.snapshot import Copies, restore_content, temporary_mode, undone
+from torch_dcl.convert.snapshot import Copies, restore_content, temporary_mode, uncompiled, undone
 from torch_dcl.convert.trace import Trace, copied, record
 from torch_dcl.convert.units import names_of
 
@@ -126,7 +126,7 @@ def _failure(model: nn.Module, inputs: Inputs, *, training: bool) -> Exception |
     """The exception of a run; None if it succeeds."""
     devices = {parameter.device for parameter in model.parameters()}
     device = devices.pop() if len(devices) == 1 else None
-    with temporary_mode(model, training=training), torch.set_grad_enabled(training):
+    with temporary_mode(model, training=training), torch.set_grad_enabled(training), uncompiled():
         try:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), inputs)
             model(*args, **kwargs)
