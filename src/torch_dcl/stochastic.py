@@ -107,7 +107,7 @@ class Following:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._saved, self._fresh = [], []
         for parameter, idle in _idle_rows(self._held):
-            if id(parameter) not in held:  # a gradient may still come, from a closure
+            if id(parameter) not in held or not parameter.requires_grad:  # a gradient may still come, from a closure
                 continue
             state = optimizer.state.get(parameter, {})
             moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}

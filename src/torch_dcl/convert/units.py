@@ -50,9 +50,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class AbsorbedNorm(nn.Identity):
-    """Replaces a batch norm that was moved into the DCL layer before it, and passes ``train()``, ``eval()`` on to it.
+    """Replaces a batch norm that was moved into the DCL layer before it.
 
-    So does ``requires_grad_()``. Its parameters and buffers are the layer's, in ``fusion.norm``.
+    It passes ``train()``, ``eval()`` and ``requires_grad_()`` on to that norm, ``fusion.norm``, which has its tensors.
     """
 
     layers: tuple[_DCL, ...] = ()
