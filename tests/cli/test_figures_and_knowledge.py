@@ -155,7 +155,7 @@ def test_the_knowledge_of_ones_own_network(dcl, folder, mine):
     assert "LeNet on MNIST-II-01, fc1, filter 7" in page
     assert "tens digit" in page  # the classes are numbers, and known as such
     assert "2 of 2 filters are done already" in dcl("run", "runs/knowledge", "--resume")
-    assert "other settings" in dcl("run", "runs/knowledge", "--resume", "--set", "filters=8", code=1)
+    assert "other settings" in dcl("run", "runs/knowledge", "--resume", "--set", "filters=8", code=2)
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_resume_of_a_finished_run_trains_nothing(dcl, run, folder, finished):
     before = (run / "outcomes.jsonl").read_text()
     assert "4 of 4 entries are done already" in dcl("run", "runs/mine", "--resume")
     assert (run / "outcomes.jsonl").read_text() == before
-    assert "seeds: 2 then, 3 now" in dcl("run", "runs/mine", "--resume", "--seeds", "3", code=1)
+    assert "seeds: 2 then, 3 now" in dcl("run", "runs/mine", "--resume", "--seeds", "3", code=2)
 
 
 def test_ls_report_and_doctor_know_the_run(dcl, dcl_for_machines, run, folder):

@@ -82,7 +82,7 @@ def test_a_second_smoke_takes_another_folder(dcl, folder, run):
 
 
 def test_a_finished_run_is_not_overwritten(dcl, run):
-    assert "--resume" in dcl("run", "table1", "--smoke", "--out", "runs/smoke", code=1)
+    assert "--resume" in dcl("run", "table1", "--smoke", "--out", "runs/smoke", code=2)
 
 
 def test_resume_of_a_finished_run_trains_nothing(dcl, run):
@@ -93,7 +93,7 @@ def test_resume_of_a_finished_run_trains_nothing(dcl, run):
 
 
 def test_a_changed_recipe_is_refused_with_the_difference(dcl, run):
-    shown = dcl("run", "runs/smoke", "--resume", "--seeds", "3", code=1)
+    shown = dcl("run", "runs/smoke", "--resume", "--seeds", "3", code=2)
     assert "other settings" in shown
     assert "seeds: 2 then, 3 now" in shown
 
@@ -166,6 +166,12 @@ def test_the_dry_run_counts_and_writes_nothing(dcl, folder):
 def test_the_dry_run_of_the_other_recipes(dcl, name, networks):
     shown = " ".join(dcl("run", name, "--dry-run").split())
     assert networks in shown
+
+
+@pytest.mark.parametrize("name", ["table1", "table2"])
+def test_the_dry_run_of_a_smoke_run_takes_less_than_a_second_on_a_gpu(dcl, name):
+    shown = " ".join(dcl("run", name, "--smoke", "--dry-run", "--device", "cpu").split())
+    assert "on a GPU less than a second on an H200" in shown
 
 
 def test_search_smoke(dcl, folder):

@@ -158,11 +158,11 @@ def command(*examples: str) -> Callable[[Command], Command]:
 
 def _explained(error: Exception) -> tuple[str, bool]:
     """The message of an error, and whether it is a usage error."""
-    if isinstance(error, UsageError) or not hasattr(error, "otherwise"):
-        # The text of a KeyError is a repr.
-        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        return message, isinstance(error, UsageError)
-    return explain_setting(error), True
+    if hasattr(error, "otherwise"):
+        return explain_setting(error), True
+    # The text of a KeyError is a repr.
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return message, getattr(error, "is_usage", False)
 
 
 def explain_setting(error: Any) -> str:
@@ -199,6 +199,8 @@ def say_state(state: "State") -> str:
 
 class UsageError(ValueError):
     """An invalid argument; the message says what to type instead. Exit code 2."""
+
+    is_usage = True
 
 
 def in_options(message: str, options: Iterable[str]) -> str:
@@ -292,7 +294,19 @@ class _PlainFlags:
 
 
 class PlainCommand(_PlainFlags, TyperCommand):
-    """A command with plain flags."""
+    """A command with plain flags, and no empty arguments: a variable that is not set is not the current folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, none of which may be empty."""
+        valued = {name for param in self.get_params(ctx) if not getattr(param, "is_flag", False) for name in param.opts}
+        for before, given in () if ctx.resilient_parsing else zip(["", *args], args, strict=False):
+            option, equals, value = given.partition("=") if given.startswith("--") else (before, "=", given)
+            if equals and not value.strip():
+                what = option if option in valued else "an argument"
+                fail(f"{what} is empty; give a value, or leave it out (is a variable of the shell not set?)")
+                raise typer.Exit(2)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
 
 class PlainGroup(_PlainFlags, TyperGroup):

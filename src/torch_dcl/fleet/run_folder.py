@@ -35,8 +35,8 @@ import torch
 from torch_dcl.files import write_text
 
 __all__ = [
-    "RunError", "RunFolder", "check_recipe", "differences", "environment", "holding", "lock_holder", "recipe_text",
-    "utc_now",
+    "MismatchError", "RunError", "RunFolder", "check_recipe", "differences", "environment", "holding", "lock_holder",
+    "recipe_text", "utc_now",
 ]  # fmt: skip
 
 FORMAT = 3
@@ -48,6 +48,13 @@ _CHECKED = re.compile(rb'(.*?)(?:, )?"check": "([0-9a-f]{16})"}')
 
 class RunError(RuntimeError):
     """A run folder that cannot be used; the message says why and what to do."""
+
+
+class MismatchError(RunError):
+    """A run folder that holds another run than the one that was asked for."""
+
+    is_usage = True
+    """For a command: its arguments are wrong, not the folder."""
 
 
 class RunFolder:
@@ -74,7 +81,8 @@ class RunFolder:
         ``part`` is a suffix of the lock, where several processes share the folder, each with a part of its own.
 
         Raises:
-            RunError: The folder is in use, or holds a run and ``resume`` is not set, or has another recipe.
+            RunError: The folder is in use, or is damaged.
+            MismatchError: It holds a run and ``resume`` is not set, or has another recipe.
         """
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
@@ -347,23 +355,23 @@ def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
         write_text(path, recipe_text(recipe))
         return
     if not resume:
-        raise RunError(f"{folder} holds a run already; resume it with --resume, or choose another folder")
+        raise MismatchError(f"{folder} holds a run already; resume it with --resume, or choose another folder")
     before = RunFolder.inspect(folder)
     if before.format != FORMAT:
         starts = before.read("environment")
         versions = starts[0].get("versions") if starts else None
         noted = versions.get("torch-dcl", "unknown") if isinstance(versions, dict) else "unknown"
         version = before.version or noted
-        raise RunError(
+        raise MismatchError(
             f"{folder} was begun by torch-dcl {version} in another format ({before.format}, here {FORMAT}) and cannot "
             "be resumed; dcl report reads it, or run it again in another folder"
         )
     if (then := before.recipe.get("recipe")) != (now := recipe.get("recipe")):
-        raise RunError(f"{folder} holds a run of {then}, not of {now}; choose another folder")
+        raise MismatchError(f"{folder} holds a run of {then}, not of {now}; choose another folder")
     if changes := list(differences(before.recipe, recipe)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
-        raise RunError(
+        raise MismatchError(
             f"{folder} was begun with other settings or data:\n{shown}{more}\nchoose the same, or another folder"
         )
 
