@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress as RichProgress
 
-__all__ = ["Bar", "error_console", "first_rank", "say_minutes"]
+__all__ = ["Bar", "error_console", "first_rank", "say_about", "say_minutes"]
 
 EVERY = 5.0  # seconds between plain lines
 PLAIN = "torch_dcl.plain"
@@ -45,6 +45,15 @@ def say_minutes(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
     return f"{seconds / 86400:.1f} days"
+
+
+def say_about(seconds: float) -> str:
+    """Format an estimate, to two digits: ``less than a second``, ``about 12 s``, ``about 7.6 min``, ``about 2.5 h``."""
+    if seconds < 1:
+        return "less than a second"
+    limits = ((100, 1, "s"), (600 * 60, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
+    size, unit = next((size, unit) for most, size, unit in limits if seconds < most)
+    return f"about {float(f'{seconds / size:.2g}'):,g} {unit}"
 
 
 class _Lines:

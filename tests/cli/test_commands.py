@@ -18,7 +18,7 @@ from torch_dcl.data import read_prepared
 from torch_dcl.experiments.digits import read_mnist
 from torch_dcl.experiments.protocol import Progress
 from torch_dcl.experiments.recipes.demo import CAVEAT, COLUMNS, RATES, TRIED, choose_rates, verdict
-from torch_dcl.progress import Bar, say_minutes
+from torch_dcl.progress import Bar, say_about, say_minutes
 
 NET = """
 from torch import nn
@@ -430,6 +430,22 @@ def test_in_a_terminal_the_fleet_has_a_bar_of_its_own():
 )
 def test_times_are_for_people(seconds, words):
     assert say_minutes(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0004, "less than a second"),
+        (12.3, "about 12 s"),
+        (456, "about 7.6 min"),
+        (27_600, "about 460 min"),
+        (147_000, "about 41 h"),
+        (260_000, "about 3 days"),
+        (56_358_720, "about 650 days"),
+    ],
+)
+def test_an_estimated_time_has_two_digits_and_no_exponent(seconds, words):
+    assert say_about(seconds) == words
 
 
 def test_a_set_is_fetched_into_a_folder_that_is_looked_in(dcl, monkeypatch):

@@ -16,7 +16,7 @@ import typer
 from torch_dcl.cli.config import Task, make_task
 from torch_dcl.cli.console import bullets, console, print_json, say_state, several, table_of
 from torch_dcl.experiments import protocol
-from torch_dcl.progress import Bar, first_rank, say_minutes
+from torch_dcl.progress import Bar, first_rank, say_about, say_minutes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -135,7 +135,7 @@ def _say_stopped(task: Task, why: str) -> None:
 
 def dry_run(task: Task, *, as_json: bool = False) -> None:
     """Print an estimate of the run."""
-    words, plain = task.recipe.estimate(say_minutes)
+    words, plain = task.recipe.estimate(say_about)
     if as_json:
         print_json({"recipe": task.asked.name, **plain, "device": task.recipe.device, "folder": str(task.out)})
         return

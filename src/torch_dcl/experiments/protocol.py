@@ -251,7 +251,7 @@ class Recipe(abc.ABC, Generic[C]):
             "device": self.device,
             "memory": f"about {gib:.1f} GiB",
             "speed": f"{shown}, {next(where for _, where in trials.values())}",
-            "time": f"about {say_time(seconds)}, without data preparation and evaluation",
+            "time": f"{say_time(seconds)}, without data preparation and evaluation",
         }
         counts = {"networks": networks, "images": images, "memory_gib": gib, "images_per_s": speeds}
         return Estimate(words, {**counts, "minutes": seconds / 60, **plain})

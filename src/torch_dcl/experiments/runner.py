@@ -28,6 +28,7 @@ from torch_dcl.fleet import Fleet
 from torch_dcl.fleet.checkpoint import Checkpoints
 from torch_dcl.fleet.concurrent import train_concurrently
 from torch_dcl.fleet.run_folder import RunError, RunFolder, utc_now
+from torch_dcl.progress import say_minutes
 
 __all__ = ["Failure", "Summary", "concurrent_groups", "key_of", "minutes_of", "outcomes_of", "plan_fleets", "run"]
 
@@ -307,7 +308,9 @@ class _Sweep:
                 save()
                 saved = now
             if not is_done and now > self.until:
-                self.report(f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {now - start:.1f} s in this call")
+                self.report(
+                    f"{shown}: epoch {_slowest(fleets).epoch} of {at.epochs}, {say_minutes(now - start)} in this call"
+                )
                 return False
         for i, (key, jobs, fleet) in enumerate(zip(keys, group, fleets, strict=True)):
             trained = Trained(fleet, fleet.evaluate(recipe.judge(jobs)), losses[i], seconds_of(i))

@@ -93,10 +93,14 @@ def _repeated(table: Table, machine: bool) -> dict[str, str]:
     if table.versions and machine:
         facts["Versions"] = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     if table.minutes:
-        phases = ", ".join(f"{phase} {minutes:.4g}" for phase, minutes in table.minutes.items())
-        together = f"; together {sum(table.minutes.values()):.4g}" if len(table.minutes) > 1 else ""
+        phases = ", ".join(f"{phase} {_count(minutes)}" for phase, minutes in table.minutes.items())
+        together = f"; together {_count(sum(table.minutes.values()))}" if len(table.minutes) > 1 else ""
         facts["Minutes"] = phases + together
     return facts
+
+
+def _count(minutes: float) -> str:
+    return f"{minutes:.4g}" if minutes >= 0.01 else "< 0.01"
 
 
 class Drawn(NamedTuple):

@@ -121,6 +121,8 @@ def _gap(gap: Difference | None) -> Markup | str:
 def _minutes(cell: Cell) -> str:
     if cell.minutes is None:
         return "–"
+    if cell.minutes < 0.01:
+        return "< 0.01"
     return f"{cell.minutes:.1f}" if cell.minutes >= 1 else f"{cell.minutes:.2g}"
 
 

@@ -40,6 +40,7 @@ from torch_dcl.experiments.runner import minutes_of, outcomes_of
 from torch_dcl.experiments.settings import setting
 from torch_dcl.experiments.stats import Comparison, compare, mean, signed
 from torch_dcl.experiments.table import B_CONTROLS, Cell, Table, as_trial, long_table, mark, origin, run_facts, save
+from torch_dcl.progress import say_minutes
 
 if TYPE_CHECKING:
     import rich.table
@@ -137,13 +138,12 @@ class Table1(DigitRecipe[Table1Config]):
     def shown(self, result: Table, width: int) -> "list[RenderableType]":
         from rich.text import Text
 
-        spent = "; ".join(f"{phase} {minutes:.3g}" for phase, minutes in result.minutes.items())
+        spent = (f"{phase} {say_minutes(60 * minutes)}" for phase, minutes in result.minutes.items())
         sentences = [text for text in result.deviations if text not in DEVIATIONS] + verdict(result)
         table: list[RenderableType] = [Text.from_ansi(as_text(result, width=width, styled=True))]
         if len(result.sets) <= FEW:
-            title, signs = Text(result.title, style="bold"), Text(SIGNS, style="dim")
-            table = [title, long_table(result, width), signs, Text()]
-        return [*table, *sentences, f"Minutes: {spent}."]
+            table = [Text(result.title, style="bold"), long_table(result, width), Text(SIGNS, style="dim"), Text()]
+        return [*table, *sentences, f"Time: {'; '.join(spent)}."]
 
 
 def table1_of(folder: "RunFolder", outcomes: Mapping[Job, Outcome]) -> Table:

@@ -47,6 +47,7 @@ from torch_dcl.experiments.settings import SettingError, setting
 from torch_dcl.experiments.stats import mean, pool, signed
 from torch_dcl.experiments.table import Cell, TableError, as_trial, long_table, origin, run_facts, save
 from torch_dcl.fleet import Fleet, Schedule
+from torch_dcl.progress import say_about
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,8 +174,8 @@ class Table2(NaturalRecipe[Table2Config]):
     def about(self, loads: Sequence[Workload]) -> Estimate:
         """With the time on an H200, by the speeds that were measured there."""
         words, plain = super().about(loads)
-        minutes = sum(load.seen / H200[load.network] for load in loads) / 60
-        return Estimate({**words, "on a GPU": f"about {float(f'{minutes:.2g}'):,g} min on an H200, compiled"}, plain)
+        seconds = sum(load.seen / H200[load.network] for load in loads)
+        return Estimate({**words, "on a GPU": f"{say_about(seconds)} on an H200, compiled"}, plain)
 
     def asked(self) -> dict[str, Any]:
         """Columns, training recipes, and the content of the sets."""
