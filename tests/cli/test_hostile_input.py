@@ -101,6 +101,75 @@ def test_absurd_settings_are_refused_before_they_take_memory(dcl, folder, text, 
     assert [path.name for path in folder.iterdir()] == ["mine.toml"]
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("run", "table1", "--smoke", "--out", ""), "--out"),
+        (("run", "table1", "--smoke", "--out= "), "--out"),
+        (("run", "table1", "--smoke", "--data", ""), "--data"),
+        (("run", "--smoke", ""), "an argument"),
+        (("demo", "--out", ""), "--out"),
+        (("report", "runs/t", "-o", ""), "-o"),
+        (("ls", "--runs", ""), "--runs"),
+        (("doctor", ""), "an argument"),
+        (("data", "digits", "--out", ""), "--out"),
+        (("data", "prepare", "imagenet", "", "shards"), "an argument"),
+        (("plan", "alexnet", "-o", ""), "-o"),
+    ],
+)
+def test_an_empty_text_is_not_the_current_folder(dcl, folder, words, named):
+    told = dcl(*words, code=2)
+    assert told.splitlines() == [
+        f"Error: {named} is empty; give a value, or leave it out (is a variable of the shell not set?)"
+    ]
+    assert list(folder.iterdir()) == []
+
+
+# Data that a run refuses
+
+
+def short_mnist(folder):
+    (folder / "mnist").mkdir()
+    (folder / "mnist/train-images-idx3-ubyte").write_bytes(b"junk")
+
+
+def damaged_mnist(folder):
+    (folder / "mnist").mkdir()
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"mnist/{name}-ubyte").write_bytes(b"junk")
+
+
+def damaged_cifar(folder):
+    for name in ("cifar-10-binary.tar.gz", "cifar-100-binary.tar.gz"):
+        (folder / name).write_bytes(b"junk")
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "data", "told"),
+    [
+        ("table1", short_mnist, "mnist", "mnist lacks train-labels-idx1-ubyte"),
+        ("table1", damaged_mnist, "mnist", "mnist/train-images-idx3-ubyte is not an idx file"),
+        ("table1-search", damaged_mnist, "mnist", "is not an idx file"),
+        ("calibration", damaged_mnist, "mnist", "is not an idx file"),
+        ("figures", damaged_mnist, "mnist", "is not an idx file"),
+        ("relations", damaged_mnist, "mnist", "is not an idx file"),
+        ("demo", damaged_mnist, "mnist", "is not an idx file"),
+        ("table2", damaged_cifar, "cifar10,.", "cifar-10-binary.tar.gz is"),
+        ("chart", damaged_cifar, ".", "cifar-10-binary.tar.gz is"),
+        ("deep", damaged_cifar, ".", "cifar-100-binary.tar.gz is"),
+        ("deep", damaged_cifar, "root=nowhere", "there is no such folder"),
+    ],
+)
+def test_a_dry_run_refuses_damaged_data_as_a_run_does(dcl, folder, name, make, data, told):
+    make(folder)
+    setting = data if "=" in data else f"data={data}"
+    words = ("run", name, "--smoke", "--device", "cpu", "--set", setting)
+    dry, wet = (dcl(*words, *more, code=2).splitlines()[-1] for more in (("--dry-run",), ("--out", "runs/t")))
+    assert told in dry
+    assert dry == wet
+    assert not (folder / "runs").exists()
+
+
 # Names and terminals
 
 
@@ -180,10 +249,10 @@ def test_one_bad_folder_breaks_neither_ls_nor_doctor(dcl, folder, spoil):
 
 def test_a_resume_of_another_run_names_what_differs(dcl, folder):
     dcl("run", "table1", *TINY, "--out", "runs/t")
-    told = dcl("run", "table1", *TINY, "--set", "batch=25", "--out", "runs/t", "--resume", code=1)
+    told = dcl("run", "table1", *TINY, "--set", "batch=25", "--out", "runs/t", "--resume", code=2)
     assert "batch: 50 then, 25 now" in told
     assert len(told.splitlines()) < 8
-    told = dcl("run", "calibration", "--smoke", "--out", "runs/t", "--resume", code=1)
+    told = dcl("run", "calibration", "--smoke", "--out", "runs/t", "--resume", code=2)
     assert "runs/t holds a run of table1, not of calibration" in told
     assert len(told.splitlines()) < 5
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torch_dcl import DCLConv2d
+from torch_dcl.experiments.recipes import deep
 from torch_dcl.experiments.recipes.deep import UNITS, Deep, DeepConfig, answer, build_network
 from torch_dcl.experiments.runner import run
 from torch_dcl.experiments.settings import SettingError
@@ -99,3 +100,12 @@ def test_settings_that_cannot_be_are_refused():
         DeepConfig(units=("dcl",))
     with pytest.raises(ValueError, match="there is no unit 'star'; the units are plain, narrow"):
         build_network("star", 10, 0)
+
+
+@pytest.mark.parametrize("scale", [0.001, 1.0])
+def test_the_speed_of_an_estimate_is_that_of_a_second_epoch_however_short_the_run_is(scale, monkeypatch):
+    measured = []
+    monkeypatch.setattr(deep, "measure_speed", lambda fleet, _: (measured.append(fleet.epochs), ""))
+    recipe = Deep(DeepConfig(width=8, scale=scale, root="made-up"))
+    recipe.speed("ResNet-18", recipe.workloads())
+    assert measured[0] >= 2

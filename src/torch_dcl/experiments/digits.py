@@ -34,8 +34,9 @@ from torch_dcl.experiments.protocol import (
     measure_speed,
 )
 from torch_dcl.experiments.runner import plan_fleets
-from torch_dcl.experiments.settings import Setting, SettingError, check_batch, choose_names, setting
+from torch_dcl.experiments.settings import Setting, SettingError, check_batch, choose_names, reading_data, setting
 from torch_dcl.fleet import Fleet, Member, Schedule
+from torch_dcl.progress import say_about
 
 __all__ = [
     "BATCH", "IMAGES", "SCHEDULE", "DigitConfig", "DigitRecipe", "Digits", "Purpose", "Sets", "classes_of", "digits_of",
@@ -67,7 +68,8 @@ class Digits(NamedTuple):
 
 def read_mnist(folder: str | os.PathLike[str] | None) -> Digits:
     """Read MNIST from a folder with its idx files; without one, the embedded excerpt."""
-    return Digits(read_digits(folder, "train"), read_digits(folder, "test"), source(folder))
+    with reading_data():
+        return Digits(read_digits(folder, "train"), read_digits(folder, "test"), source(folder))
 
 
 def find_digits(given: str | None) -> Path | None:
@@ -266,18 +268,14 @@ class DigitRecipe(Recipe[C]):
 
     def about(self, loads: Sequence[Workload]) -> Estimate:
         """Sets, entries, fleets and digits."""
-        jobs, digits = self.planned(), source(find_digits(self.config.data))
+        jobs, digits = self.planned(), read_mnist(find_digits(self.config.data)).source
         fleets, sets = self._fleets(jobs), len({job.data.partition("@")[0] for job in jobs})
         largest, seen = max(sum(map(self.networks, fleet)) for fleet in fleets), sum(load.seen for load in loads)
         words = {
             "recipe": f"{self.name}: {sets} set{'s' if sets > 1 else ''}, {len(jobs):,} {self.unit}",
             "networks": f"{sum(load.networks for load in loads):,}, in {len(fleets)} fleets of up to {largest}",
             "digits": digits,
-            **(
-                {"on a GPU": f"about {float(f'{seen / H200 / 60:.2g}'):,g} min on an H200"}
-                if self.device == "cpu"
-                else {}
-            ),
+            **({"on a GPU": f"{say_about(seen / H200)} on an H200"} if self.device == "cpu" else {}),
         }
         return Estimate(words, {"entries": len(jobs), "fleets": len(fleets), "digits": digits})
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_dcl.data import Dataset, load
-from torch_dcl.data.sources import is_here
 from torch_dcl.experiments.natural_networks import (
     DATA,
     LENET_OPTIONS,
@@ -24,13 +23,13 @@ from torch_dcl.experiments.natural_networks import (
     recipe_of,
 )
 from torch_dcl.experiments.protocol import Estimate, Recipe, TrainingConfig, Workload, measure_speed
-from torch_dcl.experiments.settings import SettingError, check_batch, setting, settings_of
+from torch_dcl.experiments.settings import SettingError, check_batch, reading_data, setting, settings_of
 from torch_dcl.fleet import Fleet, Member, Schedule
 
 __all__ = [
     "AUTO", "MADE_UP", "NOT_AVAILABLE", "SIZES", "Images", "NaturalConfig", "NaturalRecipe", "departures",
     "generate_images", "images_memory", "make_fleet", "missing_sets", "number_size", "read_data", "read_sets",
-    "tensors_of", "training_memory",
+    "say_available", "tensors_of", "training_memory",
 ]  # fmt: skip
 
 NOT_AVAILABLE = "not run: data not available"
@@ -141,13 +140,22 @@ def tensors_of(data: Dataset) -> list[Tensor]:
 
 
 def missing_sets(names: Sequence[str], config: NaturalConfig) -> dict[str, str]:
-    """The sets that are not there, with what to put where."""
+    """The sets that are not there, with what to put where; the others are read, since a run refuses damaged ones."""
     config.check_root()
     missing: dict[str, str] = {}
     for name in names if config.place != MADE_UP else ():
-        if not is_here(name, config.place):
-            missing |= _load(name, config)[1]
+        missing |= _load(name, config)[1]
     return missing
+
+
+def say_available(names: Sequence[str], absent: Mapping[str, str], config: NaturalConfig) -> dict[str, str]:
+    """For an estimate, which of the sets are there, by name; ``absent`` has what to put where."""
+    there = [name for name in names if name not in absent]
+    then = ", its cells will say so" if there else ""
+    return {
+        **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
+        **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
+    }
 
 
 def read_sets(
@@ -180,10 +188,11 @@ def read_sets(
 
 def _load(name: str, config: NaturalConfig) -> tuple[Dataset | None, dict[str, str]]:
     """A set; or by its name what to put where, without the hint that applies in Python only."""
-    try:
-        return load(name, root=config.place), {}
-    except FileNotFoundError as error:
-        return None, {name: str(error).replace(" (pass extra=False to do without the extra images)", "")}
+    with reading_data():
+        try:
+            return load(name, root=config.place), {}
+        except FileNotFoundError as error:
+            return None, {name: str(error).replace(" (pass extra=False to do without the extra images)", "")}
 
 
 def _first(data: Dataset, train: int | None, test: int | None) -> Dataset:
@@ -287,11 +296,9 @@ class NaturalRecipe(Recipe[C]):
         sets = list(dict.fromkeys(each.data for each in loads))
         there = [name for name in sets if name not in absent]
         short = "" if config.scale == 1 else f", shortened to {config.scale:g} of the epochs"
-        then = ", its cells will say so" if there else ""
         words = {
             "recipe": f"{self.name} on {', '.join(sets)}, {config.seeds} seeds{short}; assumes that DCL is as fast",
-            **dict.fromkeys(there, "generated" if config.place == MADE_UP else "found"),
-            **{name: f"not available{then}; {remedy}" for name, remedy in absent.items()},
+            **say_available(sets, absent, config),
         }
         return Estimate(words, {"available": there, "absent": absent})
 

@@ -3,15 +3,16 @@
 Settings are a frozen dataclass whose fields carry help, the value of a smoke run, and bounds.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 __all__ = [
     "Config", "Reader", "Setting", "SettingError", "are_percents", "check_batch", "choose_names", "is_count",
-    "is_list_of", "is_number", "is_text", "names_code", "setting", "settings_of", "with_settings",
+    "is_list_of", "is_number", "is_text", "names_code", "reading_data", "setting", "settings_of", "with_settings",
 ]  # fmt: skip
 
 
@@ -69,6 +70,17 @@ class Config:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _read(field, getattr(self, field.name)))
+
+
+@contextlib.contextmanager
+def reading_data() -> Iterator[None]:
+    """Turn an error of files that a setting names, which are missing or damaged, into one of the setting."""
+    try:
+        yield
+    except SettingError:
+        raise
+    except (FileNotFoundError, ValueError) as error:
+        raise SettingError(str(error)) from error
 
 
 def check_batch(batch: int, images: int) -> None:

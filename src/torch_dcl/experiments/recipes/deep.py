@@ -25,8 +25,10 @@ from torch_dcl.experiments.natural_data import (
     NaturalConfig,
     departures,
     images_memory,
+    missing_sets,
     number_size,
     read_sets,
+    say_available,
     tensors_of,
     training_memory,
 )
@@ -196,13 +198,16 @@ class Deep(UnitRecipe[DeepConfig]):
         """The set, and what is compared."""
         config = self.config
         words = f"{self.name} on {config.data}: {', '.join(config.units)}; assumes that all are as fast as dcl"
-        return Estimate({"recipe": words}, {"units": config.units})
+        absent = missing_sets([config.data], config)
+        return Estimate({"recipe": words, **say_available([config.data], absent, config)}, {"units": config.units})
 
     def speed(self, network: str, loads: Sequence[Workload]) -> tuple[float, str]:
         """Measured on generated images."""
         config, on_gpu = self.config, self.device.startswith("cuda")
         batch, steps = (config.batch or TRAINING.batch, 20) if on_gpu else (10, 2)
-        small = dataclasses.replace(config, root=MADE_UP, batch=batch, train_images=batch * steps, test_images=10)
+        small = dataclasses.replace(
+            config, root=MADE_UP, batch=batch, train_images=batch * steps, test_images=10, scale=1.0
+        )
         trial = Deep(small, self.device)
         trial.prepare(lambda _: None)
         jobs = [trial.job(DCL, seed, config.rates[0]) for seed in range(config.streams if on_gpu else 1)]

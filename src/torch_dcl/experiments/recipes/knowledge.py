@@ -18,7 +18,7 @@ from torch_dcl.experiments.complementary import as_plain, complementary, dcl_lay
 from torch_dcl.experiments.network_source import find_model
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.runner import outcomes_of
-from torch_dcl.experiments.settings import Config, SettingError, setting
+from torch_dcl.experiments.settings import Config, SettingError, reading_data, setting
 from torch_dcl.files import sha256_file
 
 __all__ = ["Knowledge", "KnowledgeConfig", "as_inputs", "digits_of_classes"]
@@ -63,26 +63,20 @@ class Knowledge(Recipe[KnowledgeConfig]):
 
     def about(self, loads: Sequence[Workload]) -> Estimate:
         """What is measured; it takes one pass over the images for each filter."""
-        self._check()
+        self.prepare(lambda _: None)
         return super().about(loads)
-
-    def _check(self) -> None:
-        """Network, weights and data have no default."""
-        for key, example in NEEDED.items():
-            if not getattr(self.config, key):
-                raise SettingError(f"the recipe knowledge needs {key}; give --set {key}=… ({example})")
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Load network and images, and check that they fit each other and the settings."""
-        self._check()
         config = self.config
+        for key, example in NEEDED.items():
+            if not getattr(config, key):
+                raise SettingError(f"the recipe knowledge needs {key}; give --set {key}=… ({example})")
         network, _ = find_model(config.network)
         size: dict[str, Any] = {"size": config.size} if config.size else {}
-        try:
+        with reading_data():
             self.model = load_model(network, config.weights).to(self.device)
             self.data = load(config.data, **size)
-        except (FileNotFoundError, ValueError) as error:
-            raise SettingError(str(error)) from error
         report(f"Shown: {self.data}")
         kind, layers = type(self.model).__name__, dcl_layers(self.model)
         if not layers:
