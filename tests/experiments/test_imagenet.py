@@ -311,7 +311,6 @@ def test_a_plan_or_a_budget_says_what_is_converted(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--data", ""), "needs images; give --data FOLDER"),
         (("--data", "gone"), "gone/train does not exist"),
         (("--plan", "plan.json", "--budget", "0.5"), "plan and budget exclude each other"),
         (("--set", "crop=300"), "crop 300, resize 16"),
@@ -327,14 +326,23 @@ def test_a_plan_or_a_budget_says_what_is_converted(monkeypatch):
         (("--set", "betas=0.9"), "betas are two numbers below 1"),
         (("--set", "ema=1"), "ema must be below 1"),
         (("--set", "optimizer=adam"), "did you mean adamw?"),
+        (("--set", "warmup=3", "--set", "steps=2"), "warmup is 3, more than the 2 steps of the training"),
+        (("--set", "warmup=5", "--set", "epochs=1"), "warmup is 5, more than the 4 steps of the training"),
     ],
 )
 def test_what_cannot_run_is_named_by_a_run_and_by_its_dry_run(words, message):
-    for more in ((), ("--dry-run",))[: 1 if words == ("--data", "") else 2]:  # an estimate needs no images
+    for more in ((), ("--dry-run",)):
         done = invoke(*small("--out", "run"), *words, *more)
         assert done.exit_code == 2, done.output
         assert not Path("run").exists()
         assert message in " ".join(done.output.split()), done.output
+
+
+def test_a_run_needs_images_and_its_estimate_does_not():
+    done = invoke("--network", "net.py:make", "--device", "cpu", "--set", "crop=12", "--out", "run")
+    assert done.exit_code == 2, done.output
+    assert "needs images; give --data FOLDER" in " ".join(done.output.split())
+    assert not Path("run").exists()
 
 
 def test_a_dry_run_prints_hours_shards_and_bytes_and_writes_nothing(tmp_path):

@@ -28,12 +28,12 @@ def estimate(recipe: "ImageNet", say_time: Callable[[float], str]) -> Estimate:
     """
     config = recipe.config
     train, val = _counts(recipe)
+    steps = config.steps_on(train[0])
     batch = min(config.batch, 256 if recipe.device.startswith("cuda") else 4)
     few = dataclasses.replace(
-        config, batch=batch, accumulate=1, mix="none", data="synthetic", classes=train[1], images=2 * batch
+        config, batch=batch, accumulate=1, mix="none", data="synthetic", classes=train[1], images=2 * batch, warmup=0
     )
     speeds = {model: _images_per_second(type(recipe)(few, recipe.device), model) for model in config.models}
-    steps = config.steps if not config.epochs else config.epochs * (train[0] // config.batch)
     seconds = {model: config.seeds * steps * config.batch / speed for model, speed in speeds.items()}
     size = shard_bytes(train[0] + val[0], config.resize)
     shards = train[2] + val[2] or -(-train[0] // 1024) - (-val[0] // 1024)

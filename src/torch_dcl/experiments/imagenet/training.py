@@ -72,7 +72,7 @@ class Training:
         self.batches, self.held_out, self.config, self.seed, self.team = batches, held_out, config, seed, team
         self.describe, self.device = dict(describe), batches.device
         self.steps_per_epoch = len(batches)
-        self.total = config.steps if not config.epochs else config.epochs * self.steps_per_epoch
+        self.total = config.steps_on(len(batches.labels))
         self.epochs = -(-self.total // self.steps_per_epoch)
         self.epoch = self.step = 0
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from torch_dcl.convert.checkpoint import save_model
-from torch_dcl.data import DataError
 from torch_dcl.data.imagenet.batches import ImageNetBatches
 from torch_dcl.data.imagenet.prepare import check_classes, say_skipped
 from torch_dcl.data.imagenet.sources import Decoded, Images, Mapped, Resident, open_images
@@ -28,10 +27,11 @@ from torch_dcl.experiments.paper_numbers import IMAGENET, WEIGHTS
 from torch_dcl.experiments.protocol import Estimate, Job, Outcome, Recipe, Trained, finite
 from torch_dcl.experiments.ranks import Rank, StopRequest, leave_group
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import Config, SettingError, setting
+from torch_dcl.experiments.settings import Config, SettingError, reading_data, setting
 from torch_dcl.experiments.stats import mean, mean_std_n
 from torch_dcl.experiments.table import Grid, Line
 from torch_dcl.fleet.run_folder import environment
+from torch_dcl.progress import say_minutes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -120,6 +120,16 @@ class ImageNetConfig(Config):
     timeout: float = setting(600.0, "seconds after which a rank that hangs ends the run", above=0, machine=True)
     device: str = setting("auto", 'cpu, cuda, or "auto"', machine=True)
 
+    def steps_on(self, images: int) -> int:
+        """The steps of a training on this many images, which its warm-up must not outlast."""
+        steps = self.epochs * (images // self.batch) or self.steps
+        if self.warmup > steps:
+            raise SettingError(
+                f"warmup is {self.warmup:,}, more than the {steps:,} steps of the training; give at most that, or "
+                "train longer"
+            )
+        return steps
+
 
 class ImageNet(Recipe[ImageNetConfig]):
     """One network after the other, each trained by all ranks."""
@@ -188,7 +198,7 @@ class ImageNet(Recipe[ImageNetConfig]):
             SettingError: They are missing or damaged, have other classes than each other, or do not fill a batch.
         """
         config = self.config
-        try:
+        with reading_data():
             splits = {
                 split: open_images(
                     config.data, split, size=config.resize, shape=config.shape, decoder=config.decoder,
@@ -203,9 +213,8 @@ class ImageNet(Recipe[ImageNetConfig]):
                 )
             if (count := len(splits["train"].labels)) < config.batch:
                 raise SettingError(f"{count:,} images do not fill one batch of {config.batch:,}; use a smaller batch")
+            config.steps_on(count)
             return {split: self._ready(images) for split, images in splits.items()} if ready else splits
-        except (DataError, FileNotFoundError) as error:
-            raise SettingError(str(error)) from error
 
     def _ready(self, images: Images) -> Images:
         """The images, hashed and moved to the device where the settings say so."""
@@ -365,7 +374,7 @@ class ImageNet(Recipe[ImageNetConfig]):
                 paper = f"{IMAGENET[key].top1:.2f} / {IMAGENET[key].top5:.2f}"
             texts = (
                 f"{row['weights']:,}", mean_std_n(row["top1"]), mean_std_n(row["top5"]),
-                f"{mean(row['train_loss']):.3f}", paper, f"{sum(row['seconds']) / 60:.1f} min",
+                f"{mean(row['train_loss']):.3f}", paper, say_minutes(sum(row["seconds"])),
             )  # fmt: skip
             lines.append(Line((row["model"], MODELS[row["model"]], *texts)))
         heads = ("<model", "<", "weights", "top-1 error % (n)", "top-5 error % (n)", "train loss", "paper", "time")
