@@ -92,3 +92,14 @@ def test_shards_that_were_prepared_before_a_corrupt_image_was_met_are_kept(folde
     assert (done.shards, done.written, done.skipped) == (5, 3, BAD), "two were there"
     with pytest.raises(DataError, match=r"train/b/3\.jpg .*--skip-corrupt"):
         prepare_imagenet(folder, place, size=SIZE, images_per_shard=4)
+
+
+def test_a_link_to_nothing_is_named_and_skipped_as_a_corrupt_image_is(folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("shards")
+    (folder / "train/a/9.jpg").symlink_to("gone.jpg")
+    with pytest.raises(
+        DataError, match=r"train/a/9\.jpg cannot be read as an image \(No such file or directory\); rep"
+    ):
+        prepare_imagenet(folder, place, size=SIZE, images_per_shard=4)
+    assert "train/a/9.jpg" in prepare_imagenet(folder, place, size=SIZE, images_per_shard=4, skip_corrupt=True).skipped
+    assert len(open_images(folder, "train", size=SIZE).content()) == 64

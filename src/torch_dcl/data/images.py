@@ -63,7 +63,8 @@ def read_image(path: Path | str, mode: str | None = None, *, data: bytes | None 
         raise DataError(f"{path}: {error} Remove it, or raise PIL.Image.MAX_IMAGE_PIXELS if you trust it") from error
     except Exception as error:  # Pillow raises many kinds on damaged files
         unknown = isinstance(error, UnidentifiedImageError)
-        reason = f"it is not one of {', '.join(_FORMATS)}" if unknown else str(error) or type(error).__name__
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        reason = f"it is not one of {', '.join(_FORMATS)}" if unknown else said
         raise DataError(f"{path} cannot be read as an image ({reason}); repair or remove it") from error
 
 

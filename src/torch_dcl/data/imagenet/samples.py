@@ -94,14 +94,22 @@ class Samples:
         for index, ((number, offset, size), label) in enumerate(zip(self.places, self.labels, strict=True)):
             path = self.paths[number]
             member = self.members[index] if self.members else ""
-            about = os.stat(path) if size < 0 else None  # noqa: PTH116 - a million of them
-            length = about.st_size if about else size
+            length = _size_of(path) if size < 0 else size
             digest.update(f"{os.path.relpath(path, below)}|{member}|{offset}|{length}|{label}\n".encode())
-            if index in chosen and (about is None or stat.S_ISREG(about.st_mode)):
+            if index in chosen and length >= 0:
                 with Path(path).open("rb") as file:
                     file.seek(offset)
                     digest.update(file.read(min(length, _MOST_READ)))
         return digest.hexdigest()
+
+
+def _size_of(path: str) -> int:
+    """The bytes of a file; -1 for a link to nothing and for what is no file, which are refused where they are read."""
+    try:
+        about = os.stat(path)  # noqa: PTH116 - a million of them
+    except FileNotFoundError:
+        return -1
+    return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
 
 def find_samples(root: Path, split: str) -> Samples:
