@@ -1,5 +1,6 @@
 """Files that must last: the old content or the whole new one, never something between."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -230,6 +231,19 @@ def test_a_missing_folder_is_named_with_the_remedy(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_named_with_the_file():
     with pytest.raises(OSError, match=r"cannot write /proc/net.bin: .*, in the folder /proc; choose another path"):
         files.write_bytes("/proc/net.bin", b"")
+
+
+def test_a_disk_that_is_full_is_named_with_the_file_and_the_file_stays(old):
+    def fill():
+        with files.replacing(old) as fresh:
+            fresh.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = old.read_bytes()
+    with pytest.raises(OSError, match=r"cannot write .*model\.bin: No space left .*; free space, or") as caught:
+        fill()
+    assert caught.value.errno == errno.ENOSPC
+    assert old.read_bytes() == before
 
 
 def test_a_file_where_a_folder_should_be_is_named(old):

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "SealedError", "check_seal", "locate_sealed", "read_sealed", "replacing", "sha256_bytes", "sha256_file",
-    "user_cache", "write_bytes", "write_sealed", "write_text",
+    "DISK_IS_FULL", "SealedError", "check_seal", "locate_sealed", "read_sealed", "replacing", "sha256_bytes",
+    "sha256_file", "user_cache", "write_bytes", "write_sealed", "write_text",
 ]  # fmt: skip
 
 _SEAL = "seal"
 _MARK = rb"\"seal\": \""  # in the header the JSON text is a JSON string
 _BLANK = "0" * 64
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_HEADER = 100_000_000  # of any safetensors file, in bytes
 
 
@@ -65,20 +66,31 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix=".writing-", dir=target.parent, ignore_cleanup_errors=True)
     except OSError as error:
-        raise type(error)(
-            f"cannot write {os.fspath(path)}: {error.strerror}, in the folder {target.parent}; choose another path"
-        ) from error
-    with folder as aside:
-        fresh = Path(aside) / target.name
-        usual = fresh.with_name("usual" if target.name != "usual" else "bits")
-        usual.touch()
-        yield fresh
-        if not fresh.is_file():
-            raise FileNotFoundError(f"nothing to put at {path}: no file was written to {fresh}")
-        _sync_file(fresh, mode_of=target if target.exists() else usual)
-        # Path.replace is os.replace: atomic on one file system.
-        fresh.replace(target)
-        _sync_folder(target.parent)
+        raise _failure(path, target.parent, error) from error
+    try:
+        with folder as aside:
+            fresh = Path(aside) / target.name
+            usual = fresh.with_name("usual" if target.name != "usual" else "bits")
+            usual.touch()
+            yield fresh
+            if not fresh.is_file():
+                raise FileNotFoundError(f"nothing to put at {path}: no file was written to {fresh}")
+            _sync_file(fresh, mode_of=target if target.exists() else usual)
+            # Path.replace is os.replace: atomic on one file system.
+            fresh.replace(target)
+            _sync_folder(target.parent)
+    except OSError as error:
+        if error.errno not in DISK_IS_FULL or error.strerror is None:
+            raise
+        raise _failure(path, target.parent, error) from error
+
+
+def _failure(path: str | os.PathLike[str], folder: Path, error: OSError) -> OSError:
+    """An error with the file's own path, and the same number."""
+    remedy = "free space, or choose another path" if error.errno in DISK_IS_FULL else "choose another path"
+    named = type(error)(f"cannot write {os.fspath(path)}: {error.strerror}, in the folder {folder}; {remedy}")
+    named.errno = error.errno
+    return named
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes | bytearray | memoryview) -> None:

@@ -172,6 +172,8 @@ def test_a_wrong_name_offers_the_nearest(dcl, words, offered):
         (["data", "fetch", "mnist", "--out", "net.py"], "a file is in the way"),
         (["demo", "--out", "net.py"], "a file is in the way"),
         (["demo", "--out", "/proc/demo"], "/proc/demo cannot be made: No such file or directory; choose another --out"),
+        (["run", "table1", "--smoke", "--out", "/proc/x"], "/proc/x cannot be made: No such file or directory; choose"),
+        (["report", "x", "-o", "/proc/x.html"], "/proc/x.html cannot be written: No such file or directory; choose"),
         (["plan", "x", "-o", "/proc/p.json"], "/proc/p.json cannot be written: No such file or directory; choose"),
         (["run", "imagenet", "--smoke", "--out", "net.py/run"], "a file is in the way; choose another --out"),
         (["data", "prepare", "imagenet", "images", "net.py"], "a file is in the way; choose another folder"),

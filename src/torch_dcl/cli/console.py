@@ -242,16 +242,26 @@ def check_output(path: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{path} cannot be written: it is a folder; name a file inside it")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        _try_to_write(path.parent)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
 
 
 def check_folder(path: Path, option: str = "--out") -> None:
-    """Raise an error if a folder cannot be made because there is a file in its place or above it."""
-    if any(place.exists() and not place.is_dir() for place in (path, *path.parents)):
+    """Raise an error if a folder cannot be made or written to, or there is a file in its place or above it."""
+    there = [place for place in (path, *path.parents) if place.exists()]
+    if not all(place.is_dir() for place in there):
         raise UsageError(f"{path} cannot be a folder: a file is in the way; choose another {option}")
+    try:
+        _try_to_write(there[0])
+    except OSError as error:
+        what = "written to" if there[0] == path else "made"
+        raise UsageError(f"{path} cannot be {what}: {error.strerror}; choose another {option}") from None
+
+
+def _try_to_write(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def make_folder(path: Path) -> None:

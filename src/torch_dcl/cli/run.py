@@ -1,7 +1,6 @@
 """``dcl run`` and ``dcl demo``: start or resume a run, print its result, and return its exit code."""
 
 import dataclasses
-import errno
 import io
 import math
 import os
@@ -36,6 +35,7 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
 
     from torch_dcl.experiments.ranks import StopRequest
     from torch_dcl.experiments.run_reader import state_of
+    from torch_dcl.files import DISK_IS_FULL
 
     screen, start, stop = console(), time.perf_counter(), StopRequest()
     screen.print(Text.assemble((task.asked.name, "bold"), f" on {task.recipe.device}"))
@@ -45,10 +45,10 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
         _say_stopped(task, "Interrupted.")
         raise typer.Exit(130) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in DISK_IS_FULL:
             raise
         raise OSError(
-            f"{task.out} cannot be written: {error.strerror}; free space, then resume: {task.resume_command}"
+            f"{task.out} cannot be written: {os.strerror(error.errno)}; free space, then resume: {task.resume_command}"
         ) from error
     code = 0
     if summary.complete:
