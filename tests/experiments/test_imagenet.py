@@ -321,7 +321,8 @@ def test_a_plan_or_a_budget_says_what_is_converted(monkeypatch):
         (("--network", "torchvision:resnet19"), "did you mean resnet1"),
         (("--network", "alexnet"), "alexnet does not run on images of 12 × 12"),
         (("--models", "dlc"), "did you mean dcl?"),
-        (("--plan", "gone.json"), "gone.json"),
+        (("--plan", "gone.json"), "'gone.json' cannot be read: No such file or directory; write one with dcl plan -o"),
+        (("--plan", "."), "'.' cannot be read: Is a directory; write one with dcl plan -o"),
         (("--budget", "1.5"), "budget must be at least 0 and at most 1"),
         (("--set", "betas=0.9"), "betas are two numbers below 1"),
         (("--set", "ema=1"), "ema must be below 1"),
@@ -485,7 +486,7 @@ def test_a_job_of_torchrun_that_counts_no_restart_resumes_its_own_run_and_no_oth
     for out, job in (("run", "a"), ("none", "none")):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         assert invoke(*small("--models", "plain", "--out", out, "--minutes", "1e-9")).exit_code == 0
-    for out, job, code in (("run", "b", 1), ("none", "none", 1), ("run", "a", 0)):
+    for out, job, code in (("run", "b", 2), ("none", "none", 2), ("run", "a", 0)):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
         done = invoke(*small("--models", "plain", "--out", out))
         assert done.exit_code == code, done.output

@@ -95,7 +95,11 @@ def _plan(config: "ImageNetConfig", network: nn.Module, side: int) -> Plan:
     if config.plan:
         try:
             return Plan.from_json(Path(config.plan).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise SettingError(
+                f"plan {config.plan!r} cannot be read: {error.strerror}; write one with dcl plan -o"
+            ) from error
+        except ValueError as error:
             raise SettingError(f"plan {config.plan!r} cannot be read: {error}") from error
     try:
         if config.budget:
