@@ -159,6 +159,15 @@ def test_minutes_are_shown_where_they_were_noted(content):
         parse(content)
 
 
+def test_minutes_of_a_smoke_run_have_no_exponent(content):
+    content["cells"][0]["minutes"] = 6.7e-05
+    content["minutes"] = {"training and evaluation": 0.00123}
+    shown = Page(as_html(parse(content))).text
+    assert "475,500< 0.01" in shown
+    assert "training and evaluation < 0.01" in shown
+    assert "e-05" not in shown
+
+
 def test_a_trial_says_so_before_everything_else_and_has_no_command_it_does_not_know(content):
     content["title"] += " (a trial, not the protocol)"
     shown = Page(as_html(parse(content))).text
