@@ -83,9 +83,6 @@ FILLED = {
         "dcl data prepare imagenet my-images data/small --size 128 --per-class 2 --skip-corrupt --workers 1"
     ),
     "dcl plan my_package.nets:make --input-size 1,28,28": "dcl plan nets.py:make --input-size 3,28,28",
-    "dcl run knowledge --set network=net.py:make --set weights=net.safetensors --data mnist": (
-        "dcl run knowledge --set network=nets.py:make --set weights=nets.py --data mnist --dry-run"
-    ),
 }
 
 # Commands that are run before a page, for what its reader has by then.

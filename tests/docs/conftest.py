@@ -6,6 +6,7 @@ from torchvision.models import _api
 from torchvision.models.vgg import VGG, make_layers
 from torchvision.utils import save_image
 
+import torch_dcl
 from torch_dcl.convert import measure
 from torch_dcl.data import mnist_excerpt
 
@@ -67,6 +68,10 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_COLOR", "1")
     (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "net.py").write_text("from torch_dcl.models import lenet\n\ndef make():\n    return lenet(10)\n")
+    model = torch_dcl.models.lenet(10)
+    torch_dcl.convert_(model, torch_dcl.plan(model, (1, 28, 28)).only("fc1"), init="random")
+    torch_dcl.save_model(model, tmp_path / "net.safetensors")
     (tmp_path / "mnist").mkdir()
     for split, file in (("train", "train"), ("test", "t10k")):
         images, labels = mnist_excerpt(split)
