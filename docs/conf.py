@@ -72,6 +72,7 @@ html_theme_options = {
 # What is not ours cannot be linked without the network; what is ours must be found.
 nitpick_ignore_regex = [("py:.*", r"(torch|nn|numpy|npt|collections|contextlib|weakref|pathlib|os|typing|rich)\..*")]
 nitpick_ignore = [("py:class", name) for name in ("torch.Tensor", "Tensor", "Path", "Any", "RenderableType")]
+nitpick_ignore += [("py:class", "torch_dcl.module._DCL")]  # the private base class of the layers
 nitpick_ignore += [
     ("py:class", f"torch_dcl.experiments.{module}.C") for module in ("protocol", "digits")
 ]  # type variables

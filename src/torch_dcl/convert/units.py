@@ -55,8 +55,8 @@ class AbsorbedNorm(nn.Identity):
     It passes ``train()``, ``eval()`` and ``requires_grad_()`` on to that norm, ``fusion.norm``, which has its tensors.
     """
 
+    # The layer, in a tuple, because it is not a part of this module; empty if it is not known.
     layers: tuple[_DCL, ...] = ()
-    """The layer, in a tuple, because it is not a part of this module; empty if it is not known."""
 
     def __init__(self, layer: _DCL | None = None) -> None:
         super().__init__()
