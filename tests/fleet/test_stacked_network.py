@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, seed_branches_
+from torch_dcl import DCLConv2d, DCLLinear, advance_branches_, convert_, plan, seed_branches_
 from torch_dcl.experiments import columns
 from torch_dcl.fleet import Stack, StackedLayer, Unstacked, register_stacked, stacked_layers
 from torch_dcl.models.controls import SummedLinear
@@ -483,6 +483,18 @@ def test_networks_of_two_architectures_are_refused_with_their_place(other):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
     with pytest.raises(ValueError, match="network 2 of the stack has another architecture"):
         Stack([model, copy.deepcopy(model), other])
+
+
+def test_converted_networks_whose_norms_moved_into_layers_stack():
+    def build():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5))
+        planned = plan(model, input_size=(3, 6, 6), width=4).only("0", force=True)
+        convert_(model, planned, init="random")
+        return model
+
+    networks = made(build)
+    assert isinstance(networks[0][0], DCLConv2d)
+    assert_same_outputs(networks, images(networks, (3, 6, 6)))
 
 
 def test_networks_of_two_types_are_refused():

@@ -252,12 +252,17 @@ def common_state(network: nn.Module) -> dict[str, Tensor]:
 
 
 def _settings(network: nn.Module) -> list[tuple[str, type, dict[str, object]]]:
-    """What networks of a stack must agree in: the class of every module, and its numbers, strings and tuples."""
-    plain = (int, float, str, tuple, type(None))
+    """What networks of a stack must agree in: the class of every module, its numbers, strings and tuples of these."""
     return [
-        (name, type(module), {k: v for k, v in vars(module).items() if isinstance(v, plain) and k != "advanced"})
+        (name, type(module), {k: v for k, v in vars(module).items() if _is_setting(v) and k != "advanced"})
         for name, module in network.named_modules()
     ]
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))  # not where a tuple holds modules, as that of an `AbsorbedNorm`
+    return isinstance(value, (int, float, str, type(None)))
 
 
 def _check_alike(networks: Sequence[nn.Module]) -> None:
