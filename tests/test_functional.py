@@ -1,5 +1,7 @@
 """The fusion: its values and gradients against 60-digit arithmetic, at the extremes, and under torch's transforms."""
 
+import contextlib
+import functools
 import math
 import shutil
 from itertools import product
@@ -454,6 +456,38 @@ def assert_compiled_equals_eager(fuse, pre, backend):
 @pytest.mark.parametrize(("fuse", "T"), [(fuse_branches, 1), (fuse_branches, 2), (fuse_branches, 3), (fuse_pairs, 3)])
 def test_compile_without_a_graph_break(fuse, T):
     assert_compiled_equals_eager(fuse, torch.randn(T, 8, 5), "aot_eager")
+
+
+def the_whole_graph(function, *args):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")(*args)
+
+
+@pytest.mark.parametrize(("fuse", "T"), [(fuse_branches, 1), (fuse_branches, 2), (fuse_branches, 4), (fuse_pairs, 3)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+def test_compile_without_gradients_without_a_graph_break(fuse, T, mode):
+    pre = torch.randn(T, 8, 5)
+    with mode():
+        torch.testing.assert_close(the_whole_graph(fuse, pre), fuse(pre))
+
+
+TRANSFORMED = {
+    "gradient": lambda fuse, pre, v: torch.func.grad(lambda p: fuse(p).square().sum())(pre),
+    "per sample": lambda fuse, pre, v: torch.func.vmap(lambda column: fuse(column).sin(), in_dims=-1)(pre),
+    "forward mode": lambda fuse, pre, v: torch.func.jvp(lambda *p: fuse(p), tuple(pre), tuple(v))[1],
+    "second order": lambda fuse, pre, v: torch.func.grad(
+        lambda p: (v * torch.func.grad(lambda q: fuse(q).square().sum())(p)).sum()
+    )(pre),
+}
+
+
+@pytest.mark.parametrize(("fuse", "T"), [(fuse_branches, 1), (fuse_branches, 2), (fuse_branches, 4), (fuse_pairs, 3)])
+@pytest.mark.parametrize("transform", TRANSFORMED)
+def test_transforms_inside_of_a_compiled_function(fuse, T, transform):
+    pre, v = torch.randn(2, T, 8, 5, dtype=torch.float64).unbind(0)
+    pre[0, 0], pre[:, 1] = -1.0, 0.0  # dead branches, and responses of exactly zero, which pass no gradient
+    run = functools.partial(TRANSFORMED[transform], fuse)
+    torch.testing.assert_close(the_whole_graph(run, pre, v), run(pre, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

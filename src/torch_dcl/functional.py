@@ -189,11 +189,27 @@ class _FuseWithTangents(_Fuse):
 
 
 def _fuse(groups: Groups, eps: float, branches: Sequence[Tensor]) -> Tensor:
-    if _is_traced():  # a trace with a Python function cannot be saved
-        return fused(branches, groups, eps)
-    function = _Fuse if torch.compiler.is_compiling() else _FuseWithTangents
+    compiling = torch.compiler.is_compiling()
+    if _must_decompose() or (compiling and not any(branch.requires_grad for branch in branches)):
+        return fused(branches, groups, eps)  # without gradients torch 2.11 calls a function of *args wrongly
+    function = _Fuse if compiling else _FuseWithTangents
     z: Tensor = function.apply(groups, eps, *branches)
     return z
+
+
+def _must_decompose() -> bool:
+    """Whether z must be computed in operations that are differentiable by themselves.
+
+    A trace with a Python function cannot be saved, and compilers ignore such a function's gradients inside of
+    ``torch.func`` transforms.
+    """
+    return _is_traced() or (torch.compiler.is_compiling() and transforms())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def transforms() -> bool:
+    """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
@@ -201,7 +217,7 @@ def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
     if len(pre) == 1:
         return _rectified(pre[0], eps)
     v = [_respond(p) for p in pre]
-    product = _differentiable_rooted_product if _is_traced() else _rooted_product
+    product = _differentiable_rooted_product if _must_decompose() else _rooted_product
     z = [product([v[t] for t in group], eps) for group in groups]
     return _saturate(z[0] if len(z) == 1 else reduce(torch.add, (part / len(z) for part in z)), pre[0].dtype)
 
@@ -256,11 +272,13 @@ def _is_plain_cpu(x: Tensor) -> bool:
     """Whether operations on x run on a CPU now, and no compiler, transform, trace or autograd looks at them."""
     if x.device.type != "cpu" or type(x) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return not (torch._C._are_functorch_transforms_active() or _is_traced() or exporting())
+    return not (transforms() or _is_traced() or exporting())
 
 
 def _rectified(pre: Tensor, eps: float) -> Tensor:
     """z of a single branch, without product and root: without ε as quick as the ReLU that it is."""
+    if _must_decompose():
+        pre = pre.relu()  # clamp alone would pass the gradient of a response of exactly zero
     if eps == 0:
         return pre.clamp(0.0, torch.finfo(pre.dtype).max)
     return _saturate(_respond(pre) + eps, pre.dtype)

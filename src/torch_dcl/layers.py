@@ -25,8 +25,9 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from torch_dcl.functional import transforms
 from torch_dcl.fusion import ConceptFusion, Strategy, branch_widths
-from torch_dcl.kernels.dispatch import kernels_accept, should_transpose, transforms
+from torch_dcl.kernels.dispatch import kernels_accept, should_transpose
 from torch_dcl.module import _DCL, Responses
 from torch_dcl.norms import make_part
 

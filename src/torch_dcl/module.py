@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from torch_dcl.functional import exporting
+from torch_dcl.functional import exporting, transforms
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
 from torch_dcl.kernels import dispatch
-from torch_dcl.kernels.dispatch import Stage, closed_settings, fuse_branches, fuse_pairs, may_run, transforms, transpose
+from torch_dcl.kernels.dispatch import Stage, closed_settings, fuse_branches, fuse_pairs, may_run, transpose
 from torch_dcl.kernels.unit_ops import Closed, Operand, run_closed
 from torch_dcl.norms import called_plainly, exchanges, kernel_norm, norm_tensors
 from torch_dcl.programs import recorded, replayed

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels, parts_ops
+from torch_dcl.functional import transforms
 from torch_dcl.kernels import launch, ops, supports
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
@@ -31,7 +32,7 @@ from torch_dcl.kernels.unit_ops import Closed, Operand, encode
 __all__ = [
     "Norm", "Stage", "can_project", "closed_settings", "count_path", "disabled", "enabled", "fuse_branches",
     "fuse_pairs", "kernels_accept", "linear", "may_run", "project_and_fuse", "runs_in_parts", "should_transpose",
-    "transforms", "transpose", "unit", "watch",
+    "transpose", "unit", "watch",
 ]  # fmt: skip
 
 LEAST_IN_PARTS = 1 << 16
@@ -121,10 +122,8 @@ def unit(
         pairs: Whether to average over pairs instead of fusing all branches.
     """
     spatial, compiling = stage[0], torch.compiler.is_compiling()
-    if x.device != weight.device or x.device != theta.device or (not compiling and _transformed()):
+    if x.device != weight.device or x.device != theta.device or _transformed():
         return None
-    if compiling and spatial and transforms():
-        return None  # torch.vmap cannot tell the layout
     if compiling:
         last = not spatial or (spatial == 2 and x.is_contiguous(memory_format=torch.channels_last))
     else:
@@ -376,12 +375,6 @@ def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
 def _transformed() -> bool:
     """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
-        return False
+        return transforms()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return transforms() or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def transforms() -> bool:
-    """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
-    return torch._C._are_functorch_transforms_active()
