@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_dcl.convert import Plan, convert_, load_model, plan, save_model
+    from torch_dcl.convert import Plan, convert_, load_model, plan, recover_, save_model
     from torch_dcl.functional import fuse_branches, fuse_pairs
     from torch_dcl.layers import DCLConv1d, DCLConv2d, DCLConv3d, DCLLinear
     from torch_dcl.stochastic import advance_branches_, follow_optimizer, seed_branches_
@@ -27,12 +27,13 @@ __all__ = [
     "fuse_pairs",
     "load_model",
     "plan",
+    "recover_",
     "save_model",
     "seed_branches_",
 ]
 
 _HOME = {
-    "convert": ("Plan", "convert_", "load_model", "plan", "save_model"),
+    "convert": ("Plan", "convert_", "load_model", "plan", "recover_", "save_model"),
     "functional": ("fuse_branches", "fuse_pairs"),
     "layers": ("DCLConv1d", "DCLConv2d", "DCLConv3d", "DCLLinear"),
     "stochastic": ("advance_branches_", "follow_optimizer", "seed_branches_"),

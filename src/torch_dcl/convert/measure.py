@@ -10,7 +10,6 @@ are cast again in each step.
 
 import contextlib
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from torch_dcl.convert.apply import convert_
 from torch_dcl.convert.rows import Comparison, Mode, Phase, Plan, Row, Timing
+from torch_dcl.convert.samples import output_tensors
 from torch_dcl.convert.trace import Call, evaluating
 from torch_dcl.convert.units import build, copy_flags, is_channels_last, kind_of, layer_weight, norm_settings
 from torch_dcl.fusion import ConceptFusion
@@ -181,7 +180,7 @@ def measure_network(model: nn.Module, plan: Plan, args: tuple[Any, ...], kwargs:
     ]
     with evaluating(model), evaluating(converted), torch.enable_grad():
         trains = all(any(p.requires_grad for p in network.parameters()) for network in networks.values())
-        if trains and any(t.requires_grad for t in _outputs(model(*args, **kwargs))):
+        if trains and any(t.requires_grad for t in output_tensors(model(*args, **kwargs))):
             runs.append({name: _network_full(network, args, kwargs) for name, network in networks.items()})
         times = [_medians(race(run)) for run in runs]
         captured = [_captured(run, next(model.parameters()).device) for run in runs]
@@ -345,19 +344,12 @@ def _network_full(
     inputs = [p for p in network.parameters() if p.requires_grad]
 
     def step() -> None:
-        outputs = [t for t in _outputs(called(*args, **kwargs)) if t.requires_grad]
+        outputs = [t for t in output_tensors(called(*args, **kwargs)) if t.requires_grad]
         if not outputs:
             raise ValueError("none of its outputs has a gradient")
         _differentiate(sum((t.float().sum() for t in outputs), torch.zeros(())), inputs, None)
 
     return step
-
-
-def _outputs(given: object) -> list[Tensor]:
-    """The floating-point tensors of any output, also in a dataclass, which torch sees as one leaf."""
-    leaves = tree_leaves(given)
-    parts = [_outputs(vars(leaf)) for leaf in leaves if dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__")]
-    return sum(parts, [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()])
 
 
 def _differentiate(output: Tensor, inputs: Sequence[Tensor], grad: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 """Collect outputs of layers while calibration data runs through a network."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -8,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.snapshot import restored, uncompiled, undone
 from torch_dcl.convert.trace import evaluating
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
-__all__ = ["QUICK", "Incoming", "collect_samples"]
+__all__ = ["QUICK", "Incoming", "collect_samples", "output_tensors", "run_batch"]
 
 QUICK = 2.0  # seconds that a conversion may take without showing its progress
 
@@ -74,7 +75,6 @@ def collect_samples(
 
         return layer.register_forward_hook(hook, with_kwargs=True)
 
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
@@ -82,18 +82,8 @@ def collect_samples(
             batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
-                inputs = batch[0] if isinstance(batch, tuple | list) else batch
-                inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-                inputs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
-                try:
-                    with undone(model):
-                        model(**inputs) if isinstance(inputs, dict) else model(inputs)
-                except Exception as error:
-                    kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
-                    if isinstance(inputs, dict):
-                        kinds += "; for a network that takes the dictionary itself, map its argument: {'name': batch}"
-                    error.add_note(f"This was calibration batch {batches}. A batch is {kinds}.")
-                    raise
+                with undone(model):
+                    run_batch(model, batch, f"calibration batch {batches}")
     finally:
         for handle in handles:
             handle.remove()
@@ -102,6 +92,34 @@ def collect_samples(
     if silent := ", ".join(repr(name) for name in layers if name not in kept):
         raise ValueError(f"{silent} took no part in the {batches} calibration batches; leave it out of the plan")
     return {name: rows for name, (_, rows) in kept.items()}
+
+
+def run_batch(model: nn.Module, batch: Any, name: str) -> Any:
+    """The output of a network for a batch: a tensor, a tuple or list that begins with the input, or keyword arguments.
+
+    The network gets copies of the tensors, on its device. An error gets a note with the name of the batch.
+    """
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    inputs = batch[0] if isinstance(batch, tuple | list) else batch
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    inputs = tree_map_only(Tensor, lambda t: t.to(device, copy=True), inputs)
+    try:
+        return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    except Exception as error:
+        kinds = "a tensor, a tuple that begins with the input, or a dictionary of keyword arguments"
+        if isinstance(inputs, dict):
+            kinds += "; for a network that takes the dictionary itself, map its argument: {'name': batch}"
+        error.add_note(f"This was {name}. A batch is {kinds}.")
+        raise
+
+
+def output_tensors(given: object) -> list[Tensor]:
+    """The floating-point tensors of any output, also in a dataclass, which torch sees as one leaf."""
+    leaves = tree_leaves(given)
+    parts = [
+        output_tensors(vars(leaf)) for leaf in leaves if dataclasses.is_dataclass(leaf) and hasattr(leaf, "__dict__")
+    ]
+    return sum(parts, [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()])
 
 
 class Incoming:

@@ -375,6 +375,6 @@ def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
 def _transformed() -> bool:
     """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
-        return transforms()
+        return transforms()  # type: ignore[no-any-return]
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return transforms() or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
