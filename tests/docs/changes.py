@@ -115,6 +115,7 @@ TEXT = {
     },
     "docs/convert.md": {
         "size=224": "size=32",
+        "max_drop=0.5, epochs=10": "max_drop=0.5, epochs=1",
         "(3, 224, 224)": "(3, 64, 64)",
         "torch.randn(2, 3, 224, 224)": "torch.randn(2, 3, 32, 32)",
         'plan.only("layer3*", "layer4*")\ndone': 'plan.only("layer3.0.conv1")\ndone',
