@@ -2,13 +2,16 @@
 
     python examples/convert_torchvision.py resnet18
     python examples/convert_torchvision.py vgg16 --only classifier.0 'features.2*' --images my-images/
+    python examples/convert_torchvision.py resnet18 --images my-images/ --recover 5
     python examples/convert_torchvision.py resnet50 --budget 0.7 --weights none --init random
 
 It prints the plan, how closely each new layer matches the one it replaces, and how much the network's output changed.
+With --recover the converted network then learns the outputs of the plain one, on all images of the folder.
 """
 
 import argparse
-from collections.abc import Iterator
+import copy
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -30,23 +33,24 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="UNIT", help="names or globs of the layers to convert")
     parser.add_argument("--budget", type=float, help="keep at most this part of the weights, for example 0.7")
     parser.add_argument("--images", type=Path, help="an image folder (train/CLASS/*, test/CLASS/*) to calibrate with")
+    parser.add_argument("--recover", type=int, metavar="EPOCHS", help="train to give the plain network's outputs again")
     parser.add_argument("--size", type=int, default=224, help="height and width of an image (default: 224)")
     parser.add_argument("-o", "--output", type=Path, help="where to save (default: NETWORK-dcl.safetensors)")
     return parser.parse_args()
 
 
-def some_images(folder: Path, size: int) -> Iterator[Tensor]:
-    """Up to 512 images of the folder in batches, in the form that the network was trained on."""
+def read_images(folder: Path, size: int) -> Batches:
+    """The training images of the folder in random order, in the form that the network was trained on."""
     data = load(f"folder:{folder}", size=size, mode="RGB")
-    order = torch.randperm(len(data.train_images), generator=torch.Generator().manual_seed(0))[:512]
-    for images, _ in Batches(data.train_images[order], data.train_labels[order], 32, train=False, normalise=IMAGENET):
-        yield images
+    return Batches(data.train_images, data.train_labels, 32, drop_last=False, normalise=IMAGENET)
 
 
 def main() -> None:
     given = read_arguments()
     if given.images is not None and given.init == "random":
         raise SystemExit("--images is for --init fit: a random start reads no data")
+    if given.recover is not None and given.images is None:
+        raise SystemExit("--recover needs images to train on: add --images FOLDER")
     weights = None if given.weights == "none" else given.weights
     model = get_model(given.network, weights=weights).eval()
 
@@ -55,16 +59,19 @@ def main() -> None:
         plan = plan.only(*given.only)
     print(plan)
 
+    batches = None if given.images is None else read_images(given.images, given.size)
     batch = torch.randn(4, 3, given.size, given.size, generator=torch.Generator().manual_seed(0))
-    if given.images is not None:
-        batch = next(some_images(given.images, given.size))[:4]
-    before = answer(model, batch)
-    calibration = None if given.images is None else some_images(given.images, given.size)
+    if batches is not None:
+        batch = next(iter(batches))[0][:4]
+    teacher, before = copy.deepcopy(model), answer(model, batch)
+    calibration = None if batches is None else islice(batches, 16)  # 512 images
     print(f"\n{dcl.convert_(model, plan, init=given.init, calibration=calibration)}")
+    if given.recover is not None:
+        print(f"\n{dcl.recover_(model, teacher, batches, epochs=given.recover)}")
 
     after = answer(model, batch)
     moved = ((after - before).norm() / before.norm()).item()
-    what = "noise" if given.images is None else "images of the folder"
+    what = "noise" if batches is None else "images of the folder"
     print(f"\nOutput on {len(batch)} inputs ({what}): moved by {100 * moved:.1f} % of its length")
 
     path = given.output or Path(f"{given.network}-dcl.safetensors")

@@ -125,11 +125,14 @@ def test_the_error_of_an_epoch_is_the_mean_over_its_batches_before_their_steps()
 
 
 def first_gradients(model, teacher, x):
-    """What the first step of a recovery sees."""
+    """What the first step of a recovery sees, and its learning rate."""
     seen = []
-    handle = register_optimizer_step_post_hook(
-        lambda optimizer, *_: seen.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
-    )
+
+    def look(optimizer, *_):
+        (group,) = optimizer.param_groups
+        seen.append(([p.grad.clone() for p in group["params"]], group["lr"]))
+
+    handle = register_optimizer_step_post_hook(look)
     try:
         recover(model, teacher, [x], epochs=1, lr=1e-12)
     finally:
@@ -149,7 +152,7 @@ def rectified(teacher, x):
 def test_the_loss_is_the_error_of_the_outputs_plus_the_mean_error_of_the_layers(kind):
     model, teacher = taught(kind)
     x = images(8, 5)
-    found = first_gradients(copy.deepcopy(model), teacher, x)
+    found, rate = first_gradients(copy.deepcopy(model), teacher, x)
     model = with_batch_statistics(model)
     wanted, z = rectified(teacher, x), {}
     z["conv1"] = model.conv1(x)
@@ -161,13 +164,15 @@ def test_the_loss_is_the_error_of_the_outputs_plus_the_mean_error_of_the_layers(
     expected = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert loss < 1
+    assert rate == pytest.approx(1e-12 * loss.sqrt().item() * 0.5 / 0.9, rel=1e-4)
 
 
 def test_a_network_from_a_file_is_compared_in_the_same_places(tmp_path):
     model, teacher = taught()
     dcl.save_model(model, tmp_path / "model.safetensors")
     loaded = dcl.load_model(Small, tmp_path / "model.safetensors").eval()
-    for a, b in zip(*(first_gradients(network, teacher, images(8)) for network in (loaded, model)), strict=True):
+    for a, b in zip(*(first_gradients(network, teacher, images(8))[0] for network in (loaded, model)), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -180,7 +185,8 @@ def test_the_learning_rate_rises_for_a_tenth_of_the_training_and_falls_to_zero()
         recover(model, teacher, Numbered(), epochs=2, lr=0.018)  # its length is not known: the middle of each epoch
     finally:
         handle.remove()
-    assert rates == pytest.approx([0.0045, 0.0135, *(0.0005 + 0.001 * i for i in range(17, -1, -1)), 0.015, 0.005])
+    assert [rate / rates[0] for rate in rates[:20]] == pytest.approx([1, 3, *(i / 9 for i in range(35, 0, -2))])
+    assert rates[20] / rates[21] == pytest.approx(3)
 
 
 class Numbered:

@@ -74,6 +74,20 @@ def test_a_budget_and_images_to_calibrate_with(example, digits):
     assert Path("small.safetensors").is_file()
 
 
+def test_what_a_conversion_changed_is_recovered(example, digits):
+    flags = "--weights", "none", "--size", "32", "--images", digits, "-o", "small.safetensors"
+    names = "--only", "features.12.expand1x1", "features.12.expand3x3"
+
+    def moved(*more):
+        return float(
+            example("convert_torchvision.py", "squeezenet1_1", *flags, *names, *more).split("moved by ")[1].split()[0]
+        )
+
+    assert moved("--recover", "3") < moved()
+    with pytest.raises(SystemExit, match="--recover needs images"):
+        example("convert_torchvision.py", "--recover", "3")
+
+
 def test_images_are_refused_where_nothing_is_fitted(example):
     with pytest.raises(SystemExit, match="--images is for --init fit"):
         example("convert_torchvision.py", "--init", "random", "--images", "digits")

@@ -86,9 +86,10 @@ def recover_(
     compared with the teacher's output after the ReLU there. Both networks run in eval mode, so without dropout, except
     for the network's batch norms: they use and track the statistics of the batches, unless none of their parameters
     requires a gradient. Adafactor trains all parameters that require one, with steps relative to their size. The rate
-    rises to ``lr`` in the first tenth of the training and then falls to 0, linearly. After an error the network is as
-    it was before; after an interruption it is as trained so far. Mixed precision is that of your ``torch.autocast``,
-    preferably in bfloat16.
+    rises to ``lr`` times the root of the loss at the start, so that little is changed where little is wrong, in the
+    first tenth of the training, and then falls to 0, both linearly. After an error the network is as it was before;
+    after an interruption it is as trained so far. Mixed precision is that of your ``torch.autocast``, preferably in
+    bfloat16.
 
     Args:
         model: The converted network.
@@ -102,7 +103,8 @@ def recover_(
         max_drop: Stop when the score is at most this far below the teacher's, without training if it is at the start.
             None trains all epochs.
         epochs: The largest number of passes over the batches.
-        lr: The largest learning rate, at most 1: the change of a parameter in a step, relative to its root mean square.
+        lr: The change of a parameter in a step, relative to its root mean square, for a loss of 1 at the start; at most
+            1.
         progress: Whether to show progress on stderr: a bar in a terminal, periodic lines elsewhere. None is True.
 
     Returns:
@@ -120,7 +122,7 @@ def recover_(
     optimizer = torch.optim.Adafactor(parameters, lr)
     errors: list[float] = []
     scores: list[float] = []
-    goal = None
+    goal = scale = None
     with _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model), uncompiled():
         if held_out is not None:
             goal, scores = _score(teacher, held_out), [_score(model, held_out)]
@@ -132,8 +134,9 @@ def recover_(
                 bar.now(f"score {scores[-1]:.2f}, the teacher's {goal:.2f}" if scores else "")
                 total, count = torch.zeros((), dtype=torch.float64), 0
                 for count, done, batch in _steps(batches, epoch):
-                    optimizer.param_groups[0]["lr"] = lr * _rate((epoch + done) / epochs)
                     loss, error = _compare(model, teacher, pairs, batch, f"batch {count} of epoch {epoch + 1}")
+                    scale = min(1.0, float(loss.detach().sqrt())) if scale is None else scale
+                    optimizer.param_groups[0]["lr"] = lr * scale * _rate((epoch + done) / epochs)
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()  # type: ignore[no-untyped-call]
