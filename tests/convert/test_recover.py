@@ -1,6 +1,7 @@
 """Recovery: a converted network learns the outputs of the plain one, and stops, restores and refuses as it says."""
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from types import FunctionType
@@ -61,8 +62,13 @@ def images(count, seed=0):
     return torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def taught(kind=Small, units=UNITS, **settings):
+def taught(kind=Small, units=UNITS):
     """A teacher with running statistics of its own, and a converted network that starts near it."""
+    return copy.deepcopy(fitted(kind, units))
+
+
+@functools.cache
+def fitted(kind, units):
     torch.manual_seed(0)
     teacher = kind()
     with torch.no_grad():
@@ -71,7 +77,7 @@ def taught(kind=Small, units=UNITS, **settings):
     teacher.eval()
     model = copy.deepcopy(teacher)
     plan = dcl.plan(model, example={"image": images(2)} if kind is Answering else images(2), ratio=0.5)
-    dcl.convert_(model, plan.only(*units), init="fit", progress=False, **settings)
+    dcl.convert_(model, plan.only(*units), init="fit", progress=False)
     return model, teacher
 
 
