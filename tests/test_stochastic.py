@@ -377,6 +377,30 @@ def test_gradient_accumulation_uses_one_pair_for_the_whole_step():
         optimizer.step()
 
 
+@pytest.mark.parametrize("part", ["branch", "fusion"])
+def test_a_part_whose_hook_makes_its_weight_trains(part):
+    """Pruning, and torch's older weight_norm and spectral_norm, make the weight before each forward of the module."""
+    layer, x = stochastic_conv(), images()
+    reference = copy.deepcopy(layer)
+    pruned, plain = layer.get_submodule(part), reference.get_submodule(part)
+    prune.l1_unstructured(pruned, "weight", 0.3)
+    for _ in range(2):
+        with torch.no_grad():
+            plain.weight.copy_(pruned.weight_orig * pruned.weight_mask)
+        expected = gradients(reference, x)[f"{part}.weight"] * pruned.weight_mask
+        torch.testing.assert_close(gradients(layer, x)[f"{part}.weight_orig"], expected)
+        with torch.no_grad():
+            pruned.weight_orig -= 0.1 * pruned.weight_orig.grad
+
+
+def test_hooks_of_both_stages_are_called_in_training():
+    layer, called = stochastic_conv(), []
+    for name in ("branch", "fusion"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    layer(images())
+    assert called == ["branch", "fusion"]
+
+
 def test_functional_call_and_func_grad():
     layer = stochastic_conv(dtype=torch.float64)
     advance_branches_(layer, 2)
@@ -992,6 +1016,20 @@ def test_idle_branches_of_a_pruned_second_stage_cannot_be_held():
     with pytest.raises(ValueError, match=r"fusion\.weight is flattened, pruned or parametrized.*hold_idle=False"):
         follow_optimizer(nn.Sequential(layer), optimizer)
     follow_optimizer(nn.Sequential(layer), optimizer, hold_idle=False)
+
+
+def test_idle_branches_of_a_layer_with_an_adapter_cannot_be_held():
+    """A low-rank adapter, as peft's, has parameters that all branches share."""
+    layer = stochastic_conv()
+    layer.branch.down = nn.Conv2d(3, 2, 3, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"branch\.down\.weight is .* of an adapter.*hold_idle=False"):
+        follow_optimizer(nn.Sequential(layer), optimizer)
+    layer.branch.down.requires_grad_(False)
+    follow_optimizer(nn.Sequential(layer), optimizer)
+    layer(images()).sum().backward()
+    optimizer.step()
+    assert steps_of(layer) == [1]
 
 
 # Averaging

@@ -157,14 +157,23 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
     _check_held(layers, optimizer)
     for name, layer in layers.items():
         fusion = layer.fusion
-        if hold_idle and not (isinstance(fusion.weight, nn.Parameter) and fusion.weight.dim() == 2):
+        if hold_idle and (other := _other_shape(layer)):
             raise ValueError(
-                f"hold_idle=True needs the parameters of {name!r} in their own shape, and fusion.weight is "
-                "flattened, pruned or parametrized; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
+                f"hold_idle=True needs the parameters of {name!r} in their own shape, and {other} is flattened, pruned "
+                "or parametrized, or of an adapter; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
             )
         fusion.active.copy_(draw_pair(fusion.key, fusion.branches))  # averaging buffers may have corrupted it
         fusion.advanced = True
     return Following(layers.values(), optimizer, hold_idle=hold_idle)
+
+
+def _other_shape(layer: _DCL) -> str:
+    """The name of a parameter whose rows are not those of the branches; empty if there is none."""
+    weight, rows = layer.fusion.weight, sum(layer.widths)
+    if not (isinstance(weight, nn.Parameter) and weight.dim() == 2):
+        return "fusion.weight"
+    others = (name for name, p in layer.branch.named_parameters() if p.requires_grad and p.shape[:1] != (rows,))
+    return next((f"branch.{name}" for name in others), "")
 
 
 def _check_held(layers: Mapping[str, _DCL], optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +245,7 @@ def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
         idle = (branch[:, None] != fusion.active).all(-1)
         sizes = torch.tensor(fusion.widths, device=idle.device)
         by_row = idle.repeat_interleave(sizes, output_size=sum(fusion.widths))
-        parameters = [*layer.branch.parameters(), fusion.weight]
+        parameters = [*(p for p in layer.branch.parameters() if p.shape[:1] == by_row.shape), fusion.weight]
         rows += [(p, by_row.view(-1, *(1,) * (p.dim() - 1))) for p in parameters]
         if fusion.bias is not None:
             rows.append((fusion.bias, idle[:, None]))
