@@ -1009,11 +1009,12 @@ def test_an_optimiser_without_frozen_stochastic_layers_is_followed():
     assert steps_of(model) == [1] * 3
 
 
-def test_idle_branches_of_a_pruned_second_stage_cannot_be_held():
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_idle_branches_of_a_pruned_second_stage_cannot_be_held(name):
     layer = stochastic_conv()
-    prune.l1_unstructured(layer.fusion, "weight", 0.5)
+    prune.l1_unstructured(layer.fusion, name, 0.5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"fusion\.weight is flattened, pruned or parametrized.*hold_idle=False"):
+    with pytest.raises(ValueError, match=rf"fusion\.{name} is flattened, pruned or parametrized.*hold_idle=False"):
         follow_optimizer(nn.Sequential(layer), optimizer)
     follow_optimizer(nn.Sequential(layer), optimizer, hold_idle=False)
 

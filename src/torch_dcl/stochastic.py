@@ -169,9 +169,10 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
 
 def _other_shape(layer: _DCL) -> str:
     """The name of a parameter whose rows are not those of the branches; empty if there is none."""
-    weight, rows = layer.fusion.weight, sum(layer.widths)
-    if not (isinstance(weight, nn.Parameter) and weight.dim() == 2):
-        return "fusion.weight"
+    for name, value in (("weight", layer.fusion.weight), ("bias", layer.fusion.bias)):
+        if value is not None and not (isinstance(value, nn.Parameter) and value.dim() == 2):
+            return f"fusion.{name}"
+    rows = sum(layer.widths)
     others = (name for name, p in layer.branch.named_parameters() if p.requires_grad and p.shape[:1] != (rows,))
     return next((f"branch.{name}" for name in others), "")
 
