@@ -472,8 +472,8 @@ def test_compile_without_gradients_without_a_graph_break(fuse, T, mode):
 
 
 TRANSFORMED = {
-    "gradient": lambda fuse, pre, v: torch.func.grad(lambda p: fuse(p).square().sum())(pre),
-    "per sample": lambda fuse, pre, v: torch.func.vmap(lambda column: fuse(column).sin(), in_dims=-1)(pre),
+    "gradient": lambda fuse, pre, v: torch.func.grad(lambda p: (fuse(p).square() * v[0]).sum())(pre),
+    "per sample": lambda fuse, pre, v: torch.func.vmap(lambda p, w: fuse(p) * w[0], in_dims=-1)(pre, v),
     "forward mode": lambda fuse, pre, v: torch.func.jvp(lambda *p: fuse(p), tuple(pre), tuple(v))[1],
     "second order": lambda fuse, pre, v: torch.func.grad(
         lambda p: (v * torch.func.grad(lambda q: fuse(q).square().sum())(p)).sum()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.reference import plain_fusion, starts_of
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.func import functional_call
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
@@ -184,6 +185,15 @@ def test_the_draw_goes_through_a_state_dict():
     x = images()
     assert torch.equal(resumed(x), model(x))
     assert trajectory(resumed, [None] * 10) == trajectory(model, [None] * 10)
+
+
+def test_layers_inside_checkpoint_wrappers_draw_as_without():
+    plain, wrapped = network(), network()
+    for i in (0, 2, 4):
+        wrapped[i] = checkpoint_wrapper(wrapped[i])
+    for model in (plain, wrapped):
+        seed_branches_(model, 3)
+    assert trajectory(wrapped, range(5)) == trajectory(plain, range(5))
 
 
 def test_a_new_layer_starts_at_step_zero_of_seed_zero():
@@ -365,6 +375,30 @@ def test_gradient_accumulation_uses_one_pair_for_the_whole_step():
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-10, atol=1e-12)
         optimizer.step()
+
+
+@pytest.mark.parametrize("part", ["branch", "fusion"])
+def test_a_part_whose_hook_makes_its_weight_trains(part):
+    """Pruning, and torch's older weight_norm and spectral_norm, make the weight before each forward of the module."""
+    layer, x = stochastic_conv(), images()
+    reference = copy.deepcopy(layer)
+    pruned, plain = layer.get_submodule(part), reference.get_submodule(part)
+    prune.l1_unstructured(pruned, "weight", 0.3)
+    for _ in range(2):
+        with torch.no_grad():
+            plain.weight.copy_(pruned.weight_orig * pruned.weight_mask)
+        expected = gradients(reference, x)[f"{part}.weight"] * pruned.weight_mask
+        torch.testing.assert_close(gradients(layer, x)[f"{part}.weight_orig"], expected)
+        with torch.no_grad():
+            pruned.weight_orig -= 0.1 * pruned.weight_orig.grad
+
+
+def test_hooks_of_both_stages_are_called_in_training():
+    layer, called = stochastic_conv(), []
+    for name in ("branch", "fusion"):
+        layer.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    layer(images())
+    assert called == ["branch", "fusion"]
 
 
 def test_functional_call_and_func_grad():
@@ -647,6 +681,99 @@ def test_branches_are_held_where_a_closure_computes_the_gradients(kind_of_optimi
         assert not torch.equal(before["fusion.weight", "value"], after["fusion.weight", "value"])
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimiser around another, as accelerate's and timm's Lookahead: its step runs no hooks."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+
+class Perturbing(torch.optim.Optimizer):
+    """An optimiser around another whose own step is never called, as SAM's."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def second_step(self):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, Perturbing])
+def test_a_wrapper_of_an_optimiser_is_followed_by_the_steps_of_the_one_inside(wrap):
+    one, other = network(), network()
+    other.load_state_dict(one.state_dict())
+    optimizer, inside = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (one, other))
+    wrapper = wrap(inside)
+    follow_optimizer(one, optimizer)
+    follow_optimizer(other, wrapper)
+    for _ in range(4):
+        x = images()
+        for model, step in ((one, optimizer.step), (other, getattr(wrapper, "second_step", wrapper.step))):
+            gradients(model, x)
+            step()
+    assert steps_of(other) == [4] * 3
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_an_optimiser_whose_step_runs_no_hooks_is_refused():
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            self.param_groups = [{"params": list(parameters)}]
+
+        def step(self):
+            pass
+
+    model = network()
+    with pytest.raises(TypeError, match=r"the step of a Bare runs no hooks; call advance_branches_\(model, step\)"):
+        follow_optimizer(model, Bare(model.parameters()))
+
+
+def test_moments_that_are_quantised_cannot_be_held():
+    class Quantised(torch.optim.SGD):
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["moment"] = torch.zeros_like(parameter, dtype=torch.uint8)
+
+    layer = stochastic_conv()
+    optimizer = Quantised(layer.parameters())
+    follow_optimizer(layer, optimizer)
+    with pytest.raises(ValueError, match=r"the moments of a Quantised, since 'moment' is quantised.*hold_idle=False"):
+        optimizer.step()
+    follow_optimizer(layer, optimizer, hold_idle=False)
+    optimizer.step()
+    assert steps_of(layer) == [1]
+
+
+def test_moments_of_an_optimiser_inside_are_held():
+    """As in ZeroRedundancyOptimizer, where the optimiser inside holds some of the parameters."""
+
+    class Sharded(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(list(parameters), {})
+            self.inner = torch.optim.SGD(self.param_groups[0]["params"][:1], 0.1, momentum=0.9)
+
+        def step(self):
+            self.inner.step()
+
+    layer = stochastic_conv()
+    optimizer = Sharded(layer.parameters())
+    first = optimizer.param_groups[0]["params"][0]
+    follow_optimizer(layer, optimizer)
+    for _ in range(6):
+        gradients(layer, images())
+        name = next(name for name, p in layer.named_parameters() if p is first)
+        state = optimizer.inner.state[first]
+        old, at_this_step = copy.deepcopy(state.get("momentum_buffer")), copy.deepcopy(layer)
+        optimizer.step()
+        new = state["momentum_buffer"]
+        old = torch.zeros_like(new) if old is None else old
+        assert torch.equal(idle_part(at_this_step, name, old), idle_part(at_this_step, name, new))
+
+
 def test_a_copy_of_a_network_and_its_optimizer_warns_that_nobody_advances_it():
     """torch copies no hooks of an optimiser, so the copy does not follow it."""
     model, x = stochastic_conv("with norm"), images()
@@ -882,13 +1009,28 @@ def test_an_optimiser_without_frozen_stochastic_layers_is_followed():
     assert steps_of(model) == [1] * 3
 
 
-def test_idle_branches_of_a_pruned_second_stage_cannot_be_held():
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_idle_branches_of_a_pruned_second_stage_cannot_be_held(name):
     layer = stochastic_conv()
-    prune.l1_unstructured(layer.fusion, "weight", 0.5)
+    prune.l1_unstructured(layer.fusion, name, 0.5)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"fusion\.weight is flattened, pruned or parametrized.*hold_idle=False"):
+    with pytest.raises(ValueError, match=rf"fusion\.{name} is flattened, pruned or parametrized.*hold_idle=False"):
         follow_optimizer(nn.Sequential(layer), optimizer)
     follow_optimizer(nn.Sequential(layer), optimizer, hold_idle=False)
+
+
+def test_idle_branches_of_a_layer_with_an_adapter_cannot_be_held():
+    """A low-rank adapter, as peft's, has parameters that all branches share."""
+    layer = stochastic_conv()
+    layer.branch.down = nn.Conv2d(3, 2, 3, bias=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"branch\.down\.weight is .* of an adapter.*hold_idle=False"):
+        follow_optimizer(nn.Sequential(layer), optimizer)
+    layer.branch.down.requires_grad_(False)
+    follow_optimizer(nn.Sequential(layer), optimizer)
+    layer(images()).sum().backward()
+    optimizer.step()
+    assert steps_of(layer) == [1]
 
 
 # Averaging

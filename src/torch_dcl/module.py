@@ -164,7 +164,7 @@ class _DCL(nn.Module):
         pair = fusion.strategy == "stochastic" and self.training
         if pair:
             _warn_if_nobody_advances(fusion)
-            pair = fusion.gathers
+            pair = fusion.gathers and self._called_plainly()
         stage = self._plain_stage() if may_run(x) else None
         if stage is not None and (pair or fusion.strategy == "deterministic" or not self.training):
             theta = fusion.gather(self.branch.weight) if pair else self.branch.weight

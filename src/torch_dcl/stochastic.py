@@ -104,13 +104,12 @@ class Following:
     @torch.no_grad()
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Save the rows of idle branches and their moments."""
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = _held_by(optimizer)
         self._saved, self._fresh = [], []
         for parameter, idle in _idle_rows(self._held):
             if id(parameter) not in held or not parameter.requires_grad:  # a gradient may still come, from a closure
                 continue
-            state = optimizer.state.get(parameter, {})
-            moments = {k: s for k, s in state.items() if _is_moment(s, parameter)}
+            moments = _moments(optimizer, parameter)
             own = [_local(tensor) for tensor in (parameter, *moments.values())]
             self._saved.extend((tensor, tensor.clone(), idle) for tensor in own)
             self._fresh.append((parameter, set(moments), idle))
@@ -121,8 +120,8 @@ class Following:
         for tensor, old, idle in self._saved:
             tensor.copy_(torch.where(idle, old, tensor))
         for parameter, known, idle in self._fresh:  # moments that this step created: an idle branch has none yet
-            for name, moment in optimizer.state.get(parameter, {}).items():
-                if name not in known and _is_moment(moment, parameter):
+            for name, moment in _moments(optimizer, parameter).items():
+                if name not in known:
                     _local(moment).masked_fill_(idle, 0)
         self._saved, self._fresh = [], []
         _advance(layer.fusion for layer in self._advanced)
@@ -140,7 +139,7 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
 
     Args:
         model: The network; without a stochastic layer this does nothing.
-        optimizer: Any torch optimiser that holds its parameters.
+        optimizer: Any torch optimiser that holds its parameters, or a wrapper of one, such as accelerate's.
         hold_idle: Whether branches that were not drawn stay unchanged, as in the paper: no momentum, no weight decay,
             no change of their moments. With False the optimiser treats them as parameters with a zero gradient.
 
@@ -150,28 +149,37 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, *, hold
     Raises:
         TypeError: not a network and an optimiser with hooks around its steps.
         ValueError: the optimiser holds no parameter of the stochastic layers, or ``hold_idle`` is set for layers whose
-            parameters do not have their own shape, as under FSDP1.
+            parameters do not have their own shape, as under FSDP1. The first step raises it for ``hold_idle`` with an
+            optimiser whose moments are quantised.
     """
     layers = {name: layer for name, layer in _layers(model) if layer.strategy == "stochastic"}
-    if not hasattr(optimizer, "register_step_pre_hook"):
-        kind = type(optimizer).__name__
-        raise TypeError(f"follow_optimizer takes the network and then its torch.optim optimiser, got a {kind}")
+    optimizer = _unwrap(optimizer)
     _check_held(layers, optimizer)
     for name, layer in layers.items():
         fusion = layer.fusion
-        if hold_idle and not (isinstance(fusion.weight, nn.Parameter) and fusion.weight.dim() == 2):
+        if hold_idle and (other := _other_shape(layer)):
             raise ValueError(
-                f"hold_idle=True needs the parameters of {name!r} in their own shape, and fusion.weight is "
-                "flattened, pruned or parametrized; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
+                f"hold_idle=True needs the parameters of {name!r} in their own shape, and {other} is flattened, pruned "
+                "or parametrized, or of an adapter; shard with fully_shard instead of FSDP1, or pass hold_idle=False"
             )
         fusion.active.copy_(draw_pair(fusion.key, fusion.branches))  # averaging buffers may have corrupted it
         fusion.advanced = True
     return Following(layers.values(), optimizer, hold_idle=hold_idle)
 
 
+def _other_shape(layer: _DCL) -> str:
+    """The name of a parameter whose rows are not those of the branches; empty if there is none."""
+    for name, value in (("weight", layer.fusion.weight), ("bias", layer.fusion.bias)):
+        if value is not None and not (isinstance(value, nn.Parameter) and value.dim() == 2):
+            return f"fusion.{name}"
+    rows = sum(layer.widths)
+    others = (name for name, p in layer.branch.named_parameters() if p.requires_grad and p.shape[:1] != (rows,))
+    return next((f"branch.{name}" for name in others), "")
+
+
 def _check_held(layers: Mapping[str, _DCL], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if the optimiser holds no parameter of trainable layers."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = _held_by(optimizer)
     parameters = [p for layer in layers.values() for p in layer.parameters()]
     if any(p.requires_grad for p in parameters) and not any(id(p) in held for p in parameters):
         raise ValueError(
@@ -181,8 +189,52 @@ def _check_held(layers: Mapping[str, _DCL], optimizer: torch.optim.Optimizer) ->
         )
 
 
-def _is_moment(state: Any, parameter: Tensor) -> bool:
-    return isinstance(state, Tensor) and state.shape == parameter.shape
+def _unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimiser that runs the hooks of a step: the one inside a wrapper that holds no other parameters.
+
+    Accelerate's wrapper and timm's Lookahead run no hooks of their own, and SAM's steps are not called ``step``.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"follow_optimizer takes the network and then its torch.optim optimiser, got a {kind.__name__}")
+    held = _held_by(optimizer)
+    for inner in _inside(optimizer):
+        if held <= _held_by(inner):
+            return _unwrap(inner)
+    if not getattr(kind.step, "hooked", False):  # torch's mark of a step that runs hooks
+        raise TypeError(
+            f"the step of a {kind.__name__} runs no hooks; call advance_branches_(model, step) at every step instead"
+        )
+    return optimizer
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of an optimiser's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimisers that are attributes of another."""
+    return [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[Any, Tensor]:
+    """The tensors of a parameter's shape in an optimiser's state, or in that of one inside, as in ZeRO's.
+
+    Raises:
+        ValueError: moments that are quantised in blocks, whose rows cannot be restored alone.
+    """
+    moments = {}
+    for part in (optimizer, *_inside(optimizer)):
+        for name, state in part.state.get(parameter, {}).items():
+            if isinstance(state, Tensor) and state.shape == parameter.shape:
+                if type(_local(state)) not in (Tensor, nn.Parameter) or not state.is_floating_point():
+                    raise ValueError(
+                        f"hold_idle=True cannot hold the moments of a {type(part).__name__}, since {name!r} is "
+                        "quantised; call follow_optimizer with hold_idle=False"
+                    )
+                moments[id(part), name] = state
+    return moments
 
 
 def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
@@ -194,7 +246,7 @@ def _idle_rows(layers: Iterable[_DCL]) -> list[tuple[Tensor, Tensor]]:
         idle = (branch[:, None] != fusion.active).all(-1)
         sizes = torch.tensor(fusion.widths, device=idle.device)
         by_row = idle.repeat_interleave(sizes, output_size=sum(fusion.widths))
-        parameters = [*layer.branch.parameters(), fusion.weight]
+        parameters = [*(p for p in layer.branch.parameters() if p.shape[:1] == by_row.shape), fusion.weight]
         rows += [(p, by_row.view(-1, *(1,) * (p.dim() - 1))) for p in parameters]
         if fusion.bias is not None:
             rows.append((fusion.bias, idle[:, None]))
@@ -223,8 +275,13 @@ def _shard_like(parameter: Tensor, mask: Tensor) -> Tensor:
 
 
 def _own_name(name: str) -> str:
-    """The name of a layer without the prefixes of data parallelism and ``torch.compile``."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    """The name of a layer without the prefixes of data parallelism, activation checkpointing and ``torch.compile``."""
+    parts = [part for part in name.split(".") if part not in _WRAPPED]
+    return ".".join(parts).removeprefix("module.")
+
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""The attributes in which wrappers of a layer store it."""
 
 
 def _layers(model: nn.Module) -> list[tuple[str, _DCL]]:

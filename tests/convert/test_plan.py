@@ -20,6 +20,7 @@ from tests.halves import slow
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 import torch_dcl as dcl
 from torch_dcl import models
@@ -488,6 +489,23 @@ def test_the_numbers_of_a_row_are_those_of_the_layers(K1, K2, kernel, stride, br
     assert row.macs_after == positions * (layer.branch.weight.numel() + layer.fusion.weight.numel())
     u2, M = conv.weight[0, 0].numel(), sum(layer.widths)
     assert row.smaller == (u2 * K1 * M + K2 * M <= u2 * K1 * K2)
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+@pytest.mark.parametrize("size", [9, 96])  # at the larger size stage 2 runs by parts
+def test_torch_counts_two_flops_for_each_mac_of_a_plan(branches, size):
+    model = nn.Sequential(
+        nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 3),
+    )  # fmt: skip
+    plan = dcl.plan(model, (16, size, size), branches=branches)
+    x = torch.randn(2, 16, size, size)
+    for macs in (plan.macs, plan.macs_after):
+        with FlopCounterMode(display=False) as counter:
+            model(x)
+        assert counter.get_total_flops() == 2 * len(x) * macs
+        if macs == plan.macs:
+            dcl.convert_(model, plan, init="random")
 
 
 def test_a_shared_layer_counts_once_in_weights_and_every_time_in_work():

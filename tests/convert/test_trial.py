@@ -300,6 +300,27 @@ def test_a_network_on_the_meta_device_is_converted_without_a_run():
     assert next(calls) == taken + 1
 
 
+def test_a_network_converted_on_the_meta_device_is_initialised_by_apply():
+    def network():
+        return nn.Sequential(nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 2, 1))
+
+    def initialise(module):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        empty = network()
+    plan, real = dcl.plan(network(), (64, 8, 8)), network()
+    for model in (empty, real):
+        dcl.convert_(model, plan, init="random")
+    empty.to_empty(device="cpu").apply(initialise)
+    for (name, tensor), expected in zip(empty.state_dict().items(), real.state_dict().values(), strict=True):
+        if name.startswith("0."):
+            drawn = tensor.dim() > 1  # from one distribution
+            pair = (tensor.std(), expected.std()) if drawn else (tensor, expected)
+            torch.testing.assert_close(*pair, rtol=0.05, atol=0.0)
+
+
 def test_an_interruption_of_the_check_leaves_the_network_alone():
     def interrupted(model):
         if model.converted and not model.training:
