@@ -63,7 +63,7 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise SettingError("--log tensorboard needs the package: pip install tensorboard") from None
+            raise SettingError("--tracker tensorboard needs the package: pip install tensorboard") from None
         self._open: Any = SummaryWriter
         self._told: set[tuple[str, int]] = set()
         self._writer: Any = None
