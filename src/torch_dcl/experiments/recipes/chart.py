@@ -18,7 +18,7 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Workload, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
@@ -150,20 +150,21 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
-        chart = {"set": self.data.name, "points": rows, **self._described(folder)}
+        chart = {"set": self.data.name, "points": rows, **self._described(folder, outcomes)}
         folder.write_json("chart", chart)
         return chart
 
-    def _described(self, folder: RunFolder) -> dict[str, Any]:
+    def _described(self, folder: RunFolder, outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
         """Title, deviations and settings of the chart."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
         sentences = departures([self.data.source], config.images, batches)
-        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         if config.scale < 1:
             sentences.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
+        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         return {
-            "title": title, "told": sentences, "scale": config.scale, "search_scale": config.trial_scale,
+            "title": title, "told": sentences + self.diverged(outcomes), "scale": config.scale,
+            "search_scale": config.trial_scale,
             "recipe": str(self.whole.scaled(config.scale)), "data": self.data.source,
             "environment": folder.read("environment")[-1],
         }  # fmt: skip

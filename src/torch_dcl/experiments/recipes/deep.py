@@ -261,14 +261,16 @@ class Deep(UnitRecipe[DeepConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """Errors, weights and rates of every kind as JSON."""
-        config, rows = self.config, self.rows(outcomes_of(folder))
+        config, outcomes = self.config, outcomes_of(folder)
+        rows = self.rows(outcomes)
         for row in rows:
             row |= {"what": UNITS[row["unit"]], "weights": count_weights(self._network(row["unit"], 0))}
         told = departures([self.data.source], config.images, [config.batch] if config.batch else [])
         if config.scale < 1:
             told.append(f"Shortened: trained for {config.scale:g} of the epochs.")
         result = {
-            "title": f"ResNet-18 on {TITLES[config.data]}, all units replaced{MARK if told else ''}", "told": told,
+            "title": f"ResNet-18 on {TITLES[config.data]}, all units replaced{MARK if told else ''}",
+            "told": told + self.diverged(outcomes),
             "units": rows, "epochs": TRAINING.scaled(config.scale).schedule.epochs, "eps": config.eps,
             "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
         }  # fmt: skip
