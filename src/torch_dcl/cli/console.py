@@ -315,8 +315,14 @@ class PlainCommand(_PlainFlags, TyperCommand):
                 what = option if option in valued else "an argument"
                 fail(f"{what} is empty; give a value, or leave it out (is a variable of the shell not set?)")
                 raise typer.Exit(2)
-        parsed: list[str] = super().parse_args(ctx, args)
+        parsed: list[str] = super().parse_args(ctx, [_home(given) for given in args])
         return parsed
+
+
+def _home(given: str) -> str:
+    """An argument such as ``--out=~/runs`` with the home folder in it, which shells leave as it is behind a "="."""
+    option, equals, value = given.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if option.startswith("--") and equals else given
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
