@@ -141,3 +141,11 @@ def test_any_filters_and_layers_survive_the_file(tmp_path_factory, name, data):
     path = tmp_path_factory.mktemp("toml") / "recipe.toml"
     path.write_text(as_toml(given))
     assert read_recipe(path) == given
+
+
+def test_the_home_folder_in_a_setting_is_expanded_and_other_texts_are_not(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["weights=~/net.safetensors", "network=~/net.py:make", "root=./cifar10", "data=cifar10"]
+    assert read_settings(given) == {
+        "weights": "/home/me/net.safetensors", "network": "/home/me/net.py:make", "root": "./cifar10", "data": "cifar10",
+    }  # fmt: skip

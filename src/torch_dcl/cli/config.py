@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_dcl.cli.console import (
     UsageError,
     check_folder,
+    expand_home,
     explain_setting,
     nearest,
     read_device,
@@ -118,13 +119,13 @@ def with_settings(asked: Asked, settings: Mapping[str, Any], where: str = "") ->
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The texts of ``--set key=value``."""
+    """The texts of ``--set key=value``; a home folder is expanded, as no shell does behind the equals sign."""
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--set {pair!r} is not of the form key=value, such as --set epochs=4")
-        settings[key.strip()] = value.strip()
+        settings[key.strip()] = expand_home(value.strip())
     return settings
 
 

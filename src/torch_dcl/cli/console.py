@@ -264,6 +264,11 @@ def _try_to_write(folder: Path) -> None:
         pass
 
 
+def expand_home(text: str) -> str:
+    """A text that begins with the home folder, such as ``~/data``, with its path; another as it is, ``./data`` too."""
+    return os.path.expanduser(text)  # noqa: PTH111, a Path would drop the "./"
+
+
 def make_folder(path: Path) -> None:
     """Make a folder to write to, with those above it."""
     check_folder(path)
@@ -322,7 +327,7 @@ class PlainCommand(_PlainFlags, TyperCommand):
 def _home(given: str) -> str:
     """An argument such as ``--out=~/runs`` with the home folder in it, which shells leave as it is behind a "="."""
     option, equals, value = given.partition("=")
-    return f"{option}={os.path.expanduser(value)}" if option.startswith("--") and equals else given
+    return f"{option}={expand_home(value)}" if option.startswith("--") and equals else given
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
