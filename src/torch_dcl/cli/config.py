@@ -199,7 +199,10 @@ def make_task(
 ) -> Task:
     """Build a task from the arguments of ``dcl run``."""
     asked, file = find_recipe(given, smoke=smoke)
-    typed = read_settings(pairs) | {key: value for key, value in settings.items() if value is not None}
+    options, by_name = {key: value for key, value in settings.items() if value is not None}, read_settings(pairs)
+    if both := sorted(options.keys() & by_name.keys()):
+        raise UsageError(f"--{both[0]} and --set {both[0]}= are the same setting; give one of them")
+    typed = by_name | options
     if file is not None and not trust:
         _refuse_code(asked, file, typed)
     asked = with_settings(asked, typed)
