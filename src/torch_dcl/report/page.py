@@ -22,6 +22,7 @@ from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
 from torch_dcl.experiments.recipes.table2 import verdict as table2_verdict
 from torch_dcl.experiments.relation_findings import answer
 from torch_dcl.experiments.run_reader import Run, State, read_run
+from torch_dcl.experiments.settings import join_texts
 from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
@@ -264,12 +265,12 @@ def _relations(run: Run, name: str) -> dict[str, Any]:
 
 
 def _machine(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Machine and versions of the last start, and the commits of all."""
-    last = starts[-1]
+    """The machine of the last start, and the versions and commits of all."""
+    last, versions = starts[-1], join_texts([start["versions"] for start in starts])
     commits = dict.fromkeys(start["commit"] or "not from a repository" for start in starts)
     return {
         "Machine": f"{last['machine']}, {last['cpus']} cores" + (f", {last['gpu']}" if last["gpu"] else ", no GPU"),
-        "Versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Commit" if len(commits) == 1 else "Commits": ", ".join(commits),
     }
 
