@@ -218,5 +218,6 @@ def test_a_run_that_was_resumed_elsewhere_has_the_versions_and_machines_of_all_s
     folder = RunFolder(tmp_path, {})
     folder.append("environment", first, second)
     assert run_facts(folder) == {
-        "hardware": "A100; CPU, 2 cores", "versions": {"torch": "2.11; 2.15", "numpy": "2"}, "command": "dcl run table1",
+        "hardware": "A100; CPU, 2 cores", "versions": {"torch": "2.11; 2.15", "numpy": "2"},
+        "command": "dcl run table1",
     }  # fmt: skip
