@@ -8,7 +8,6 @@ import json
 import math
 import os
 import secrets
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,8 +179,10 @@ class Task:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run; several ranks are started as before, however many."""
+        from torch_dcl.experiments.run_reader import as_argument
+
         begin = "torchrun … -m torch_dcl" if several() and not self.join else "dcl"
-        return f"{begin} run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
+        return f"{begin} run {as_argument(self.out)} --{'join' if self.join else 'resume'}"
 
 
 def make_task(

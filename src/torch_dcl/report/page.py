@@ -21,7 +21,7 @@ from torch_dcl.experiments.recipes.chart import chart_verdict
 from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
 from torch_dcl.experiments.recipes.table2 import verdict as table2_verdict
 from torch_dcl.experiments.relation_findings import answer
-from torch_dcl.experiments.run_reader import Run, State, read_run
+from torch_dcl.experiments.run_reader import Run, State, as_argument, read_run
 from torch_dcl.experiments.settings import join_texts
 from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.files import write_text
@@ -133,7 +133,7 @@ def draw_run(path: str | os.PathLike[str]) -> list[str]:
 def check(run: Run) -> None:
     """Refuse a run that has nothing to report."""
     if run.table is None and not run.parts:
-        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
+        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {as_argument(run.path)} --resume")
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
