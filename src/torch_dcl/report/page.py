@@ -133,7 +133,9 @@ def draw_run(path: str | os.PathLike[str]) -> list[str]:
 def check(run: Run) -> None:
     """Refuse a run that has nothing to report."""
     if run.table is None and not run.parts:
-        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {as_argument(run.path)} --resume")
+        resume = f"resume it with dcl run {as_argument(run.path)} --resume"
+        remedy = "it is running, wait for it" if run.state.state == "running" else resume
+        raise ValueError(f"{run.path} has no results yet; {remedy}")
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
