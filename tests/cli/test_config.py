@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dcl.cli.config import ABOUT, as_toml, read_recipe, read_settings, recipe
+from torch_dcl.cli.config import ABOUT, as_toml, make_task, read_recipe, read_settings, recipe
 from torch_dcl.cli.config import with_settings as change
+from torch_dcl.cli.console import UsageError
 from torch_dcl.experiments.columns import MODELS, choice_as_plain, stored_choice
 from torch_dcl.experiments.paper_numbers import SETS
 from torch_dcl.experiments.recipes.table1 import command_for
@@ -141,3 +142,17 @@ def test_any_filters_and_layers_survive_the_file(tmp_path_factory, name, data):
     path = tmp_path_factory.mktemp("toml") / "recipe.toml"
     path.write_text(as_toml(given))
     assert read_recipe(path) == given
+
+
+def test_the_home_folder_in_a_setting_is_expanded_and_other_texts_are_not(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["weights=~/net.safetensors", "network=~/net.py:make", "root=./cifar10", "data=cifar10"]
+    assert read_settings(given) == {
+        "weights": "/home/me/net.safetensors", "network": "/home/me/net.py:make", "root": "./cifar10",
+        "data": "cifar10",
+    }  # fmt: skip
+
+
+def test_a_setting_given_twice_as_an_option_and_by_its_name_is_refused():
+    with pytest.raises(UsageError, match="--seeds and --set seeds= are the same setting; give one of them"):
+        make_task("table1", {"seeds": 1, "epochs": None}, ["epochs=3", "seeds=2"], dry=True)

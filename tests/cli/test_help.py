@@ -287,3 +287,15 @@ def test_completion_of_the_shell_knows_the_recipes(process, monkeypatch, environ
         cwd=folder,
     )  # fmt: skip
     assert done.stdout.split() == ["runs/one", "runs/two/inside"]
+
+
+def test_torchrun_passes_every_option_of_a_run_on():
+    from torch.distributed.run import parse_args
+    from typer.main import get_command
+
+    from torch_dcl.cli.app import app
+
+    options = [option.opts[0] for option in get_command(app).commands["run"].params if option.opts[0].startswith("--")]
+    given = ["run", "imagenet", *options]
+    assert "--tracker" in options
+    assert parse_args(["--nproc-per-node", "2", "-m", "torch_dcl", *given]).training_script_args == given

@@ -272,3 +272,12 @@ def test_a_report_of_a_recipe_that_there_is_not_says_so(dcl, folder):
         asked = json.loads((folder / "runs/t/recipe.json").read_text())
         (folder / "runs/t/recipe.json").write_text(json.dumps({**asked, "recipe": name}))
         assert f"its recipe {name!r} is unknown" in dcl("report", "runs/t", code=1)
+
+
+def test_the_home_folder_behind_an_equals_sign_is_expanded(dcl, folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    (folder / "home").mkdir()
+    assert str(folder / "home" / "mine") in dcl("run", "table1", "--smoke", "--dry-run", "--out=~/mine")
+    dcl("plan", "alexnet", "--output=~/plan.json")
+    assert (folder / "home" / "plan.json").is_file()
+    assert not (folder / "~").exists()

@@ -401,3 +401,10 @@ def test_a_second_sigterm_leaves_the_code_that_asks_for_another_try(code, ignore
         main()
     assert end.value.code == code
     assert asked == ignored
+
+
+def test_the_command_that_resumes_a_folder_with_the_name_of_a_recipe_can_be_typed(dcl, folder):
+    said = dcl("run", "table1", "--smoke", "--minutes", "0.0001", "--out", "table2")
+    command = said.partition("Resume with:  dcl ")[2].splitlines()[0]
+    assert "table2 is incomplete, 4 of 12 entries" in dcl(*command.split(), "--minutes", "0.0001")
+    assert not (folder / "runs").exists()

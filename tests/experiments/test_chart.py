@@ -10,6 +10,7 @@ from torch_dcl.data import cifar, load
 from torch_dcl.experiments.natural_data import generate_images
 from torch_dcl.experiments.recipes import chart as recipe
 from torch_dcl.experiments.recipes.chart import Chart, ChartConfig, hold_out
+from torch_dcl.experiments.recipes.deep import Deep, DeepConfig
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.fleet import Fleet, Inputs, Member, Schedule
@@ -171,3 +172,11 @@ def test_calls_cut_short_and_a_kill_give_the_chart_of_one_run(whole, root, tmp_p
         assert slices < 12
     assert slices > 3
     assert compared(chart) == compared(whole[0])
+
+
+@pytest.mark.parametrize(("kind", "config"), [(Chart, ChartConfig), (Deep, DeepConfig)])
+def test_a_shortened_recipe_shortens_its_search_in_proportion(kind, config):
+    loads = {scale: kind(config(data="cifar10", scale=scale), "cpu").workloads() for scale in (1.0, 0.1)}
+    assert [(long.epochs, short.epochs) for long, short in zip(*loads.values(), strict=True)] == [
+        (each.epochs, round(each.epochs / 10)) for each in loads[1.0]
+    ]

@@ -32,6 +32,12 @@ def table(**columns):
     }
 
 
+def test_means_of_as_many_wrong_answers_are_equal():
+    counts = (24.88, 48.11), (24.89, 48.1)  # percent of 10,000: 7,299 wrong answers each, and other sums of floats
+    found = compare(table(A2=dict(enumerate(counts[0])), baseline=dict(enumerate(counts[1]))), "A2", "baseline")
+    assert (len(found.better), len(found.equal), len(found.worse)) == (0, 15, 0)
+
+
 def test_what_the_papers_own_table_says():
     verdicts = [finding.verdict == "holds" for finding in judge(TABLE1)]
     assert all(finding.verdict != "not decidable" for finding in judge(TABLE1))

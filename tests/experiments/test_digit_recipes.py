@@ -256,3 +256,10 @@ def test_an_estimate_counts_the_images_that_a_fleet_copies():
     """With images of its own for every seed a fleet has a second copy of all of them: most of its memory."""
     recipe = Table1(Table1Config(sets=("MNIST-II-01",), models=("baseline",), seeds=20, fresh=True))
     assert recipe.memory(recipe.workloads()) > 2 * 20 * 60_000 * 28 * 28 / 2**30
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(300, ["all 15 steps are within the warm-up of 300"]), (15, [])])
+def test_a_training_that_ends_within_its_warm_up_says_so(warmup, said):
+    told = []
+    Table1(Table1Config(data="excerpt", epochs=1, train_images=1500, warmup=warmup)).prepare(told.append)
+    assert [line.partition(";")[0] for line in told[1:]] == said

@@ -12,7 +12,7 @@ from torch_dcl.experiments import find_runs, read_run, save
 from torch_dcl.experiments.natural_data import MADE_UP
 from torch_dcl.experiments.recipes.table1 import Table1, Table1Config
 from torch_dcl.experiments.recipes.table2 import Table2, Table2Config
-from torch_dcl.experiments.run_reader import state_of
+from torch_dcl.experiments.run_reader import as_argument, state_of
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.runner import run as run_recipe
 from torch_dcl.experiments.table import is_trial
@@ -256,3 +256,11 @@ def test_old_runs_of_other_recipes_are_counted_as_they_were(tmp_path, recipe, re
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = state_of(tmp_path)
     assert (found.recipe, found.state, found.done, found.total, found.unit) == state
+
+
+@pytest.mark.parametrize(
+    ("path", "typed"),
+    [("runs/a", "runs/a"), ("/tmp/a", "/tmp/a"), ("table1", "./table1"), ("-a/b", "./-a/b"), ("my run", "'./my run'")],
+)
+def test_a_folder_is_typed_so_that_it_is_no_recipe_and_no_option(path, typed):
+    assert as_argument(path) == typed

@@ -1,5 +1,6 @@
 """Sort-of-CLEVR as a recipe: fair units, honest splits, and a result that can be resumed and read."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -21,9 +22,10 @@ from torch_dcl.experiments.recipes.sort_of_clevr import (
     answer,
     build_network,
 )
-from torch_dcl.experiments.runner import concurrent_groups, plan_fleets, run
+from torch_dcl.experiments.runner import concurrent_groups, outcomes_of, plan_fleets, run
 from torch_dcl.experiments.settings import SettingError
 from torch_dcl.experiments.stats import compare_units
+from torch_dcl.fleet.run_folder import RunFolder
 from torch_dcl.models import count_weights
 
 ROOT = Path(__file__).parents[2]
@@ -208,3 +210,11 @@ def test_an_unknown_unit_is_named():
     with pytest.raises(ValueError, match="there is no unit 'star'; the units are plain"):
         build_network("star", 0, size=0.02)
     assert isinstance(build_network("glu", 0, size=0.02).relu1, nn.Identity)
+
+
+def test_units_with_networks_that_diverged_are_named_with_how_many(whole):
+    recipe, outcomes = SortOfClevrRecipe(small()), outcomes_of(RunFolder.inspect(whole[1]))
+    assert recipe.diverged(outcomes) == [] == whole[0]["told"][1:]
+    lost = recipe.reports("low-rank", outcomes)[1]
+    outcomes[lost] = dataclasses.replace(outcomes[lost], stopped=0)
+    assert recipe.diverged(outcomes) == ["Networks that diverged count with an error of 100 %: low-rank (1 of 2)."]

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from torch_dcl.experiments import as_rich, as_text, findings, load, save, verdict
 from torch_dcl.experiments.paper_numbers import COLUMNS, SETS, TABLE1
-from torch_dcl.experiments.table import CONTROLS, Cell, Table, TableError, parse
+from torch_dcl.experiments.table import CONTROLS, Cell, Table, TableError, parse, run_facts
+from torch_dcl.fleet.run_folder import RunFolder
 from torch_dcl.report import as_markdown
 
 
@@ -209,3 +210,14 @@ def test_a_claim_without_numbers_in_the_paper_stands_alone(table):
     assert len(alone) == 2
     both = [(theirs, ours) for theirs, ours in findings(table) if theirs]
     assert all(theirs.claim == ours.claim for theirs, ours in both)
+
+
+def test_a_run_that_was_resumed_elsewhere_has_the_versions_and_machines_of_all_starts(tmp_path):
+    first = {"versions": {"torch": "2.11", "numpy": "2"}, "gpu": "A100", "cpus": 8, "command": "dcl run table1"}
+    second = {"versions": {"torch": "2.15", "numpy": "2"}, "gpu": None, "cpus": 2, "command": "dcl run x --resume"}
+    folder = RunFolder(tmp_path, {})
+    folder.append("environment", first, second)
+    assert run_facts(folder) == {
+        "hardware": "A100; CPU, 2 cores", "versions": {"torch": "2.11; 2.15", "numpy": "2"},
+        "command": "dcl run table1",
+    }  # fmt: skip

@@ -259,6 +259,19 @@ def test_another_recipe_is_refused_with_the_settings_that_differ(tmp_path):
     assert RunFolder.inspect(tmp_path).recipe == before
 
 
+def test_data_that_moved_is_resumed_and_other_data_is_refused_with_its_place(tmp_path):
+    here = {"data": {"cifar10": "from data"}, "root": "data", "sha256": {"cifar10": "12"}}
+    there = {"data": {"cifar10": "from /mnt"}, "root": "/mnt", "sha256": {"cifar10": "12"}}
+    for recipe in (here, there):
+        with RunFolder.open(tmp_path, recipe, resume=recipe is there):
+            pass
+    with (
+        pytest.raises(RunError, match=r'(?s)data\.cifar10: "from data" then.*sha256\.cifar10: "12" then, "34" now'),
+        RunFolder.open(tmp_path, {**there, "sha256": {"cifar10": "34"}}, resume=True),
+    ):
+        pass
+
+
 def test_long_texts_that_differ_late_are_shown_from_there():
     (told,) = run_folder.differences({"plan": "x" * 90 + "width 64"}, {"plan": "x" * 90 + "width 80"})
     assert told == f'plan: ...{"x" * 14}width 64" then, ...{"x" * 14}width 80" now'

@@ -129,8 +129,9 @@ def test_a_recipe_without_a_page_of_its_own_shows_what_the_terminal_did(tmp_path
 
 
 def test_a_run_without_results_says_how_to_go_on(tmp_path):
-    with RunFolder.open(tmp_path / "run", {"recipe": "figures", "parts": ["filters"]}):
-        pass
+    running = pytest.raises(ValueError, match="has no results yet; it is running, wait for it")
+    with RunFolder.open(tmp_path / "run", {"recipe": "figures", "parts": ["filters"]}), running:
+        report([tmp_path / "run"])
     with pytest.raises(ValueError, match=r"has no results yet; resume it with dcl run .*run --resume"):
         report([tmp_path / "run"])
     with pytest.raises(ValueError, match="at least one run"):

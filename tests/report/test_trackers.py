@@ -12,6 +12,7 @@ from torch_dcl.cli.app import app
 from torch_dcl.experiments.protocol import Listener
 from torch_dcl.experiments.recipes.imagenet import ImageNet, ImageNetConfig
 from torch_dcl.experiments.runner import run
+from torch_dcl.fleet.run_folder import RunFolder
 from torch_dcl.report.trackers import Tracker
 
 NET = """
@@ -62,11 +63,22 @@ def test_every_record_reaches_a_tracker_once(tmp_path):
     assert [note[1:] for note in tracker.noted if note[0] == "outcome"] == list(enumerate(errors))
 
 
+def test_records_of_several_ranks_are_told_once_each_however_they_alternate(tmp_path):
+    tracker = Noting(tmp_path / "run", Listener())
+    with RunFolder.open(tmp_path / "run", {}) as folder:
+        for epoch in range(3):
+            for rank in range(2):
+                folder.append(f"metrics-{rank}", {"epoch": epoch, "loss": float(rank)})
+                tracker.update()
+    assert tracker.noted == [("metrics", epoch, float(rank)) for epoch in range(3) for rank in range(2)]
+
+
 def test_tensorboard_is_told_losses_errors_and_curves(monkeypatch):
     told = []
 
     class SummaryWriter:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
+            assert purge_step == 0, "every record is told again after a resume"
             self.folder = folder
 
         def add_scalar(self, name, value, at):

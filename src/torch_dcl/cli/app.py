@@ -219,7 +219,9 @@ def run(
     minutes: Annotated[float | None, typer.Option(help="Stop after about this many minutes; resume later.")] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Allow code that a file or a run folder names.")] = False,
     log: Annotated[
-        str | None, typer.Option(help="Send losses and errors to a tracker while it runs: tensorboard.")
+        # torchrun takes --log, also behind the module, for a short form of its own options (Python before 3.12.8).
+        str | None,
+        typer.Option("--tracker", "--log", help="Send losses and errors to a tracker while it runs: tensorboard."),
     ] = None,
     as_json: AsJsonEnd = False,
 ) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import secrets
-import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch_dcl.cli.console import (
     UsageError,
     check_folder,
+    expand_home,
     explain_setting,
     nearest,
     read_device,
@@ -118,13 +118,13 @@ def with_settings(asked: Asked, settings: Mapping[str, Any], where: str = "") ->
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, str]:
-    """The texts of ``--set key=value``."""
+    """The texts of ``--set key=value``; a home folder is expanded, as no shell does behind the equals sign."""
     settings = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--set {pair!r} is not of the form key=value, such as --set epochs=4")
-        settings[key.strip()] = value.strip()
+        settings[key.strip()] = expand_home(value.strip())
     return settings
 
 
@@ -179,8 +179,10 @@ class Task:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run; several ranks are started as before, however many."""
+        from torch_dcl.experiments.run_reader import as_argument
+
         begin = "torchrun … -m torch_dcl" if several() and not self.join else "dcl"
-        return f"{begin} run {shlex.quote(str(self.out))} --{'join' if self.join else 'resume'}"
+        return f"{begin} run {as_argument(self.out)} --{'join' if self.join else 'resume'}"
 
 
 def make_task(
@@ -198,7 +200,10 @@ def make_task(
 ) -> Task:
     """Build a task from the arguments of ``dcl run``."""
     asked, file = find_recipe(given, smoke=smoke)
-    typed = read_settings(pairs) | {key: value for key, value in settings.items() if value is not None}
+    options, by_name = {key: value for key, value in settings.items() if value is not None}, read_settings(pairs)
+    if both := sorted(options.keys() & by_name.keys()):
+        raise UsageError(f"--{both[0]} and --set {both[0]}= are the same setting; give one of them")
+    typed = by_name | options
     if file is not None and not trust:
         _refuse_code(asked, file, typed)
     asked = with_settings(asked, typed)

@@ -264,6 +264,11 @@ def _try_to_write(folder: Path) -> None:
         pass
 
 
+def expand_home(text: str) -> str:
+    """A text that begins with the home folder, such as ``~/data``, with its path; another as it is, ``./data`` too."""
+    return os.path.expanduser(text)  # noqa: PTH111, a Path would drop the "./"
+
+
 def make_folder(path: Path) -> None:
     """Make a folder to write to, with those above it."""
     check_folder(path)
@@ -315,8 +320,14 @@ class PlainCommand(_PlainFlags, TyperCommand):
                 what = option if option in valued else "an argument"
                 fail(f"{what} is empty; give a value, or leave it out (is a variable of the shell not set?)")
                 raise typer.Exit(2)
-        parsed: list[str] = super().parse_args(ctx, args)
+        parsed: list[str] = super().parse_args(ctx, [_home(given) for given in args])
         return parsed
+
+
+def _home(given: str) -> str:
+    """An argument such as ``--out=~/runs`` with the home folder in it, which shells leave as it is behind a "="."""
+    option, equals, value = given.partition("=")
+    return f"{option}={expand_home(value)}" if option.startswith("--") and equals else given
 
 
 class PlainGroup(_PlainFlags, TyperGroup):

@@ -98,7 +98,7 @@ def _data() -> list[Check]:
 
 
 def _run(path: Path) -> Check:
-    from torch_dcl.experiments.run_reader import state_of
+    from torch_dcl.experiments.run_reader import as_argument, state_of
     from torch_dcl.files import sha256_file
 
     state = state_of(path)
@@ -106,7 +106,7 @@ def _run(path: Path) -> Check:
     hashes = {file.name: sha256_file(file) for file in files}
     words = say_state(state)
     kind = {"damaged": "problem", "incomplete": "note"}.get(state.state, "ok")
-    remedy = f"dcl run {path} --resume" if state.state == "incomplete" else ""
+    remedy = f"dcl run {as_argument(path)} --resume" if state.state == "incomplete" else ""
     if state.state == "damaged":
         remedy = "repair what the message names, or remove the folder"
     if (path / "table1.json").exists():
@@ -115,7 +115,7 @@ def _run(path: Path) -> Check:
         try:
             load(path / "table1.json")
         except TableError as error:
-            kind, words, remedy = "problem", str(error), f"dcl run {path} --resume writes it again"
+            kind, words, remedy = "problem", str(error), f"dcl run {as_argument(path)} --resume writes it again"
     return {**_check(str(path), kind, words, remedy), "sha256": hashes}
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import math
 import os
-import shlex
 import signal
 import time
 from pathlib import Path
@@ -34,7 +33,7 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
     from rich.text import Text
 
     from torch_dcl.experiments.ranks import StopRequest
-    from torch_dcl.experiments.run_reader import state_of
+    from torch_dcl.experiments.run_reader import as_argument, state_of
     from torch_dcl.files import DISK_IS_FULL
 
     screen, start, stop = console(), time.perf_counter(), StopRequest()
@@ -53,7 +52,7 @@ def run_task(task: Task, *, as_json: bool = False, log: str | None = None) -> No
     code = 0
     if summary.complete:
         spent = say_minutes(time.perf_counter() - start)
-        page = f". A page of it: dcl report {shlex.quote(str(task.out))}"
+        page = f". A page of it: dcl report {as_argument(task.out)}"
         screen.print(Text.assemble(f"{spent}, in ", (str(task.out), "bold"), page), soft_wrap=True)
     else:
         code, why = _ending(stop.signal, summary.failures, is_limited=math.isfinite(task.seconds))

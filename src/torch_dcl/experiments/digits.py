@@ -238,8 +238,11 @@ class DigitRecipe(Recipe[C]):
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Read MNIST."""
-        self.digits = read_mnist(find_digits(self.config.data))
+        config = self.config
+        self.digits = read_mnist(find_digits(config.data))
         report(f"written with {self.digits.source}")
+        if (steps := config.epochs * ((config.train_images or IMAGES[0]) // config.batch)) < config.warmup:
+            report(f"all {steps:,} steps are within the warm-up of {config.warmup:,}; train longer, or shorten it")
 
     def asked(self) -> dict[str, Any]:
         """All settings but those of the machine, and the content of MNIST."""

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from torch_dcl.data.relations import TASKS
-from torch_dcl.experiments.stats import Difference, holm, interval, join_words, mean, paired, signed
+from torch_dcl.experiments.stats import Difference, centre, holm, interval, join_words, mean, paired, signed
 from torch_dcl.experiments.table import CONTROLS
 
 __all__ = [
@@ -233,8 +233,8 @@ def images_needed(result: Mapping[str, Any], task: str, column: str, images: int
     reference = cell_of(result, task, images, DCL)
     if not cells or reference is None:
         return None
-    target = mean(reference["errors"])
-    points = [(float(cell["images"]), mean(cell["errors"])) for cell in cells]
+    target = centre(reference["errors"])
+    points = [(float(cell["images"]), centre(cell["errors"])) for cell in cells]
     if points[0][1] <= target:
         return points[0][0] if points[0][1] == target else 0.0
     for (few, high), (many, low) in pairwise(points):

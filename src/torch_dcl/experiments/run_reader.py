@@ -10,6 +10,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch_dcl.experiments.table import Table, load
 from torch_dcl.fleet.checkpoint import with_nan
 from torch_dcl.fleet.run_folder import RunError, RunFolder, lock_holder
 
-__all__ = ["Run", "State", "find_runs", "read_run", "state_of"]
+__all__ = ["Run", "State", "as_argument", "find_runs", "read_run", "state_of"]
 
 FILES = ("filters", "curves", "knowledge", "tried", "shares", "chart", "demo", "relations")
 """The data of figures that a run may hold, each as a file NAME.json."""
@@ -63,6 +64,12 @@ class Run:
     """As it was written at the run's end, or of what is there so far; None where there is none."""
     parts: Mapping[str, Any] = field(default_factory=dict)
     """The data of figures, by the names of `FILES`, as JSON has them; or the ``result`` as text where there is none."""
+
+
+def as_argument(path: str | os.PathLike[str]) -> str:
+    """A run folder as it is typed: quoted, and with "./" where its name alone could be a recipe's, or an option."""
+    text = os.fspath(path)
+    return shlex.quote(text if "/" in text and not text.startswith("-") else f"./{text}")
 
 
 def find_runs(root: str | os.PathLike[str]) -> list[State]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 __all__ = [
     "Config", "Reader", "Setting", "SettingError", "are_percents", "check_batch", "choose_names", "is_count",
-    "is_list_of", "is_number", "is_text", "names_code", "reading_data", "setting", "settings_of", "with_settings",
+    "is_list_of", "is_number", "is_text", "join_texts", "names_code", "reading_data", "setting", "settings_of",
+    "with_settings",
 ]  # fmt: skip
 
 
@@ -266,3 +267,11 @@ def is_list_of(right: Callable[[object], bool]) -> Callable[[object], bool]:
 def are_percents(value: object) -> bool:
     """Whether it is a list of at least one number from 0 to 100."""
     return isinstance(value, list) and bool(value) and all(is_number(v) and 0 <= v <= 100 for v in value)
+
+
+def join_texts(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The texts of all parts by key, without repetitions."""
+    texts: dict[str, dict[str, None]] = {}
+    for key, text in (item for part in parts for item in part.items()):
+        texts.setdefault(key, {})[text] = None
+    return {key: "; ".join(by_key) for key, by_key in texts.items()}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch_dcl.experiments.paper_numbers import COLUMNS, DCL_COLUMNS, SETS, TABLE1
 from torch_dcl.experiments.protocol import Outcome, find_recipe_type
-from torch_dcl.experiments.settings import Reader, are_percents, is_count, is_list_of, is_number, is_text
+from torch_dcl.experiments.settings import Reader, are_percents, is_count, is_list_of, is_number, is_text, join_texts
 from torch_dcl.experiments.stats import Difference, Losses, difference, is_complete, mean, mean_std_n, notation, std
 from torch_dcl.files import write_text
 
@@ -270,7 +270,7 @@ def run_facts(folder: "RunFolder") -> dict[str, Any]:
     """Hardware, versions and command of a run, for its table."""
     starts = folder.read("environment")
     machines = dict.fromkeys(start["gpu"] or f"CPU, {start['cpus']} cores" for start in starts)
-    versions, command = (starts[-1]["versions"], starts[0]["command"]) if starts else ({}, "")
+    versions, command = join_texts([start["versions"] for start in starts]), starts[0]["command"] if starts else ""
     return {"hardware": "; ".join(machines), "versions": versions, "command": command}
 
 

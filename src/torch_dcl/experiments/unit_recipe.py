@@ -77,6 +77,13 @@ class UnitRecipe(Recipe[C]):
         """The display name of a point."""
         return job.network
 
+    def diverged(self, outcomes: Mapping[Job, Outcome]) -> list[str]:
+        """Which points have networks that diverged, in a sentence; none where none has."""
+        points = [self.reports(point, outcomes) for point in self.points]
+        counts = {self.named(jobs[0]): sum(outcomes[job].stopped is not None for job in jobs) for jobs in points}
+        parts = [f"{name} ({count} of {self.config.seeds})" for name, count in counts.items() if count]  # type: ignore[attr-defined]
+        return [f"Networks that diverged count with an error of 100 %: {', '.join(parts)}."] if parts else []
+
     def rows(self, outcomes: Mapping[Job, Outcome], sorts: Sequence[str] = ("all",)) -> list[dict[str, Any]]:
         """Chosen rate, trials and errors of each unit; of several sorts of questions, by what ``extra`` calls them."""
         config: Any = self.config

@@ -42,6 +42,7 @@ __all__ = [
 FORMAT = 3
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Errors of file systems without locks, such as Lustre by default."""
+_PLACES = ("data", "digits", "root", "source")  # in a recipe: where the data is; sha256 says what it is
 _CHECK = "check"
 _CHECKED = re.compile(rb'(.*?)(?:, )?"check": "([0-9a-f]{16})"}')
 
@@ -368,7 +369,9 @@ def check_recipe(folder: Path, recipe: dict[str, Any], *, resume: bool) -> None:
         )
     if (then := before.recipe.get("recipe")) != (now := recipe.get("recipe")):
         raise MismatchError(f"{folder} holds a run of {then}, not of {now}; choose another folder")
-    if changes := list(differences(before.recipe, recipe)):
+    is_same_data = "sha256" in recipe and before.recipe.get("sha256") == recipe["sha256"]
+    moved = dict.fromkeys(_PLACES) if is_same_data else {}
+    if changes := list(differences(before.recipe | moved, recipe | moved)):
         more = f"\n  and {len(changes) - 8} more" if len(changes) > 8 else ""
         shown = "\n".join(f"  {change}" for change in changes[:8])
         raise MismatchError(

@@ -21,7 +21,8 @@ from torch_dcl.experiments.recipes.chart import chart_verdict
 from torch_dcl.experiments.recipes.table2 import NaturalTable, join_table2
 from torch_dcl.experiments.recipes.table2 import verdict as table2_verdict
 from torch_dcl.experiments.relation_findings import answer
-from torch_dcl.experiments.run_reader import Run, State, read_run
+from torch_dcl.experiments.run_reader import Run, State, as_argument, read_run
+from torch_dcl.experiments.settings import join_texts
 from torch_dcl.experiments.table import Table, TableError
 from torch_dcl.files import write_text
 from torch_dcl.report import figures
@@ -132,7 +133,9 @@ def draw_run(path: str | os.PathLike[str]) -> list[str]:
 def check(run: Run) -> None:
     """Refuse a run that has nothing to report."""
     if run.table is None and not run.parts:
-        raise ValueError(f"{run.path} has no results yet; resume it with dcl run {run.path} --resume")
+        resume = f"resume it with dcl run {as_argument(run.path)} --resume"
+        remedy = "it is running, wait for it" if run.state.state == "running" else resume
+        raise ValueError(f"{run.path} has no results yet; {remedy}")
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
@@ -264,12 +267,12 @@ def _relations(run: Run, name: str) -> dict[str, Any]:
 
 
 def _machine(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Machine and versions of the last start, and the commits of all."""
-    last = starts[-1]
+    """The machine of the last start, and the versions and commits of all."""
+    last, versions = starts[-1], join_texts([start["versions"] for start in starts])
     commits = dict.fromkeys(start["commit"] or "not from a repository" for start in starts)
     return {
         "Machine": f"{last['machine']}, {last['cpus']} cores" + (f", {last['gpu']}" if last["gpu"] else ", no GPU"),
-        "Versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
+        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "Commit" if len(commits) == 1 else "Commits": ", ".join(commits),
     }
 

@@ -3,6 +3,7 @@
 A custom tracker derives from `Tracker` and handles records of ``metrics`` and of ``outcomes``.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,8 @@ class Tracker(Listener):
 
     def __init__(self, path: str | os.PathLike[str], listener: Listener) -> None:
         self.path, self.listener = Path(path), listener
-        self._seen = {"metrics": 0, "outcomes": 0}
+        # By their text: with several ranks or workers, new records are not the last ones of all.
+        self._seen: dict[str, set[str]] = {"metrics": set(), "outcomes": set()}
 
     def metrics(self, record: Mapping[str, Any]) -> None:
         """The progress of some networks: ``name``, ``epoch``, ``part`` of the next one, ``loss``, ``judged``."""
@@ -49,10 +51,10 @@ class Tracker(Listener):
         except RunError:  # not created yet
             return
         for name, seen in self._seen.items():
-            records = folder.read(name)
-            for record in records[seen:]:
-                getattr(self, name)(record)
-            self._seen[name] = len(records)
+            for record in folder.read(name):
+                if (text := json.dumps(record)) not in seen:
+                    seen.add(text)
+                    getattr(self, name)(record)
 
 
 class TensorBoard(Tracker):
@@ -63,15 +65,18 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise SettingError("--log tensorboard needs the package: pip install tensorboard") from None
+            raise SettingError("--tracker tensorboard needs the package: pip install tensorboard") from None
         self._open: Any = SummaryWriter
         self._told: set[tuple[str, int]] = set()
         self._writer: Any = None
 
     @property
     def writer(self) -> Any:
-        """The writer of scalars; its folder is created with the first one."""
-        self._writer = self._writer or self._open(os.fspath(self.path / "tensorboard"))
+        """The writer of scalars; its folder is created with the first one.
+
+        It is told every record, also those from before a resume: what an earlier writer was told is purged.
+        """
+        self._writer = self._writer or self._open(os.fspath(self.path / "tensorboard"), purge_step=0)
         return self._writer
 
     def metrics(self, record: Mapping[str, Any]) -> None:

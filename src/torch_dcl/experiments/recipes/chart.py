@@ -18,7 +18,7 @@ from torch_dcl.data import Dataset
 from torch_dcl.data.draws import draw
 from torch_dcl.experiments.natural_data import NaturalConfig, NaturalRecipe, departures, read_sets, tensors_of
 from torch_dcl.experiments.natural_networks import TITLES, TrainingRecipe, inputs_of, recipe_of
-from torch_dcl.experiments.protocol import Job, Labelled, RunFolder, Shown, Workload, content_hash
+from torch_dcl.experiments.protocol import Job, Labelled, Outcome, RunFolder, Shown, Workload, content_hash
 from torch_dcl.experiments.rival_layers import UNITS, build_unit, unit_weights
 from torch_dcl.experiments.runner import outcomes_of
 from torch_dcl.experiments.settings import setting
@@ -54,14 +54,20 @@ class ChartConfig(NaturalConfig):
         RATES, "learning rates to try, the same for every unit", smoke=(0.01,), above=0, most=1e6
     )
     search_scale: float = setting(
-        0.2, "the fraction of the recipe's epochs to train to choose a learning rate", smoke=0.005, above=0, most=1
-    )
+        0.2, "the fraction of the epochs to train to choose a learning rate, also of a shortened recipe", smoke=1.0,
+        above=0, most=1,
+    )  # fmt: skip
     rounds: int = setting(5, "rounds whose median is the time of a step", smoke=1, least=1, most=10_000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "shares", tuple(dict.fromkeys(self.shares)))
         object.__setattr__(self, "rates", tuple(dict.fromkeys(self.rates)))
+
+    @property
+    def trial_scale(self) -> float:
+        """The fraction of the recipe's epochs that a trial trains."""
+        return self.search_scale * self.scale
 
     @property
     def points(self) -> list[Point]:
@@ -88,7 +94,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
     def workloads_on(self, name: str, images: int) -> list[Workload]:
         """The trials, and the seeds of every point."""
         config, whole, points = self.config, recipe_of("bignet", name), len(self.config.points)
-        tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.search_scale, config.scale))
+        tried, epochs = (whole.scaled(scale).schedule.epochs for scale in (config.trial_scale, config.scale))
         trials = Workload("bignet", name, points * len(config.rates), images - images // 10, tried)
         return [trials, Workload("bignet", name, points * config.seeds, images, epochs)]
 
@@ -98,7 +104,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
         return {
             "data": self.data.source, "sha256": content_hash(tensors_of(self.data)),
             "points": [list(point) for point in config.points], "rates": list(config.rates), "seeds": config.seeds,
-            "scale": config.scale, "search_scale": config.search_scale, "images": config.images,
+            "scale": config.scale, "search_scale": config.trial_scale, "images": config.images,
             "training": dataclasses.asdict(self.whole), "precision": config.wanted_precision,
             "compile": config.compile, "rounds": config.rounds, "average": config.average,
             "deterministic": config.deterministic,
@@ -117,7 +123,7 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         is_trial, data = jobs[0].phase == "choose", self.data
         train = self.parted[0] if is_trial else (data.train_images, data.train_labels)
-        scale = self.config.search_scale if is_trial else self.config.scale
+        scale = self.config.trial_scale if is_trial else self.config.scale
         return _fleet(jobs, train, data, self.whole.scaled(scale), self.config, self.device)
 
     def judge(self, jobs: Sequence[Job]) -> Mapping[str, Labelled]:
@@ -144,20 +150,21 @@ class Chart(UnitRecipe[ChartConfig], NaturalRecipe[ChartConfig]):
                     "what": UNITS[point[0]],
                 }
             )  # fmt: skip
-        chart = {"set": self.data.name, "points": rows, **self._described(folder)}
+        chart = {"set": self.data.name, "points": rows, **self._described(folder, outcomes)}
         folder.write_json("chart", chart)
         return chart
 
-    def _described(self, folder: RunFolder) -> dict[str, Any]:
+    def _described(self, folder: RunFolder, outcomes: Mapping[Job, Outcome]) -> dict[str, Any]:
         """Title, deviations and settings of the chart."""
         config = self.config
         batches = [self.whole.batch] if config.batch else []
         sentences = departures([self.data.source], config.images, batches)
-        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         if config.scale < 1:
             sentences.append(f"Shortened: the recipe was trained for {config.scale:g} of its epochs.")
+        title = f"BigNet on {TITLES[config.data]}: error against weights and time of a step{MARK if sentences else ''}"
         return {
-            "title": title, "told": sentences, "scale": config.scale, "search_scale": config.search_scale,
+            "title": title, "told": sentences + self.diverged(outcomes), "scale": config.scale,
+            "search_scale": config.trial_scale,
             "recipe": str(self.whole.scaled(config.scale)), "data": self.data.source,
             "environment": folder.read("environment")[-1],
         }  # fmt: skip

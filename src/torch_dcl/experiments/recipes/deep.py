@@ -86,13 +86,19 @@ class DeepConfig(NaturalConfig):
     eps: float = setting(1.0, "ε of DCL; 1 keeps gradients from growing through many units", above=0, most=1e6)
     width: int = setting(64, "filters of the first stage; the others have 2, 4 and 8 times as many", smoke=8, least=8)
     search_scale: float = setting(
-        0.3, "the fraction of the epochs to train to choose a learning rate", smoke=0.005, above=0, most=1
-    )
+        0.3, "the fraction of the epochs to train to choose a learning rate, also of a shortened recipe", smoke=1.0,
+        above=0, most=1,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "rates", tuple(dict.fromkeys(self.rates)))
         check_units(self.units, tuple(UNITS))
+
+    @property
+    def trial_scale(self) -> float:
+        """The fraction of the epochs that a trial trains."""
+        return self.search_scale * self.scale
 
 
 def build_network(
@@ -188,7 +194,7 @@ class Deep(UnitRecipe[DeepConfig]):
         """Trials and seeds of every kind of unit."""
         config, kinds = self.config, len(self.config.units)
         images = min(SIZES[config.data][0], (config.images or (None, None))[0] or 10**9)
-        short, whole = (TRAINING.scaled(s).schedule.epochs for s in (config.search_scale, config.scale))
+        short, whole = (TRAINING.scaled(s).schedule.epochs for s in (config.trial_scale, config.scale))
         return [
             Workload("ResNet-18", config.data, kinds * len(config.rates), images * 9 // 10, short),
             Workload("ResNet-18", config.data, kinds * config.seeds, images, whole),
@@ -222,12 +228,13 @@ class Deep(UnitRecipe[DeepConfig]):
 
     def asked(self) -> dict[str, Any]:
         """All settings but those of the machine, and the content of the set."""
-        return {**super().asked(), "source": self.data.source, "sha256": content_hash(tensors_of(self.data))}
+        trials, images = {"search_scale": self.config.trial_scale}, content_hash(tensors_of(self.data))
+        return {**super().asked(), **trials, "source": self.data.source, "sha256": images}
 
     def fleet(self, jobs: Sequence[Job]) -> Fleet:
         """The networks of a kind of unit."""
         config, data, is_trial = self.config, self.data, jobs[0].phase == "choose"
-        recipe = TRAINING.scaled(config.search_scale if is_trial else config.scale)
+        recipe = TRAINING.scaled(config.trial_scale if is_trial else config.scale)
         train = self.parted[0] if is_trial else (data.train_images, data.train_labels)
         members = [
             Member(f"{j.network} {j.lr:g} {j.seed}", data.name, j.seed, j.lr, recipe.schedule, recipe.weight_decay)
@@ -254,14 +261,16 @@ class Deep(UnitRecipe[DeepConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """Errors, weights and rates of every kind as JSON."""
-        config, rows = self.config, self.rows(outcomes_of(folder))
+        config, outcomes = self.config, outcomes_of(folder)
+        rows = self.rows(outcomes)
         for row in rows:
             row |= {"what": UNITS[row["unit"]], "weights": count_weights(self._network(row["unit"], 0))}
         told = departures([self.data.source], config.images, [config.batch] if config.batch else [])
         if config.scale < 1:
             told.append(f"Shortened: trained for {config.scale:g} of the epochs.")
         result = {
-            "title": f"ResNet-18 on {TITLES[config.data]}, all units replaced{MARK if told else ''}", "told": told,
+            "title": f"ResNet-18 on {TITLES[config.data]}, all units replaced{MARK if told else ''}",
+            "told": told + self.diverged(outcomes),
             "units": rows, "epochs": TRAINING.scaled(config.scale).schedule.epochs, "eps": config.eps,
             "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
         }  # fmt: skip

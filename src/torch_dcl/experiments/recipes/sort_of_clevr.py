@@ -284,7 +284,8 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
 
     def result(self, folder: "RunFolder") -> dict[str, Any]:
         """Errors, weights and rates of every unit as JSON."""
-        config, rows = self.config, self.rows(outcomes_of(folder), SORTS)
+        config, outcomes = self.config, outcomes_of(folder)
+        rows = self.rows(outcomes, SORTS)
         for row in rows:
             network = build_network(row["unit"], 0, share=config.share, size=config.size)
             row |= {"what": UNITS[row["unit"]], "weights": count_weights(network)}
@@ -293,7 +294,8 @@ class SortOfClevrRecipe(UnitRecipe[SortOfClevrConfig]):
         other = [f"{name} = {value}" for name, value in asked.items() if value != getattr(default, name)]
         told = [f"Not as docs/protocol.md says: {'; '.join(other)}."] if other else []
         result = {
-            "title": f"Sort-of-CLEVR{MARK if other else ''}", "told": told, "units": rows, "published": PUBLISHED,
+            "title": f"Sort-of-CLEVR{MARK if other else ''}", "told": told + self.diverged(outcomes), "units": rows,
+            "published": PUBLISHED,
             "minutes": minutes_of(folder), "environment": folder.read("environment")[-1],
         }  # fmt: skip
         folder.write_json("sort-of-clevr", result)

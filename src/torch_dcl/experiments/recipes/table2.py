@@ -43,7 +43,7 @@ from torch_dcl.experiments.natural_networks import (
 from torch_dcl.experiments.protocol import Estimate, Job, Labelled, Outcome, Workload, content_hash
 from torch_dcl.experiments.recipes.chart import hold_out
 from torch_dcl.experiments.runner import minutes_of, outcomes_of
-from torch_dcl.experiments.settings import SettingError, setting
+from torch_dcl.experiments.settings import SettingError, join_texts, setting
 from torch_dcl.experiments.stats import mean, pool, signed
 from torch_dcl.experiments.table import Cell, TableError, as_trial, long_table, origin, run_facts, save
 from torch_dcl.fleet import Fleet, Schedule
@@ -377,20 +377,12 @@ def join_table2(tables: Sequence[NaturalTable]) -> NaturalTable:
     return dataclasses.replace(
         first,
         cells=tuple(sorted(cells, key=lambda cell: places[cell.set, cell.column])),
-        protocol=_together([table.protocol for table in tables]),
+        protocol=join_texts([table.protocol for table in tables]),
         hardware="; ".join(dict.fromkeys(table.hardware for table in tables)),
-        versions=_together([table.versions for table in tables]),
+        versions=join_texts([table.versions for table in tables]),
         minutes=minutes,
         command="\n".join(dict.fromkeys(table.command for table in tables)),
         deviations=tuple(dict.fromkeys(text for table in tables for text in table.deviations)),
         absent={name: why for table in tables for name, why in table.absent.items() if name not in there},
         lenet={options: by_set for table in tables for options, by_set in table.lenet.items()},
     )
-
-
-def _together(parts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The texts of all parts by key, without repetitions."""
-    texts: dict[str, dict[str, None]] = {}
-    for key, text in (item for part in parts for item in part.items()):
-        texts.setdefault(key, {})[text] = None
-    return {key: "; ".join(by_key) for key, by_key in texts.items()}
