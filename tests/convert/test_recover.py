@@ -90,10 +90,10 @@ def assert_equal_states(a, b):
 
 
 def with_batch_statistics(model):
-    """A copy of the network in eval mode, but for its batch norms."""
+    """A copy of the network in eval mode, but for the batch norm of a DCL layer."""
     model = copy.deepcopy(model).eval()
-    for module in model.modules():
-        module.training = isinstance(module, nn.BatchNorm2d)
+    if isinstance(model.conv1, dcl.DCLConv2d):
+        model.conv1.fusion.norm.train()
     return model
 
 
@@ -239,13 +239,30 @@ def test_batch_norms_dropout_flags_and_what_is_frozen_stay_as_they_are():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_batch_norm_that_is_trained_learns_the_statistics_of_the_batches():
-    model, teacher = taught(units=("fc1",))
-    recover(model, teacher, [images(64)] * 60, epochs=1, lr=1e-12)
+def test_the_batch_norm_of_a_dcl_layer_learns_the_statistics_of_the_batches():
+    model, teacher = taught()
+    x = images(64)
     with torch.no_grad():
-        seen = model.conv1(images(64))
-    torch.testing.assert_close(model.bn1.running_mean, seen.mean((0, 2, 3)), rtol=0.02, atol=0.01)
-    torch.testing.assert_close(model.bn1.running_var, seen.var((0, 2, 3)), rtol=0.02, atol=0.01)
+        y = model.conv1.branch(x).split(model.conv1.widths, 1)
+        pre = torch.cat(
+            [
+                torch.einsum("nmhw,mk->nkhw", *pair)
+                for pair in zip(y, model.conv1.fusion.weight.split(model.conv1.widths), strict=True)
+            ],
+            1,
+        )
+    recover(model, teacher, [x] * 60, epochs=1, lr=1e-12)
+    norm = model.conv1.fusion.norm
+    torch.testing.assert_close(norm.running_mean, pre.mean((0, 2, 3)), rtol=0.02, atol=0.01)
+    torch.testing.assert_close(norm.running_var, pre.var((0, 2, 3)), rtol=0.02, atol=0.01)
+
+
+def test_a_batch_norm_of_its_own_keeps_its_statistics():
+    model, teacher = taught(units=("fc1",))
+    mean, variance = model.bn1.running_mean.clone(), model.bn1.running_var.clone()
+    recover(model, teacher)
+    assert torch.equal(model.bn1.running_mean, mean)
+    assert torch.equal(model.bn1.running_var, variance)
 
 
 def scored(teacher, *values):

@@ -84,12 +84,13 @@ def recover_(
 
     The loss is the relative squared error of the network's outputs, plus the mean of those of its DCL layers, each
     compared with the teacher's output after the ReLU there. Both networks run in eval mode, so without dropout, except
-    for the network's batch norms: they use and track the statistics of the batches, unless none of their parameters
-    requires a gradient. Adafactor trains all parameters that require one, with steps relative to their size. The rate
-    rises to ``lr`` times the root of the loss at the start, so that little is changed where little is wrong, in the
-    first tenth of the training, and then falls to 0, both linearly. After an error the network is as it was before;
-    after an interruption it is as trained so far. Mixed precision is that of your ``torch.autocast``, preferably in
-    bfloat16.
+    for the batch norms in DCL layers: they use and track the statistics of the batches, unless they are frozen (none of
+    their parameters requires a gradient).
+
+    Adafactor trains all parameters that require a gradient, with steps relative to their size. The rate rises to ``lr``
+    times the root of the loss at the start, so that little is changed where little is wrong, in the first tenth of the
+    training, and then falls to 0, both linearly. Mixed precision is that of your ``torch.autocast``, preferably in
+    bfloat16. After an error the network is as it was before; after an interruption it is as trained so far.
 
     Args:
         model: The converted network.
@@ -126,7 +127,7 @@ def recover_(
     with _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model), uncompiled():
         if held_out is not None:
             goal, scores = _score(teacher, held_out), [_score(model, held_out)]
-        _train_norms(model)
+        _train_norms(layer for layer in model.modules() if isinstance(layer, _DCL))
         with Bar(error_console(quiet=progress is False), epochs, "epochs") as bar:
             for epoch in range(epochs):
                 if goal is not None and max_drop is not None and goal - scores[-1] <= max_drop:
@@ -240,12 +241,12 @@ def _as_batches(given: Iterable[Any]) -> Iterable[Any]:
     return [given] if isinstance(given, Tensor | Mapping) else given
 
 
-def _train_norms(model: nn.Module) -> None:
-    """Set batch norms to training mode, except frozen ones."""
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            own = list(module.parameters())
-            module.training = not own or any(p.requires_grad for p in own)
+def _train_norms(layers: Iterable[_DCL]) -> None:
+    """Set the batch norms of DCL layers to training mode, except frozen ones."""
+    for layer in layers:
+        if isinstance(norm := layer.fusion.norm, _BatchNorm):
+            own = list(norm.parameters())
+            norm.training = not own or any(p.requires_grad for p in own)
 
 
 def _rate(done: float) -> float:
