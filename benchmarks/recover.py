@@ -5,8 +5,8 @@
 For each seed a network (six convolutions with batch norm, a hidden layer with dropout; 239,040 weights) is trained on
 45,000 of CIFAR-10's training images: 6 epochs, batch 128, SGD with Nesterov momentum 0.9, weight decay 5e-4, one cycle
 up to rate 0.1, flips and crops. All its units become DCL layers, or low-rank layers of equal weights, fitted with 512
-images as calibration. Then both train for some 350 steps of 128 of the first 1,000, 5,000 or 45,000 training images, with
-flips and crops:
+images as calibration. Then both train for some 350 steps of 128 of the first 1,000, 5,000 or 45,000 training images,
+with flips and crops:
 
 - "recover": ``recover_`` with its default rate. It sees no label.
 - "labels": the cross-entropy of the labels, in training mode, with the same optimiser at the same rate and schedule.
@@ -98,12 +98,11 @@ def converted(plain, layer, calibration):
 
 def measure(given, device, place):
     data = load(f"arrays:{given.cifar10}")
-    settings = {"seed": 0, "normalise": data.statistics, "device": device}
+    settings = {"normalise": data.statistics, "device": device}
 
-    def train(count):
-        return Batches(
-            data.train_images[:count], data.train_labels[:count], min(BATCH, count), flip=True, pad=4, **settings
-        )
+    def train(count, seed):
+        images, labels = data.train_images[:count], data.train_labels[:count]
+        return Batches(images, labels, min(BATCH, count), seed, flip=True, pad=4, **settings)
 
     test = Batches(data.test_images, data.test_labels, 500, train=False, **settings)
     calibration = [
@@ -118,11 +117,11 @@ def measure(given, device, place):
         ]  # fmt: skip
         if not cells:
             continue
-        plain = teacher(seed, train(min(TRAINED, given.images)), given.epochs)
+        plain = teacher(seed, train(min(TRAINED, given.images), seed), given.epochs)
         before = error(plain, test)
         starts = {layer: converted(plain, layer, calibration) for layer in dict.fromkeys(cell[0] for cell in cells)}
         for layer, images, method in cells:
-            model, batches = copy.deepcopy(starts[layer][0]), train(images)
+            model, batches = copy.deepcopy(starts[layer][0]), train(images, seed + 100)
             start, epochs = error(model, test), max(1, round(given.steps / len(batches)))
             begin = time.perf_counter()
             if method == "recover":
