@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_dcl.convert import units
 from torch_dcl.convert.modelfile import KEY, NORMS, VERSION, CheckpointError, digest_of, read_checked
-from torch_dcl.convert.shards import Shards, is_sharded, own_class
 from torch_dcl.convert.snapshot import all_or_nothing
-from torch_dcl.convert.wrappers import OwnNames, bare
+from torch_dcl.convert.wrappers import OwnNames, Shards, bare, is_sharded, own_class
 from torch_dcl.files import replacing
 from torch_dcl.functional import check_eps
 from torch_dcl.module import _DCL
