@@ -9,8 +9,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import torch.multiprocessing
 
 import torch_dcl
 
@@ -68,3 +70,8 @@ def _run(words: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: s
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:
         exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def spawn(function: Callable[..., None], args: tuple[object, ...], nprocs: int) -> None:
+    """As ``torch.multiprocessing.spawn``; the environment is that in which the first of all processes began."""
+    torch.multiprocessing.start_processes(function, args, nprocs, start_method="forkserver")
