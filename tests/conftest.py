@@ -1,6 +1,7 @@
 """What every test starts from: the same random numbers, and no clock."""
 
 import contextlib
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,16 @@ from tests.kernels.interpreter import Interpreter
 
 hypothesis.settings.register_profile("no clock", deadline=None)
 hypothesis.settings.load_profile("no clock")
+
+
+def pytest_collection_finish() -> None:
+    """Planning collects garbage, which takes a third of a second where all modules and tests are looked through."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

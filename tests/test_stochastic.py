@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.processes import spawn
 from tests.reference import plain_fusion, starts_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -573,7 +574,7 @@ def train_on_one_rank(rank, world_size, folder):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_two_ranks_draw_the_same_pairs_and_keep_equal_weights(tmp_path):
-    torch.multiprocessing.spawn(train_on_one_rank, args=(2, str(tmp_path)), nprocs=2)
+    spawn(train_on_one_rank, (2, str(tmp_path)), 2)
     one, other = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert one["pairs"] == other["pairs"]
     assert len({tuple(pairs) for pairs in one["pairs"]}) > 1

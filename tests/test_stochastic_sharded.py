@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-import torch.multiprocessing
+from tests.processes import spawn
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -111,4 +111,4 @@ def run_rank(rank, folder):
 
 @pytest.mark.slow
 def test_two_ranks_train_as_without_sharding(tmp_path):
-    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), nprocs=2)
+    spawn(run_rank, (str(tmp_path),), 2)

@@ -8,14 +8,13 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_sources import write_cifar
+from tests.processes import Process
 from typer.testing import CliRunner
 
 from torch_dcl.cli.app import app
@@ -226,11 +225,10 @@ def test_two_processes_share_a_run(finished, folder, environment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-m", "torch_dcl", "run", "table2", *SHORT, "--data", "cifar10,svhn,images"]
+    words = ["-m", "torch_dcl", "run", "table2", *SHORT, "--data", "cifar10,svhn,images"]
     shared = {**environment, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
-        subprocess.Popen(words, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=folder)
-        for rank in range(2)
+        Process(words, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=folder) for rank in range(2)
     ]
     assert [process.wait(timeout=300) for process in ranks] == [0, 0]
     table, whole = (load_table2(path / "table2.json") for path in (folder / "runs/table2", finished[0]))

@@ -218,7 +218,7 @@ def test_a_start_in_a_folder_that_is_in_use_writes_nothing(dcl, folder):
 
 
 @pytest.mark.slow
-def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environment):
+def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(dcl, folder, environment):
     words = ["run", "table1", "--sets", "II-01", "--models", "baseline,A2", "--seeds", "1", "--out", "runs/r", *TINY]
     # So many epochs that the second fleet is still at it when the interrupt comes.
     words[-1:] = ["warmup=1", "--set", "most=1", "--set", "train_images=200", "--set", "epochs=12"]
@@ -242,12 +242,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(folder, environme
     assert shown.count("Stopped by SIGINT") == 1
     assert "Traceback" not in shown
     # The fleet was kept at the end of an epoch, and that is where it goes on.
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_dcl", "run", "runs/r", "--resume"], capture_output=True, text=True, check=False,
-        env=environment, cwd=folder,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"resumed after epoch \d+ of 12", done.stdout)
+    assert re.search(r"resumed after epoch \d+ of 12", dcl("run", "runs/r", "--resume"))
 
 
 def test_the_report_is_one_page_that_asks_for_nothing(dcl, run, folder):

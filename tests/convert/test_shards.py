@@ -1,13 +1,11 @@
 """What a person expects of ``save_model`` with ``fully_shard``: one file, the same as without it."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors import safe_open
+from tests.processes import Process, importing
 from torch import distributed, nn
 
 import torch_dcl as dcl
@@ -97,10 +95,7 @@ def test_two_processes_write_one_file_together(tmp_path):
         f"save = runpy.run_path({__file__!r})['save_as_rank']; "
         f"print(save(Path({str(tmp_path)!r}), int(sys.argv[1]), 2))"
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program]
-    processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
+    processes = [Process(["-c", program, str(rank)], env=importing()) for rank in range(2)]
     try:
         ends = [process.communicate(timeout=300) for process in processes]
     finally:

@@ -11,7 +11,7 @@ ADDED = {
     "dcl demo": "--images 100 --epochs 1 --seeds 1",
     "dcl demo --epochs 8 --seeds 5 --out my-demo": "--images 100 --epochs 1 --seeds 1",
     "dcl plan torchvision:resnet18 --only layer4.0.conv1 --measure": "--input-size 3,32,32",
-    "dcl plan torchvision:resnet18 --select faster --batch 16": "--input-size 3,32,32",
+    "dcl plan torchvision:resnet18 --select faster --batch 16": "--input-size 3,32,32 --batch 2 --only layer4*",
     "dcl plan torchvision:vgg16 --measure --only 'classifier.*'": "--input-size 3,32,32",
     "dcl plan vgg16 --measure --device cuda --batch 64 --dtype bfloat16": "--device cpu --batch 2 --input-size 3,32,32",
     "dcl plan vgg16 --select faster --mode compile --phase infer --device cuda --batch 64": (
@@ -52,9 +52,9 @@ ADDED = {
     "dcl run table1-search --models baseline,A2 --out runs/search": "--dry-run",
     "torchrun --nproc-per-node 8 -m torch_dcl run table1 --data mnist/": "--dry-run",
     "torchrun --nproc-per-node 8 --max-restarts 3 -m torch_dcl run imagenet --data data/imagenet": (
-        "--dry-run --device cpu --set batch=4"
+        "--dry-run --device cpu --network torchvision:resnet18 --set crop=64 --set batch=4"
     ),
-    "dcl run imagenet --dry-run": "--device cpu",
+    "dcl run imagenet --dry-run": "--device cpu --network torchvision:resnet18 --set crop=64 --set batch=4",
     "dcl run table1 --join --out runs/shared": f"--sets II-01 --models A2 --seeds 1 {TINY}",
     "dcl run imagenet --smoke --out runs/try": "--device cpu",
     "dcl run imagenet --network torchvision:resnet50 --budget 0.7 --data data/imagenet --dry-run": (

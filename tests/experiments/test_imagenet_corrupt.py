@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.experiments.test_imagenet import NET, after
-from tests.experiments.test_imagenet_ranks import alone, nearly, rows, started_by_hand, torchrun, words, write_images
+from tests.experiments.test_imagenet_ranks import alone, nearly, rows, started_by_hand, together, words, write_images
 from typer.testing import CliRunner
 
 from torch_dcl.cli.app import app
@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_after_every_step_skips_the_same_images(place, mon
 def test_ranks_skip_the_same_images_as_one_process():
     options = {"data": "images", "skip_corrupt": "yes"}
     alone(*words("one", **options))
-    torchrun(2, *words("two", **options))
+    together(2, "two", **options)
     nearly("one", "two", images=11)
     assert all(json.loads(Path(name, "imagenet.json").read_text())["skipped"] == BAD for name in ("one", "two"))
 

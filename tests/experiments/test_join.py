@@ -2,17 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from tests.experiments.test_runner import Told, Toy, ToyConfig, toy
+from tests.processes import Process, importing
 from typer.testing import CliRunner
 
-import torch_dcl
 from torch_dcl.cli.app import app
 from torch_dcl.experiments import ranks
 from torch_dcl.experiments.ranks import Claims
@@ -188,10 +185,9 @@ def test_a_link_in_the_folder_is_refused_by_a_process_that_joins(tmp_path):
 def test_processes_that_join_share_the_work_and_give_the_numbers_of_one(tmp_path):
     command = ["-m", "torch_dcl", "run", "demo", "--set", "train_images=200", "--set", "test_images=50",
                "--set", "epochs=2", "--set", "seeds=2", "--set", "batch=50"]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(Path(torch_dcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
     def start(*words):
-        return subprocess.Popen([sys.executable, *command, *words], cwd=tmp_path, env=environment)
+        return Process([*command, *words], cwd=tmp_path, env=importing())
 
     assert start("--out", "one").wait(300) == 0
     workers = [start("--out", "many", "--join") for _ in range(3)]
@@ -230,11 +226,8 @@ run(Table1(config, "cpu"), "many", listener=Dying() if sys.argv[1] == "dies" els
 
 @pytest.mark.slow
 def test_what_a_killed_process_held_is_finished_by_others_to_the_numbers_of_one(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(torch_dcl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment["TORCH_DCL_TIMEOUT"] = "2"
-
     def start(word):
-        return subprocess.Popen([sys.executable, "-c", WORKER, word], cwd=tmp_path, env=environment)
+        return Process(["-c", WORKER, word], cwd=tmp_path, env=importing(TORCH_DCL_TIMEOUT="2"))
 
     assert start("dies").wait(300) == -9
     assert len(found_in(tmp_path / "many")) == 4

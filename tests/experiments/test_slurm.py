@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.experiments.test_imagenet_ranks import NET, environment, same_bits, torchrun, words
+from tests.experiments.test_imagenet_ranks import NET, environment, same_bits, together, words
 
 STUBS = {
     # A job that is requeued starts again, with a count that the job sees.
@@ -79,7 +79,7 @@ def test_a_job_that_is_told_to_end_is_requeued_and_resumes_by_itself(submit):
     assert code == 0, said
     assert Path("happened").exists()
     assert Path("requeues").read_text() == "7\n", said
-    torchrun(2, *words("whole"))
+    together(2, "whole")
     same_bits("whole", "job")
 
 

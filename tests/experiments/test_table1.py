@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import Process, importing
 
 from torch_dcl.data.layouts import LAYOUTS
 from torch_dcl.experiments import load, save
@@ -389,13 +389,7 @@ def test_two_ranks_share_the_fleets_and_the_first_one_gives_the_whole_table(whol
     for rank in ("0", "1"):
         there = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(path), __file__],
-                env={**os.environ, **there, "PYTHONPATH": os.pathsep.join(sys.path)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            Process(["-c", RANK, str(path), __file__], env=importing(**there, PYTHONPATH=os.pathsep.join(sys.path)))
         )
     said = []
     try:

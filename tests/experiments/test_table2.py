@@ -4,12 +4,9 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import pytest
 import torch
 from tests.data.test_sources import write_cifar
 from tests.halves import slow
+from tests.processes import Process, importing
 
 from torch_dcl import DCLConv2d
 from torch_dcl.data import load, svhn
@@ -396,11 +394,8 @@ run(Table2(config), {str(tmp_path / "run")!r})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
+    shared = importing(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    ranks = [Process(["-c", program], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     assert [process.wait(timeout=300) for process in ranks] == [0, 0]
     parts = [len((tmp_path / "run" / f"outcomes-{rank}.jsonl").read_text().splitlines()) for rank in range(2)]
     assert parts == [1, 1]  # a fleet each

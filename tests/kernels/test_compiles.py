@@ -114,24 +114,25 @@ def test_images_and_filters_in_cells_of_pixels_and_in_another_type(compiled):
     assert compiled == ["_image_cells", "_filter_cells", "_filter_cells", "_cast"]
 
 
-@pytest.mark.parametrize(("T", "pairs"), [(2, False), slow(3, True)])
+# Three branches are never inside of one kernel, so small sizes are alike.
 @pytest.mark.parametrize(
-    ("P", "M", "K2", "dtype"),
+    ("T", "P", "M", "K2", "dtype"),
     [
-        slow(1, 1, 1, torch.bfloat16),
-        (64, 16, 64, torch.bfloat16),
-        slow(64, 64, 256, torch.bfloat16),
-        (64, 128, 512, torch.bfloat16),
-        slow(64, 256, 1024, torch.bfloat16),
-        slow(64, 128, 512, torch.float32),
+        (2, 64, 16, 64, torch.bfloat16),
+        (2, 64, 128, 512, torch.bfloat16),
+        *(slow(T, 1, 1, 1, torch.bfloat16) for T in (2, 3)),
+        slow(2, 64, 64, 256, torch.bfloat16),
+        slow(3, 64, 128, 512, torch.bfloat16),
+        *(slow(T, 64, 256, 1024, torch.bfloat16) for T in (2, 3)),
+        *(slow(T, 64, 128, 512, torch.float32) for T in (2, 3)),
     ],
     ids=str,
 )
-def test_the_projection(compiled, T, pairs, P, M, K2, dtype):
+def test_the_projection(compiled, T, P, M, K2, dtype):
     from torch_dcl.kernels import project
 
     y, weight, bias = (torch.randn(shape).to(dtype) for shape in ((P, T * M), (T * M, K2), (T, K2)))
-    projection = project.Projection(P, M, T, K2, dtype, y.device, 0.01, pairs, dtype, 0, True)
+    projection = project.Projection(P, M, T, K2, dtype, y.device, 0.01, T == 3, dtype, 0, True)
     projection(y, weight, bias, torch.empty(P, K2, dtype=dtype))
     projection.gradients(torch.randn(P, K2).to(dtype), y, weight, bias, torch.float32)
     inside = T == 2 and M <= 128 and dtype == torch.bfloat16
@@ -151,9 +152,14 @@ def test_the_projection_of_few_filters_on_hopper_gpus(compiled, M, weights):
     assert compiled == ["_forward", "forward"]
 
 
-@pytest.mark.parametrize("M", [slow(64), 128])
-@pytest.mark.parametrize("bias", [True, slow(False)])
-@pytest.mark.parametrize("gradients", [slow(torch.bfloat16), torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("M", "bias", "gradients"),
+    [
+        (128, True, torch.float32), slow(128, False, torch.bfloat16), slow(64, True, torch.bfloat16),
+        slow(64, False, torch.float32),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_projection_on_hopper_gpus(compiled, M, bias, gradients):
     from torch_dcl.kernels import hopper
 
@@ -180,11 +186,15 @@ def test_the_projection_of_few_positions_that_keeps_its_responses(compiled, T, P
     assert compiled == [*forward, *backward, *backward]
 
 
-@pytest.mark.parametrize("T", [2, 3])
-@pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize(
-    ("P", "K2"), [slow(64, 512), slow(64, 4096), (100, 1024), slow(128, 4096), slow(400, 1024), slow(400, 4096)]
-)
+    ("P", "K2", "T", "keep"),
+    [
+        *((100, 1024, T, keep) for T in (2, 3) for keep in (True, False)),
+        slow(64, 512, 2, False), slow(64, 512, 3, True), slow(64, 4096, 2, True), slow(64, 4096, 3, False),
+        slow(128, 4096, 2, False), slow(128, 4096, 3, True), slow(400, 1024, 2, True), slow(400, 1024, 3, True),
+        slow(400, 1024, 3, False), slow(400, 4096, 2, True), slow(400, 4096, 3, False),
+    ],
+)  # fmt: skip
 def test_float32_weights_are_rounded_by_the_kernel_that_reads_them(compiled, T, keep, P, K2):
     """As under autocast, in the sizes of AlexNet's and VGG's layers: twice the bytes must fit on the chip, too."""
     from torch_dcl.kernels import plans, saved_responses
@@ -218,9 +228,19 @@ def test_the_convolution(compiled, channels, filters, side, kernel, pool):
     assert compiled[1:] == ["_weight_gradient", "_unpool", "_input_gradient"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16), slow(torch.float32)], ids=str)
-@pytest.mark.parametrize("channels", [slow(1), 3, slow(96), slow(100), 256])
-@pytest.mark.parametrize(("size", "beta"), [(5, 0.75), slow(7, 0.5)])
+# Every type with every width, and every window with each of these.
+@pytest.mark.parametrize(
+    ("channels", "dtype", "size", "beta"),
+    [
+        (3, torch.bfloat16, 5, 0.75), (256, torch.bfloat16, 5, 0.75),
+        *(slow(channels, torch.bfloat16, 7, 0.5) for channels in (1, 96, 100)),
+        *(slow(channels, torch.float16, 5, 0.75) for channels in (1, 96, 100)),
+        *(slow(channels, torch.float16, 7, 0.5) for channels in (3, 256)),
+        *(slow(channels, torch.float32, 5, 0.75) for channels in (1, 3, 96)),
+        *(slow(channels, torch.float32, 7, 0.5) for channels in (100, 256)),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_response_norm(compiled, dtype, channels, size, beta):
     from torch_dcl.models import _response_norm_kernels as response_norm
 
@@ -291,13 +311,14 @@ def test_what_stands_between_products(compiled, E):
 
 
 @pytest.mark.parametrize(
-    ("T", "M", "N", "bias", "affine"),
+    ("T", "M", "N", "bias", "affine", "fixed"),
     [
-        slow(2, 1, 1, True, True), (2, 16, 64, False, True), (2, 128, 512, False, True), slow(3, 20, 65, True, False),
-        slow(2, 256, 1024, False, True), slow(3, 256, 512, False, True),
+        (2, 16, 64, False, True, False), (2, 128, 512, False, True, False),
+        slow(2, 1, 1, True, True, False), slow(3, 20, 65, True, False, False), slow(2, 256, 1024, False, True, False),
+        slow(3, 256, 512, False, True, False), slow(2, 16, 64, False, True, True), slow(3, 20, 65, True, False, True),
+        slow(2, 256, 1024, False, True, True),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("fixed", [slow(True), False])
 def test_norms(compiled, T, M, N, bias, affine, fixed):
     from torch_dcl.kernels import plans
     from torch_dcl.kernels.launch import Norm
