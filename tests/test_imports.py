@@ -17,7 +17,7 @@ ROOMS = [
 ]  # fmt: skip
 HEAVY = [
     "torchvision", "matplotlib", "safetensors", "rich", "typer", "timm", "onnx", "onnxscript", "onnxruntime", "scipy",
-    "PIL", "jinja2",
+    "PIL", "jinja2", "torch._dynamo", "torch._inductor",
 ]  # fmt: skip
 
 

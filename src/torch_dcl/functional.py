@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import combinations
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -190,23 +190,29 @@ class _FuseWithTangents(_Fuse):
 
 def _fuse(groups: Groups, eps: float, branches: Sequence[Tensor]) -> Tensor:
     compiling = torch.compiler.is_compiling()
+    # A trace with a Python function cannot be saved; without gradients torch 2.11 calls one of *args wrongly.
     if _must_decompose() or (compiling and not any(branch.requires_grad for branch in branches)):
-        return fused(branches, groups, eps)  # without gradients torch 2.11 calls a function of *args wrongly
+        return fused(branches, groups, eps)
     function = _Fuse if compiling else _FuseWithTangents
     z: Tensor = function.apply(groups, eps, *branches)
     return z
 
 
 def _must_decompose() -> bool:
-    """Whether z must be computed in operations that are differentiable by themselves.
-
-    A trace with a Python function cannot be saved, and compilers ignore such a function's gradients inside of
-    ``torch.func`` transforms.
-    """
+    """Whether only plain operations are differentiated: compilers ignore a function's gradients in ``torch.func``."""
     return _is_traced() or (torch.compiler.is_compiling() and transforms())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``, without loading the compiler, which takes as long as all of torch."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
 def transforms() -> bool:
     """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
     return torch._C._are_functorch_transforms_active()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from torch_dcl.functional import exporting, transforms
+from torch_dcl.functional import constant, exporting, transforms
 from torch_dcl.fusion import ConceptFusion, Strategy, reset
 from torch_dcl.kernels import dispatch
 from torch_dcl.kernels.dispatch import Stage, closed_settings, fuse_branches, fuse_pairs, may_run, transpose
@@ -117,13 +117,13 @@ class _DCL(nn.Module):
         if norm is None:
             z = run_closed(x, theta, weight, bias, (None,) * 5, fusion.eps, 0.0, 0.0, settings)
         else:
-            tensors = norm_tensors(norm, settings[4])
+            tensors = norm_tensors(norm, bool(settings[4]))
             z = run_closed(x, theta, weight, bias, tensors, fusion.eps, norm.eps, norm.momentum, settings)
         if self.marks_output:
             z._dcl_positive = 0  # type: ignore[attr-defined]
         return z
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant
     def _closed_settings(
         self, operands: list[tuple[Any, ...]], dim: int, pair: bool, by_batch: bool, plain: bool,
         geometry: tuple[Any, ...] | None,
@@ -192,7 +192,7 @@ class _DCL(nn.Module):
             return None
         return Stage(spatial, stride, padding, dilation)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant
     def _called_plainly(self) -> bool:
         """Whether the submodules are of torch's and this package's classes, without hooks.
 
@@ -275,7 +275,7 @@ class _DCL(nn.Module):
         return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable loads the compiler at once
 def _uncompiled(layer: _DCL, x: Tensor) -> Tensor:
     """Run a layer whose norm exchanges messages outside of the graph, which torch's own such norm breaks too.
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import _has_any_global_hook
 
+from torch_dcl.functional import constant
 from torch_dcl.kernels.dispatch import Norm
 
 __all__ = ["called_plainly", "exchanges", "join_norms", "kernel_norm", "make_part", "norm_tensors", "normalise"]
@@ -89,13 +90,13 @@ def join_norms(state: MutableMapping[str, Tensor], prefix: str, T: int) -> None:
             state[prefix + name] = torch.cat(tensors) if tensors[0].dim() else tensors[0]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _is_plain(kind: type[nn.Module]) -> bool:
     """Whether a batch norm has torch's own forward; a constant for compilers."""
     return issubclass(kind, _BatchNorm) and kind.forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _is_synchronised(kind: type[nn.Module]) -> bool:
     """Whether a batch norm is synchronised across processes; a constant for compilers."""
     return issubclass(kind, nn.SyncBatchNorm)

@@ -15,7 +15,7 @@ from tests.kernels.interpreter import Interpreter
 from torch import nn
 
 from torch_dcl import DCLConv2d, DCLLinear, functional, kernels
-from torch_dcl.kernels import dispatch, launch
+from torch_dcl.kernels import dispatch, launch, ops  # noqa: F401 - the operations
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs triton, which is not installed"

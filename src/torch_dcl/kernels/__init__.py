@@ -16,6 +16,8 @@ import os
 import torch
 from torch import Tensor
 
+from torch_dcl.functional import constant
+
 __all__ = ["on_device_of", "reachable", "runs_on", "supports", "usable"]
 
 # Looked up once: a compiled network must find constants here.
@@ -33,7 +35,7 @@ def usable(x: Tensor) -> bool:
     return bool(supports(x.dtype, x.device))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def supports(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels support this dtype on this device. A constant for compilers: it adds no guard."""
     return _HAS_TRITON and dtype in (torch.bfloat16, torch.float16, torch.float32) and runs_on(device)

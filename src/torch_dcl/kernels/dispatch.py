@@ -14,14 +14,15 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torch_dcl import functional, kernels, parts_ops
-from torch_dcl.functional import transforms
-from torch_dcl.kernels import launch, ops, supports
+from torch_dcl.functional import constant, transforms
+from torch_dcl.kernels import launch, supports
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
 from torch_dcl.kernels.launcher import has_large_shared_memory
@@ -79,7 +80,7 @@ def watch() -> Iterator[Counter[str]]:
         _watching.remove(counter)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def count_path(what: str, path: str) -> None:
     """Count a path in every open `watch`; during the compilation of a compiled network, which does not guard counts."""
     for counter in _watching:
@@ -90,7 +91,8 @@ def fuse_branches(pre: Sequence[Tensor], eps: float) -> Tensor:
     """:func:`torch_dcl.functional.fuse_branches`, with a kernel where possible."""
     if len(pre) in (2, 3) and kernels_accept(pre):
         count_path("fuse_branches", "kernel")
-        return ops.fuse(pre, eps, pairs=False)
+        z: Tensor = _operations().fuse(pre, eps, pairs=False)
+        return z
     count_path("fuse_branches", "reference")
     return functional.fuse_branches(pre, eps)
 
@@ -99,7 +101,8 @@ def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
     """:func:`torch_dcl.functional.fuse_pairs`, with a kernel where possible."""
     if len(pre) == 3 and kernels_accept(pre):
         count_path("fuse_pairs", "kernel")
-        return ops.fuse(pre, eps, pairs=True)
+        z: Tensor = _operations().fuse(pre, eps, pairs=True)
+        return z
     count_path("fuse_pairs", "reference")
     return functional.fuse_pairs(pre, eps)
 
@@ -141,7 +144,7 @@ def unit(
     keep = norm is None and (not spatial or widths[0] > max_fused_width(dtype))
     if compiling:
         y = _compiled_stage(x, theta, stage, dtype)
-        z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
+        z = _operations().project(y, weight, bias, channels, T, eps, pairs, keep, norm)
         return transpose(z, channels, last=False) if spatial and _is_channels_first(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
     return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
@@ -174,7 +177,7 @@ def closed_settings(
     return None if dtype is None else encode(dtype, x, theta, weight, stage, widths, fixed, pairs=pairs)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _compute_dtype(
     kinds: tuple[type, ...], dtype: torch.dtype, device: torch.device, dim: int, last: bool, theta: torch.dtype,
     learns: bool, spatial: int, widths: tuple[int, ...], ranks: int | None, pairs: bool, traced: bool,
@@ -222,7 +225,8 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     """Stage 1 for a compiler to trace. Here too the weight gradient of a linear layer is not rounded."""
     x, low = x.to(dtype), theta.to(dtype)
     if not stage.spatial and dtype != theta.dtype and theta.requires_grad and torch.is_grad_enabled():
-        return ops.linear(x, low, theta)
+        y: Tensor = _operations().linear(x, low, theta)
+        return y
     return unit_.construct(x, low, stage)
 
 
@@ -258,7 +262,8 @@ def project_and_fuse(
         count_path("project_and_fuse", "kernel")
         keep = keep or widths[0] > max_fused_width(y.dtype)
         if torch.compiler.is_compiling():
-            return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
+            z: Tensor = _operations().project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
+            return z
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
     if runs_in_parts(y, weight, widths, channels):
         count_path("project_and_fuse", "parts")
@@ -288,7 +293,7 @@ def runs_in_parts(y: Tensor, weight: Tensor, widths: Sequence[int], channels: in
     return torch.compiler.is_compiling() or launch.is_channels_last(y, channels) or y.is_contiguous()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _supports_parts(
     kinds: tuple[type, ...], dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device,
     widths: tuple[int, ...],
@@ -345,7 +350,8 @@ def linear(
     if low is None:
         return F.linear(x, weight, bias) if otherwise is None else otherwise(x)
     count_path("linear", "kernel")
-    return ops.linear(x if x.dtype == low else x.to(low), weight.to(low), weight)
+    y: Tensor = _operations().linear(x if x.dtype == low else x.to(low), weight.to(low), weight)
+    return y
 
 
 def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
@@ -372,9 +378,16 @@ def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
     return not _transformed()
 
 
+def _operations() -> Any:
+    """The operations for compilers. To register them loads a compiler, so not before one of them is called."""
+    from torch_dcl.kernels import ops  # noqa: PLC0415
+
+    return ops
+
+
 def _transformed() -> bool:
     """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
-        return transforms()  # type: ignore[no-any-return]
+        return transforms()
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return transforms() or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_dcl import kernels
+from torch_dcl.functional import constant
 from torch_dcl.kernels import host
 from torch_dcl.kernels.launcher import Launch, recording
 
@@ -367,7 +368,7 @@ def _shapes_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return fake
 
 
-@torch.compiler.assume_constant_result
+@constant
 def prefix_of_operations() -> str:
     """The prefix of the operations for a compiler: ``closed_`` if they can be replayed, else empty."""
     return "closed_" if _serve_all(host.wait()) else ""
