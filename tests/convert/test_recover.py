@@ -189,10 +189,22 @@ def test_the_learning_rate_rises_for_a_tenth_of_the_training_and_falls_to_zero()
     try:
         recover(model, teacher, [images(4)] * 10, epochs=2, lr=0.018)
         recover(model, teacher, Numbered(), epochs=2, lr=0.018)  # its length is not known: the middle of each epoch
+        recover(model, teacher, Understated(), epochs=1, lr=0.018)
     finally:
         handle.remove()
     assert [rate / rates[0] for rate in rates[:20]] == pytest.approx([1, 3, *(i / 9 for i in range(35, 0, -2))])
     assert rates[20] / rates[21] == pytest.approx(3)
+    assert rates[23:] == [0.0, 0.0]
+
+
+class Understated(list):
+    """Three batches, of which the length tells one."""
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        return (images(4, seed) for seed in range(3))
 
 
 class Numbered:

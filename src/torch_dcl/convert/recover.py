@@ -1,7 +1,7 @@
 """``recover_``: train a converted network until it gives the outputs of the plain one again."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.samples import output_tensors, run_batch
+from torch_dcl.convert.samples import length, output_tensors, run_batch
 from torch_dcl.convert.snapshot import Snapshot, restore_content, uncompiled
 from torch_dcl.convert.table import tabulate
 from torch_dcl.convert.trace import evaluating
@@ -228,10 +228,9 @@ def _trainable(model: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
 def _steps(batches: Iterable[Any], epoch: int) -> Iterator[tuple[int, float, Any]]:
     """The batches of an epoch, numbered from 1, with the fraction of the epoch at each; 0.5 where it is unknown."""
     batched: Any = _as_batches(batches)
-    total = len(batched) if isinstance(batched, Sized) else None
-    count = 0
+    total, count = length(batched), 0
     for count, batch in enumerate(batched.epoch(epoch) if hasattr(batched, "epoch") else batched, 1):
-        yield count, (count - 0.5) / total if total else 0.5, batch
+        yield count, min(1.0, (count - 0.5) / total) if total else 0.5, batch
     if not count:
         raise ValueError("batches hold no batch; pass a list of batches, or a loader that is not used up")
 
