@@ -16,7 +16,7 @@ from torch_dcl.convert.arguments import check_layers
 from torch_dcl.convert.samples import length, output_tensors, run_batch
 from torch_dcl.convert.snapshot import Snapshot, restore_content, uncompiled
 from torch_dcl.convert.table import tabulate
-from torch_dcl.convert.trace import evaluating
+from torch_dcl.convert.trace import evaluating, without_fast_paths
 from torch_dcl.convert.units import AbsorbedNorm
 from torch_dcl.convert.wrappers import OwnNames, bare
 from torch_dcl.module import _DCL
@@ -124,7 +124,10 @@ def recover_(
     errors: list[float] = []
     scores: list[float] = []
     goal = scale = None
-    with _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model), uncompiled():
+    with (
+        _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model),
+        uncompiled(), without_fast_paths(),
+    ):  # fmt: skip
         if held_out is not None:
             goal, scores = _score(teacher, held_out), [_score(model, held_out)]
         _train_norms(layer for layer in model.modules() if isinstance(layer, _DCL))

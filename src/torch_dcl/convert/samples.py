@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.snapshot import restored, uncompiled, undone
-from torch_dcl.convert.trace import evaluating
+from torch_dcl.convert.trace import evaluating, without_fast_paths
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
@@ -78,7 +78,7 @@ def collect_samples(
     handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
-        with restored(model, {}), evaluating(model), uncompiled():
+        with restored(model, {}), evaluating(model), uncompiled(), without_fast_paths():
             batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
