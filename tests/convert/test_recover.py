@@ -329,6 +329,17 @@ def test_autocast_is_that_of_the_caller():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_it_trains_where_the_caller_has_disabled_gradients(context):
+    (model, teacher), x = taught(), [images(8)]
+    other = copy.deepcopy(model)
+    recover(other, teacher, x)
+    with context():
+        recover(model, teacher, [images(8)])
+    assert_equal_states(state(model), state(other))
+    assert not any(p.is_inference() for p in (*model.parameters(), *model.buffers()))
+
+
 def test_a_compiled_network_is_trained_as_the_network_inside():
     model, teacher = taught()
     other = copy.deepcopy(model)

@@ -69,6 +69,7 @@ class Recovery:
         return "\n".join((tabulate(lines, left=1), *notes))
 
 
+@torch.inference_mode(False)  # also enables gradients, where the caller has disabled them
 def recover_(
     model: nn.Module,
     teacher: nn.Module,
