@@ -383,6 +383,30 @@ def test_after_an_interruption_it_has_what_it_learned_so_far():
     assert all(p.grad is None for p in model.parameters())
 
 
+class Masked(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network(x).masked_fill(torch.arange(10) > 6, -math.inf)
+
+
+def test_masked_scores_are_refused_before_the_first_step():
+    model, teacher = taught(units=("fc1",))
+    with pytest.raises(ValueError, match=r"return inf or NaN, as masked scores do.* Wrap both"):
+        recover(Masked(model), Masked(teacher))
+
+
+def test_a_last_step_that_spoils_a_weight_is_undone():
+    model, teacher = taught(units=("fc1",))
+    before = state(model)
+    model.fc2.bias.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(ValueError, match="weights are not finite in epoch 1"):
+        recover(model, teacher, [images(4)], epochs=1)
+    assert_equal_states(state(model), before)
+
+
 class Given(NamedTuple):
     model: nn.Module
     teacher: nn.Module

@@ -140,7 +140,7 @@ def recover_(
                 total, count = torch.zeros((), dtype=torch.float64), 0
                 for count, done, batch in _steps(batches, epoch):
                     loss, error = _compare(model, teacher, pairs, batch, f"batch {count} of epoch {epoch + 1}")
-                    scale = min(1.0, float(loss.detach().sqrt())) if scale is None else scale
+                    scale = _scale(loss.detach()) if scale is None else scale
                     optimizer.param_groups[0]["lr"] = lr * scale * _rate((epoch + done) / epochs)
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -148,9 +148,10 @@ def recover_(
                     total = total.to(error.device) + error.detach()
                     bar.reach(epoch + done)
                 errors.append(float(total) / count)
-                if not math.isfinite(errors[-1]):
+                if not math.isfinite(errors[-1]) or not all(p.isfinite().all() for p in parameters):
                     raise ValueError(
-                        f"the outputs are not finite in epoch {epoch + 1}; check the batches, or lower lr = {lr:g}"
+                        f"the outputs or weights are not finite in epoch {epoch + 1}; check the batches, or lower "
+                        f"lr = {lr:g}"
                     )
                 if held_out is not None:
                     scores.append(_score(model, held_out))
@@ -250,6 +251,16 @@ def _train_norms(layers: Iterable[_DCL]) -> None:
         if isinstance(norm := layer.fusion.norm, _BatchNorm):
             own = list(norm.parameters())
             norm.training = not own or any(p.requires_grad for p in own)
+
+
+def _scale(loss: Tensor) -> float:
+    """The largest learning rate in units of ``lr``, from the loss at the start."""
+    if not loss.isfinite():
+        raise ValueError(
+            "the loss is not finite before the first step: the networks return inf or NaN, as masked scores do, or "
+            "overflow. Wrap both in modules that return what to compare, and prefer bfloat16 to float16"
+        )
+    return min(1.0, float(loss.sqrt()))
 
 
 def _rate(done: float) -> float:
