@@ -312,6 +312,14 @@ def test_the_score_is_the_percentage_of_correct_classes_in_eval_mode():
     assert len(done.scores) == 3
 
 
+def test_labels_that_are_no_class_do_not_count():
+    model, teacher = taught(units=("fc1",))
+    right = teacher(images(8)).argmax(1)
+    labels = torch.where(torch.arange(8) < 4, right, torch.tensor([-100, 255]).repeat(4))
+    labels[0] = (right[0] + 1) % 10
+    assert recover(model, teacher, held_out=[(images(8), labels)], max_drop=100).teacher == 75
+
+
 def test_any_output_and_inputs_by_name():
     model, teacher = taught(Answering)
     done = recover(model, teacher, [{"image": images(16)}], epochs=30)

@@ -99,9 +99,9 @@ def recover_(
         batches: Batches of inputs, in the forms that ``convert_`` takes for calibration. They are iterated over in
             every epoch; if they have a method ``epoch``, as :class:`torch_dcl.data.Batches` has, it is called with the
             epoch, from 0.
-        held_out: Batches of inputs and labels, for a score in percent of correct classes; or a function of a network
-            that returns its score, the higher the better. They decide when training stops, so take other data for the
-            result that you report.
+        held_out: Batches of inputs and labels, for a score in percent of correct classes, without labels that are no
+            class, such as -100; or a function of a network that returns its score, the higher the better. They decide
+            when training stops, so take other data for the result that you report.
         max_drop: Stop when the score is at most this far below the teacher's, without training if it is at the start.
             None trains all epochs.
         epochs: The largest number of passes over the batches.
@@ -329,7 +329,8 @@ def _score(network: nn.Module, held_out: HeldOut) -> float:
 
 def _accuracy(network: nn.Module, batches: Iterable[Any]) -> float:
     """The percentage of correct classes."""
-    correct, count = torch.zeros((), dtype=torch.int64), 0
+    correct: Tensor | int = 0
+    count: Tensor | int = 0
     for number, batch in enumerate(_as_batches(batches), 1):
         outputs = output_tensors(run_batch(network, batch, f"held-out batch {number}"))
         labels = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
@@ -339,11 +340,12 @@ def _accuracy(network: nn.Module, batches: Iterable[Any]) -> float:
                 "held_out must hold batches of inputs and labels, and the network return class scores [N, classes, …] "
                 "of these; for another score pass a function: held_out=lambda network: …"
             )
-        hits = (classes == labels.to(classes.device)).sum()
-        correct, count = correct.to(hits.device) + hits, count + labels.numel()
+        labels = labels.to(classes.device)
+        is_class = (labels >= 0) & (labels < outputs[0].shape[1])  # not where a loss would ignore it: −100, 255
+        correct, count = correct + (classes == labels).sum(), count + is_class.sum()
     if not count:
         raise ValueError("held_out holds no labels; pass a list of batches, or a loader that is not used up")
-    return 100 * int(correct) / count
+    return 100 * int(correct) / int(count)
 
 
 @contextmanager
