@@ -359,10 +359,12 @@ def test_a_compiled_network_is_trained_as_the_network_inside():
 @pytest.mark.parametrize("scores", [(5.0, math.nan), (5.0, 6.0, "no number")])
 def test_after_an_error_the_network_is_as_it_was(scores):
     model, teacher = taught()
-    before = state(model)
+    model(images(4)).sum().backward()
+    before, gradients = state(model), [p.grad.clone() for p in model.parameters()]
     with pytest.raises((ValueError, TypeError)):
         recover(model, teacher, held_out=scored(teacher, *scores))
     assert_equal_states(state(model), before)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gradients, strict=True))
 
 
 def test_a_loss_that_is_not_finite_ends_it_with_the_remedy():

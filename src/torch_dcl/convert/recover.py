@@ -350,14 +350,15 @@ def _accuracy(network: nn.Module, batches: Iterable[Any]) -> float:
 
 @contextmanager
 def _undone_by_errors(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restore the network if the block raises an error, but not if it is interrupted. Clear the gradients."""
+    """Clear the gradients. After an error, but not after an interruption, restore the network and them."""
     before, content = Snapshot(model), {p: p.detach().clone() for p in parameters}
     try:
-        yield
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
     except Exception:
         before.restore()
         restore_content(content)
         raise
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
