@@ -436,6 +436,7 @@ REFUSED = {
     "not converted": ({"model": lambda given: copy.deepcopy(given.teacher)}, "no DCL layer; convert it first"),
     "the same": ({"teacher": MODEL}, "shares 'conv1.weight' with the network"),
     "a shallow copy": ({"teacher": lambda given: copy.copy(given.model)}, "shares 'conv1.weight' with the network"),
+    "a late copy": ({"teacher": lambda given: copy.deepcopy(given.model)}, "the teacher is converted, too: it must be"),
     "another teacher": ({"teacher": nn.Linear(2, 2)}, "has no 'fc1', so it is not the network before"),
     "no network": ({"model": 3}, "recover_ takes a network, an nn.Module, first"),
     "no teacher": ({"teacher": None}, "the teacher is the network before its conversion"),
@@ -462,6 +463,21 @@ def test_a_wrong_argument_is_named_with_the_remedy(case):
     changes, message = REFUSED[case]
     with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         a_refusal(**changes)
+
+
+def test_a_copy_made_after_the_conversion_is_refused_with_absorbed_norms_too():
+    model, _ = taught(units=("conv1",))
+    with pytest.raises(ValueError, match="the teacher is converted, too"):
+        recover(model, copy.deepcopy(model))
+
+
+def test_a_second_conversion_may_be_taught_by_the_first():
+    half, _ = taught(units=("fc1",))
+    model = copy.deepcopy(half)
+    dcl.convert_(model, dcl.plan(half, (3, 8, 8), ratio=0.5).only("conv2"), init="fit", progress=False)
+    x = images(16, 7)
+    before = distance(copy.deepcopy(model).eval(), half, x)
+    assert recover(model, half, [x], epochs=8).errors[-1] < before
 
 
 def test_outputs_of_other_shapes_are_named():

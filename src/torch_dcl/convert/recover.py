@@ -119,8 +119,8 @@ def recover_(
     """
     _check(model, teacher, batches, held_out, max_drop, epochs, lr, progress)
     model, teacher = bare(model), bare(teacher)
-    pairs = _pairs(model, teacher)
     parameters = _trainable(model, teacher)
+    pairs = _pairs(model, teacher)
     optimizer = torch.optim.Adafactor(parameters, lr)
     errors: list[float] = []
     scores: list[float] = []
@@ -207,6 +207,8 @@ def _pairs(model: nn.Module, teacher: nn.Module) -> list[_Pair]:
                 "copy.deepcopy(model) before convert_, or load the plain network"
             )
         pairs.append((layer, theirs[place]))
+    if pairs and all(isinstance(plain, _DCL | AbsorbedNorm) for _, plain in pairs):
+        raise ValueError("the teacher is converted, too: it must be a copy.deepcopy(model), made before convert_")
     return pairs
 
 
