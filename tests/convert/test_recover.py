@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
@@ -335,6 +335,22 @@ def test_autocast_is_that_of_the_caller():
     assert seen == {torch.bfloat16}
     assert done.errors[-1] < done.errors[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_networks_of_several_processes_are_refused(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, teacher = taught(units=("fc1",))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(TypeError, match="in one of them, before it is wrapped in DistributedDataParallel"):
+            recover(nn.parallel.DistributedDataParallel(model), teacher)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"'conv1.weight' is sharded.* recover before fully_shard"):
+            recover(model, teacher)
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])

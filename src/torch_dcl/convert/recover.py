@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcl.convert.arguments import check_layers
 from torch_dcl.convert.samples import length, output_tensors, run_batch
@@ -18,7 +19,7 @@ from torch_dcl.convert.snapshot import Snapshot, restore_content, uncompiled
 from torch_dcl.convert.table import tabulate
 from torch_dcl.convert.trace import evaluating, without_fast_paths
 from torch_dcl.convert.units import AbsorbedNorm
-from torch_dcl.convert.wrappers import OwnNames, bare
+from torch_dcl.convert.wrappers import OwnNames, bare, is_sharded
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
@@ -163,6 +164,11 @@ def _check(
     lr: float, progress: bool | None,
 ) -> None:  # fmt: skip
     """Refuse wrong arguments."""
+    if isinstance(model, nn.Module) and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise TypeError(
+            "recover_ trains in one process and averages no gradients; recover the network in one of them, before it "
+            "is wrapped in DistributedDataParallel (it is in .module)"
+        )
     check_layers(bare(model) if isinstance(model, nn.Module) else model, "recover_")
     if not isinstance(teacher, nn.Module):
         raise TypeError(f"the teacher is the network before its conversion, an nn.Module; got {teacher!r}")
@@ -224,6 +230,8 @@ def _trainable(model: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
                 f"the teacher shares {name!r} with the network, and would change with it: it must be a "
                 "copy.deepcopy(model), made before convert_"
             )
+        if is_sharded(parameter):
+            raise ValueError(f"{name!r} is sharded, and recover_ trains in one process; recover before fully_shard")
         if parameter.dtype in {torch.float16, torch.bfloat16}:
             raise ValueError(
                 f"{name!r} is {parameter.dtype}, which loses small steps; train model.float() under torch.autocast, "
