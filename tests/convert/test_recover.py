@@ -534,4 +534,5 @@ def test_it_prints_a_line_an_epoch_and_a_verdict():
         "output error: ‖output − teacher's‖² / ‖teacher's‖², before each step, on average over an epoch.",
         "The teacher's score is 82.00. A drop of at most 0.5 was not reached.",
     ]
+    assert "epoch 1        0.2500  0.6250  0.1250" in str(Recovery((0.25,), (0.5, 0.625), 0.75, None))
     assert str(Recovery((0.25,), (), None, None)).splitlines()[2:3] == ["epoch 1        0.2500"]

@@ -61,9 +61,10 @@ class Recovery:
         notes = ["output error: ‖output − teacher's‖² / ‖teacher's‖², before each step, on average over an epoch."]
         if self.teacher is not None:
             lines.insert(1, ["before", ""])
-            columns = [("score", "drop"), *((f"{score:.2f}", f"{self.teacher - score:.2f}") for score in self.scores)]
+            form = f".{2 if abs(self.teacher) > 1 else 4}f"  # percent, or a fraction
+            columns = [("score", "drop"), *((f"{s:{form}}", f"{self.teacher - s:{form}}") for s in self.scores)]
             lines = [[*line, *column] for line, column in zip(lines, columns, strict=True)]
-            notes.append(f"The teacher's score is {self.teacher:.2f}.")
+            notes.append(f"The teacher's score is {self.teacher:{form}}.")
         if self.max_drop is not None:
             reached = "reached" if self.is_recovered else "not reached"
             notes[-1] += f" A drop of at most {self.max_drop:g} was {reached}."
@@ -137,7 +138,7 @@ def recover_(
             for epoch in range(epochs):
                 if goal is not None and max_drop is not None and goal - scores[-1] <= max_drop:
                     break
-                bar.now(f"score {scores[-1]:.2f}, the teacher's {goal:.2f}" if scores else "")
+                bar.now(f"score {scores[-1]:.4g}, the teacher's {goal:.4g}" if scores else "")
                 total, count = torch.zeros((), dtype=torch.float64), 0
                 for count, done, batch in _steps(batches, epoch):
                     loss, error = _compare(model, teacher, pairs, batch, f"batch {count} of epoch {epoch + 1}")
