@@ -424,6 +424,14 @@ def test_masked_scores_are_refused_before_the_first_step():
         recover(Masked(model), Masked(teacher))
 
 
+def test_a_layer_that_is_dead_in_the_teacher_does_not_count():
+    model, teacher = taught()
+    with torch.no_grad():
+        teacher.fc1.bias.fill_(-1000)
+    done = recover(model, teacher, [images(8)] * 4, epochs=4)
+    assert done.errors[-1] < done.errors[0]
+
+
 def test_a_last_step_that_spoils_a_weight_is_undone():
     model, teacher = taught(units=("fc1",))
     before = state(model)

@@ -26,7 +26,7 @@ from torch_dcl.progress import Bar, error_console
 __all__ = ["Recovery", "recover_"]
 
 WARM_UP = 0.1  # the fraction of the training in which the learning rate rises
-TINY = 1e-30  # the least sum of squares to divide by
+TINY = 1e-30  # sums of squares up to here are 0, and nothing is relative to them
 HeldOut = Iterable[Any] | Callable[[nn.Module], float]
 _Pair = tuple[_DCL, nn.Module]
 """A DCL layer, and the teacher's module before the ReLU in its place."""
@@ -322,10 +322,10 @@ def _difference(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relative_error(differences: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """‖found − wanted‖² / ‖wanted‖² over all tensors."""
+    """‖found − wanted‖² / ‖wanted‖² over all tensors; 0 where only zeros are wanted, as of a layer that is dead."""
     squares = [torch.stack([t.square().sum() for t in pair]).to(differences[0][0].device) for pair in differences]
     sums = torch.stack(squares).sum(0)
-    return sums[0] / sums[1].clamp(min=TINY)
+    return torch.where(sums[1] <= TINY, 0.0, sums[0] / sums[1].clamp(min=TINY))
 
 
 @torch.no_grad()
