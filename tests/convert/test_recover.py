@@ -269,6 +269,20 @@ def test_the_batch_norm_of_a_dcl_layer_learns_the_statistics_of_the_batches():
     torch.testing.assert_close(norm.running_var, pre.var((0, 2, 3)), rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_recurrent_layers_train_where_that_drops_nothing(dropout):
+    """On a GPU torch cannot differentiate them in eval mode."""
+    model, teacher = taught(units=("fc1",))
+    seen = []
+    for network in (model, teacher):
+        network.drop = nn.Identity()
+        network.fc2 = nn.RNN(64, 10, 2, dropout=dropout)
+        network.fc2.register_forward_hook(lambda rnn, *_: seen.append(rnn.training))
+    recover(model.eval(), teacher, [images(4)], epochs=1)
+    assert seen == [False, not dropout]
+    assert not model.fc2.training
+
+
 def test_a_batch_norm_of_its_own_keeps_its_statistics():
     model, teacher = taught(units=("fc1",))
     mean, variance = model.bn1.running_mean.clone(), model.bn1.running_var.clone()

@@ -133,7 +133,7 @@ def recover_(
     ):  # fmt: skip
         if held_out is not None:
             goal, scores = _score(teacher, held_out), [_score(model, held_out)]
-        _train_norms(layer for layer in model.modules() if isinstance(layer, _DCL))
+        _train_parts(model)
         with Bar(error_console(quiet=progress is False), epochs, "epochs") as bar:
             for epoch in range(epochs):
                 if goal is not None and max_drop is not None and goal - scores[-1] <= max_drop:
@@ -256,10 +256,12 @@ def _as_batches(given: Iterable[Any]) -> Iterable[Any]:
     return [given] if isinstance(given, Tensor | Mapping) else given
 
 
-def _train_norms(layers: Iterable[_DCL]) -> None:
-    """Set the batch norms of DCL layers to training mode, except frozen ones."""
-    for layer in layers:
-        if isinstance(norm := layer.fusion.norm, _BatchNorm):
+def _train_parts(model: nn.Module) -> None:
+    """Set to training mode batch norms of DCL layers, except frozen ones, and what is the same in both modes."""
+    for module in model.modules():
+        if type(module) in {nn.RNN, nn.LSTM, nn.GRU} and not module.dropout:
+            module.training = True  # cuDNN has no backward of its eval mode
+        if isinstance(module, _DCL) and isinstance(norm := module.fusion.norm, _BatchNorm):
             own = list(norm.parameters())
             norm.training = not own or any(p.requires_grad for p in own)
 
