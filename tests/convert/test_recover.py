@@ -124,7 +124,7 @@ def test_the_outputs_come_nearer_to_the_teachers_on_images_that_were_not_seen():
 def test_the_error_of_an_epoch_is_the_mean_over_its_batches_before_their_steps():
     model, teacher = taught()
     expected = [distance(with_batch_statistics(model), teacher, images(16, seed)) for seed in (0, 1)]
-    done = recover(copy.deepcopy(model), teacher, [images(16, 0)], epochs=1)
+    done = recover(copy.deepcopy(model), teacher.train(), [images(16, 0)], epochs=1)
     assert done.errors == pytest.approx(expected[:1], rel=1e-4)
     slow = recover(model, teacher, [images(16, 0), images(16, 1)], epochs=1, lr=1e-12)
     assert slow.errors == pytest.approx([sum(expected) / 2], rel=1e-4)
@@ -154,9 +154,11 @@ def rectified(teacher, x):
     return {"conv1": a, "conv2": b, "fc1": F.relu(teacher.fc1(F.max_pool2d(b, 2).flatten(1)))}
 
 
-@pytest.mark.parametrize("kind", [Small, Checkpointed])
-def test_the_loss_is_the_error_of_the_outputs_plus_the_mean_error_of_the_layers(kind):
+@pytest.mark.parametrize(("kind", "units"), [(Small, UNITS), (Checkpointed, UNITS), (Small, UNITS[1:])])
+def test_the_loss_is_the_error_of_the_outputs_plus_the_mean_error_of_the_layers(kind, units):
     model, teacher = taught(kind)
+    if "conv1" not in units:
+        model.bn1.layers = ()  # as files of earlier versions are loaded: the place of the norm is not known
     x = images(8, 5)
     found, rate = first_gradients(copy.deepcopy(model), teacher, x)
     model = with_batch_statistics(model)
@@ -165,13 +167,35 @@ def test_the_loss_is_the_error_of_the_outputs_plus_the_mean_error_of_the_layers(
     z["conv2"] = model.conv2(z["conv1"])
     z["fc1"] = model.fc1(F.max_pool2d(z["conv2"], 2).flatten(1))
     output, goal = model.fc2(z["fc1"]), teacher(x)
-    errors = [(z[unit] - wanted[unit]).square().sum() / wanted[unit].square().sum() for unit in UNITS]
-    loss = (output - goal).square().sum() / goal.square().sum() + sum(errors) / 3
+    errors = [(z[unit] - wanted[unit]).square().sum() / wanted[unit].square().sum() for unit in units]
+    loss = (output - goal).square().sum() / goal.square().sum() + sum(errors) / len(units)
     expected = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
     assert loss < 1
     assert rate == pytest.approx(1e-12 * loss.sqrt().item() * 0.5 / 0.9, rel=1e-4)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return F.relu(self.fc(F.relu(self.fc(x))))
+
+
+def test_a_layer_that_is_called_twice_is_compared_call_by_call():
+    torch.manual_seed(0)
+    model, teacher, x = Twice(), Twice(), torch.randn(8, 12)
+    model.fc = dcl.DCLLinear(12, 12)
+    found, rate = first_gradients(copy.deepcopy(model), teacher, x)
+    pairs = [(model.fc(x), F.relu(teacher.fc(x))), (model(x), teacher(x))]
+    errors = [(z - a.detach()).square().sum() / a.detach().square().sum() for z, a in pairs]
+    loss = errors[1] + sum(errors) / 2
+    torch.testing.assert_close(found, list(torch.autograd.grad(loss, list(model.parameters()))))
+    assert loss > 1
+    assert rate == pytest.approx(1e-12 * 0.5 / 0.9)  # at most lr
 
 
 def test_a_network_from_a_file_is_compared_in_the_same_places(tmp_path):
@@ -267,6 +291,19 @@ def test_the_batch_norm_of_a_dcl_layer_learns_the_statistics_of_the_batches():
     norm = model.conv1.fusion.norm
     torch.testing.assert_close(norm.running_mean, pre.mean((0, 2, 3)), rtol=0.02, atol=0.01)
     torch.testing.assert_close(norm.running_var, pre.var((0, 2, 3)), rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_norm_adapts_without_parameters_or_with_some_that_are_frozen(affine):
+    model, teacher = taught(units=("conv1",))
+    norm = model.conv1.fusion.norm
+    if affine:
+        norm.weight.requires_grad_(False)
+    else:
+        norm.affine, norm.weight, norm.bias = False, None, None
+    mean = norm.running_mean.clone()
+    recover(model, teacher, [images(4)], epochs=1)
+    assert not torch.equal(norm.running_mean, mean)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -382,6 +419,8 @@ def test_a_compiled_network_is_trained_as_the_network_inside():
     model, teacher = taught()
     other = copy.deepcopy(model)
     recover(other, teacher)
+    model.eval().fc1.compile(backend="eager")
+    model(images(32))
     recover(torch.compile(model, backend="eager"), torch.compile(teacher, backend="eager"))
     assert_equal_states(state(model), state(other))
 
