@@ -119,6 +119,7 @@ def test_the_outputs_come_nearer_to_the_teachers_on_images_that_were_not_seen():
     assert after < 0.8 * before
     assert done.errors[-1] < 0.8 * done.errors[0]
     assert_equal_states(state(teacher), other)
+    assert not any(module._forward_hooks for network in (model, teacher) for module in network.modules())
 
 
 def test_the_error_of_an_epoch_is_the_mean_over_its_batches_before_their_steps():
@@ -361,6 +362,8 @@ def test_the_score_is_the_percentage_of_correct_classes_in_eval_mode():
     assert [done.teacher, done.scores[0]] == pytest.approx(expected)
     assert done.is_recovered is None
     assert len(done.scores) == 3
+    done = recover(model, teacher, held_out=lambda n: torch.is_grad_enabled() or any(m.training for m in n.modules()))
+    assert (done.teacher, done.scores) == (0, (0, 0, 0))
 
 
 def test_labels_that_are_no_class_do_not_count():
