@@ -127,6 +127,7 @@ def recover_(
     errors: list[float] = []
     scores: list[float] = []
     goal = scale = None
+    total: Tensor | float
     with (
         _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model),
         uncompiled(), without_fast_paths(),
@@ -139,7 +140,7 @@ def recover_(
                 if goal is not None and max_drop is not None and goal - scores[-1] <= max_drop:
                     break
                 bar.now(f"score {scores[-1]:.4g}, the teacher's {goal:.4g}" if scores else "")
-                total, count = torch.zeros((), dtype=torch.float64), 0
+                total, count = 0.0, 0
                 for count, done, batch in _steps(batches, epoch):
                     loss, error = _compare(model, teacher, pairs, batch, f"batch {count} of epoch {epoch + 1}")
                     scale = _scale(loss.detach()) if scale is None else scale
@@ -147,7 +148,7 @@ def recover_(
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()  # type: ignore[no-untyped-call]
-                    total = total.to(error.device) + error.detach()
+                    total = total + error.detach()
                     bar.reach(epoch + done)
                 errors.append(float(total) / count)
                 if not math.isfinite(errors[-1]) or not all(p.isfinite().all() for p in parameters):
