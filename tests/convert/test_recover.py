@@ -199,6 +199,15 @@ def test_a_layer_that_is_called_twice_is_compared_call_by_call():
     assert rate == pytest.approx(1e-12 * 0.5 / 0.9)  # at most lr
 
 
+def test_sentences_without_padding_are_compared_word_by_word():
+    torch.manual_seed(0)
+    model, teacher, words = Twice(), Twice(), torch.randn(8, 12)
+    model.fc = dcl.DCLLinear(12, 12)
+    jagged = torch.nested.nested_tensor_from_jagged(words, torch.tensor([0, 3, 8]))
+    errors = [recover(copy.deepcopy(model), teacher, [x]).errors for x in (words, jagged)]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
+
+
 def test_a_network_from_a_file_is_compared_in_the_same_places(tmp_path):
     model, teacher = taught()
     dcl.save_model(model, tmp_path / "model.safetensors")
@@ -376,7 +385,7 @@ def test_labels_that_are_no_class_do_not_count():
 
 def test_any_output_and_inputs_by_name():
     model, teacher = taught(Answering)
-    done = recover(model, teacher, [{"image": images(16)}], epochs=30)
+    done = recover(model, teacher, {"image": images(16)}, epochs=30)
     assert done.errors[-1] < 0.5 * done.errors[0]
 
 
@@ -413,7 +422,7 @@ def test_it_trains_where_the_caller_has_disabled_gradients(context):
     other = copy.deepcopy(model)
     recover(other, teacher, x)
     with context():
-        recover(model, teacher, [images(8)])
+        recover(model, teacher, images(8))  # one tensor is one batch
     assert_equal_states(state(model), state(other))
     assert not any(p.is_inference() for p in (*model.parameters(), *model.buffers()))
 
