@@ -143,7 +143,20 @@ def unsized(batches):
     yield from batches
 
 
-@pytest.mark.parametrize("give", [list, unsized])
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def streamed(batches):
+    """A loader with a length that raises a TypeError."""
+    return torch.utils.data.DataLoader(Stream(batches), batch_size=None)
+
+
+@pytest.mark.parametrize("give", [list, unsized, streamed])
 def test_a_pass_over_calibration_data_shows_how_far_it_is(give, monkeypatch, capfd):
     said = []
 

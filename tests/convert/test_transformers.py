@@ -108,6 +108,16 @@ def test_a_converted_transformer_infers_what_its_layers_compute(name, tmp_path):
                 torch.testing.assert_close(each.eval()(*example), expected)
 
 
+def test_padded_sentences_calibrate_a_fit_and_recover_it():
+    teacher, sentences = Classifier(layers=1).eval(), tokens()
+    model = copy.deepcopy(teacher)
+    dcl.convert_(model, dcl.plan(model, example=sentences, width=8), init="fit", calibration=[sentences])
+    found, wanted = slowly(model, (sentences,)), slowly(teacher, (sentences,))
+    done = dcl.recover_(model, teacher, [sentences], epochs=1, progress=False)
+    error = (found - wanted).square().sum() / wanted.square().sum()
+    assert done.errors == pytest.approx([error.item()], rel=1e-4)
+
+
 def test_only_the_parents_of_converted_layers_leave_the_fused_path(tmp_path):
     model = nn.ModuleList([encoder_layer(), encoder_layer()])
     model.forward = lambda x: model[1](model[0](x))

@@ -1,7 +1,7 @@
 """``recover_``: train a converted network until it gives the outputs of the plain one again."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,21 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcl.convert.arguments import check_layers
-from torch_dcl.convert.samples import output_tensors, run_batch
+from torch_dcl.convert.samples import length, output_tensors, run_batch
 from torch_dcl.convert.snapshot import Snapshot, restore_content, uncompiled
 from torch_dcl.convert.table import tabulate
-from torch_dcl.convert.trace import evaluating
+from torch_dcl.convert.trace import evaluating, without_fast_paths
 from torch_dcl.convert.units import AbsorbedNorm
-from torch_dcl.convert.wrappers import OwnNames, bare
+from torch_dcl.convert.wrappers import OwnNames, bare, is_sharded
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
 __all__ = ["Recovery", "recover_"]
 
 WARM_UP = 0.1  # the fraction of the training in which the learning rate rises
-TINY = 1e-30  # the least sum of squares to divide by
+TINY = 1e-30  # sums of squares up to here are 0, and nothing is relative to them
 HeldOut = Iterable[Any] | Callable[[nn.Module], float]
 _Pair = tuple[_DCL, nn.Module]
 """A DCL layer, and the teacher's module before the ReLU in its place."""
@@ -60,15 +61,17 @@ class Recovery:
         notes = ["output error: ‖output − teacher's‖² / ‖teacher's‖², before each step, on average over an epoch."]
         if self.teacher is not None:
             lines.insert(1, ["before", ""])
-            columns = [("score", "drop"), *((f"{score:.2f}", f"{self.teacher - score:.2f}") for score in self.scores)]
+            form = f".{2 if abs(self.teacher) > 1 else 4}f"  # percent, or a fraction
+            columns = [("score", "drop"), *((f"{s:{form}}", f"{self.teacher - s:{form}}") for s in self.scores)]
             lines = [[*line, *column] for line, column in zip(lines, columns, strict=True)]
-            notes.append(f"The teacher's score is {self.teacher:.2f}.")
+            notes.append(f"The teacher's score is {self.teacher:{form}}.")
         if self.max_drop is not None:
             reached = "reached" if self.is_recovered else "not reached"
             notes[-1] += f" A drop of at most {self.max_drop:g} was {reached}."
         return "\n".join((tabulate(lines, left=1), *notes))
 
 
+@torch.inference_mode(False)  # also enables gradients, where the caller has disabled them
 def recover_(
     model: nn.Module,
     teacher: nn.Module,
@@ -98,9 +101,9 @@ def recover_(
         batches: Batches of inputs, in the forms that ``convert_`` takes for calibration. They are iterated over in
             every epoch; if they have a method ``epoch``, as :class:`torch_dcl.data.Batches` has, it is called with the
             epoch, from 0.
-        held_out: Batches of inputs and labels, for a score in percent of correct classes; or a function of a network
-            that returns its score, the higher the better. They decide when training stops, so take other data for the
-            result that you report.
+        held_out: Batches of inputs and labels, for a score in percent of correct classes, without labels that are no
+            class, such as -100; or a function of a network that returns its score, the higher the better. They decide
+            when training stops, so take other data for the result that you report.
         max_drop: Stop when the score is at most this far below the teacher's, without training if it is at the start.
             None trains all epochs.
         epochs: The largest number of passes over the batches.
@@ -118,35 +121,40 @@ def recover_(
     """
     _check(model, teacher, batches, held_out, max_drop, epochs, lr, progress)
     model, teacher = bare(model), bare(teacher)
-    pairs = _pairs(model, teacher)
     parameters = _trainable(model, teacher)
+    pairs = _pairs(model, teacher)
     optimizer = torch.optim.Adafactor(parameters, lr)
     errors: list[float] = []
     scores: list[float] = []
     goal = scale = None
-    with _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model), uncompiled():
+    total: Tensor | float
+    with (
+        _undone_by_errors(model, parameters), evaluating(teacher), evaluating(model),
+        uncompiled(), without_fast_paths(),
+    ):  # fmt: skip
         if held_out is not None:
             goal, scores = _score(teacher, held_out), [_score(model, held_out)]
-        _train_norms(layer for layer in model.modules() if isinstance(layer, _DCL))
+        _train_parts(model)
         with Bar(error_console(quiet=progress is False), epochs, "epochs") as bar:
             for epoch in range(epochs):
                 if goal is not None and max_drop is not None and goal - scores[-1] <= max_drop:
                     break
-                bar.now(f"score {scores[-1]:.2f}, the teacher's {goal:.2f}" if scores else "")
-                total, count = torch.zeros((), dtype=torch.float64), 0
+                bar.now(f"score {scores[-1]:.4g}, the teacher's {goal:.4g}" if scores else "")
+                total, count = 0.0, 0
                 for count, done, batch in _steps(batches, epoch):
                     loss, error = _compare(model, teacher, pairs, batch, f"batch {count} of epoch {epoch + 1}")
-                    scale = min(1.0, float(loss.detach().sqrt())) if scale is None else scale
+                    scale = _scale(loss.detach()) if scale is None else scale
                     optimizer.param_groups[0]["lr"] = lr * scale * _rate((epoch + done) / epochs)
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()  # type: ignore[no-untyped-call]
-                    total = total.to(error.device) + error.detach()
+                    total = total + error.detach()
                     bar.reach(epoch + done)
                 errors.append(float(total) / count)
-                if not math.isfinite(errors[-1]):
+                if not math.isfinite(errors[-1]) or not all(p.isfinite().all() for p in parameters):
                     raise ValueError(
-                        f"the outputs are not finite in epoch {epoch + 1}; check the batches, or lower lr = {lr:g}"
+                        f"the outputs or weights are not finite in epoch {epoch + 1}; check the batches, or lower "
+                        f"lr = {lr:g}"
                     )
                 if held_out is not None:
                     scores.append(_score(model, held_out))
@@ -158,6 +166,11 @@ def _check(
     lr: float, progress: bool | None,
 ) -> None:  # fmt: skip
     """Refuse wrong arguments."""
+    if isinstance(model, nn.Module) and any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise TypeError(
+            "recover_ trains in one process and averages no gradients; recover the network in one of them, before it "
+            "is wrapped in DistributedDataParallel (it is in .module)"
+        )
     check_layers(bare(model) if isinstance(model, nn.Module) else model, "recover_")
     if not isinstance(teacher, nn.Module):
         raise TypeError(f"the teacher is the network before its conversion, an nn.Module; got {teacher!r}")
@@ -202,6 +215,8 @@ def _pairs(model: nn.Module, teacher: nn.Module) -> list[_Pair]:
                 "copy.deepcopy(model) before convert_, or load the plain network"
             )
         pairs.append((layer, theirs[place]))
+    if pairs and all(isinstance(plain, _DCL | AbsorbedNorm) for _, plain in pairs):
+        raise ValueError("the teacher is converted, too: it must be a copy.deepcopy(model), made before convert_")
     return pairs
 
 
@@ -217,6 +232,8 @@ def _trainable(model: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
                 f"the teacher shares {name!r} with the network, and would change with it: it must be a "
                 "copy.deepcopy(model), made before convert_"
             )
+        if is_sharded(parameter):
+            raise ValueError(f"{name!r} is sharded, and recover_ trains in one process; recover before fully_shard")
         if parameter.dtype in {torch.float16, torch.bfloat16}:
             raise ValueError(
                 f"{name!r} is {parameter.dtype}, which loses small steps; train model.float() under torch.autocast, "
@@ -228,10 +245,9 @@ def _trainable(model: nn.Module, teacher: nn.Module) -> list[nn.Parameter]:
 def _steps(batches: Iterable[Any], epoch: int) -> Iterator[tuple[int, float, Any]]:
     """The batches of an epoch, numbered from 1, with the fraction of the epoch at each; 0.5 where it is unknown."""
     batched: Any = _as_batches(batches)
-    total = len(batched) if isinstance(batched, Sized) else None
-    count = 0
+    total, count = length(batched), 0
     for count, batch in enumerate(batched.epoch(epoch) if hasattr(batched, "epoch") else batched, 1):
-        yield count, (count - 0.5) / total if total else 0.5, batch
+        yield count, min(1.0, (count - 0.5) / total) if total else 0.5, batch
     if not count:
         raise ValueError("batches hold no batch; pass a list of batches, or a loader that is not used up")
 
@@ -241,12 +257,24 @@ def _as_batches(given: Iterable[Any]) -> Iterable[Any]:
     return [given] if isinstance(given, Tensor | Mapping) else given
 
 
-def _train_norms(layers: Iterable[_DCL]) -> None:
-    """Set the batch norms of DCL layers to training mode, except frozen ones."""
-    for layer in layers:
-        if isinstance(norm := layer.fusion.norm, _BatchNorm):
+def _train_parts(model: nn.Module) -> None:
+    """Set to training mode batch norms of DCL layers, except frozen ones, and what is the same in both modes."""
+    for module in model.modules():
+        if type(module) in {nn.RNN, nn.LSTM, nn.GRU} and not module.dropout:
+            module.training = True  # cuDNN has no backward of its eval mode
+        if isinstance(module, _DCL) and isinstance(norm := module.fusion.norm, _BatchNorm):
             own = list(norm.parameters())
             norm.training = not own or any(p.requires_grad for p in own)
+
+
+def _scale(loss: Tensor) -> float:
+    """The largest learning rate in units of ``lr``, from the loss at the start."""
+    if not loss.isfinite():
+        raise ValueError(
+            "the loss is not finite before the first step: the networks return inf or NaN, as masked scores do, or "
+            "overflow. Wrap both in modules that return what to compare, and prefer bfloat16 to float16"
+        )
+    return min(1.0, float(loss.sqrt()))
 
 
 def _rate(done: float) -> float:
@@ -297,10 +325,10 @@ def _difference(found: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relative_error(differences: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """‖found − wanted‖² / ‖wanted‖² over all tensors."""
+    """‖found − wanted‖² / ‖wanted‖² over all tensors; 0 where only zeros are wanted, as of a layer that is dead."""
     squares = [torch.stack([t.square().sum() for t in pair]).to(differences[0][0].device) for pair in differences]
     sums = torch.stack(squares).sum(0)
-    return sums[0] / sums[1].clamp(min=TINY)
+    return torch.where(sums[1] <= TINY, 0.0, sums[0] / sums[1].clamp(min=TINY))
 
 
 @torch.no_grad()
@@ -315,7 +343,8 @@ def _score(network: nn.Module, held_out: HeldOut) -> float:
 
 def _accuracy(network: nn.Module, batches: Iterable[Any]) -> float:
     """The percentage of correct classes."""
-    correct, count = torch.zeros((), dtype=torch.int64), 0
+    correct: Tensor | int = 0
+    count: Tensor | int = 0
     for number, batch in enumerate(_as_batches(batches), 1):
         outputs = output_tensors(run_batch(network, batch, f"held-out batch {number}"))
         labels = batch[1] if isinstance(batch, tuple | list) and len(batch) > 1 else None
@@ -325,23 +354,25 @@ def _accuracy(network: nn.Module, batches: Iterable[Any]) -> float:
                 "held_out must hold batches of inputs and labels, and the network return class scores [N, classes, …] "
                 "of these; for another score pass a function: held_out=lambda network: …"
             )
-        hits = (classes == labels.to(classes.device)).sum()
-        correct, count = correct.to(hits.device) + hits, count + labels.numel()
+        labels = labels.to(classes.device)
+        is_class = (labels >= 0) & (labels < outputs[0].shape[1])  # not where a loss would ignore it: −100, 255
+        correct, count = correct + (classes == labels).sum(), count + is_class.sum()
     if not count:
         raise ValueError("held_out holds no labels; pass a list of batches, or a loader that is not used up")
-    return 100 * int(correct) / count
+    return 100 * int(correct) / int(count)
 
 
 @contextmanager
 def _undone_by_errors(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Restore the network if the block raises an error, but not if it is interrupted. Clear the gradients."""
+    """Clear the gradients. After an error, but not after an interruption, restore the network and them."""
     before, content = Snapshot(model), {p: p.detach().clone() for p in parameters}
     try:
-        yield
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
     except Exception:
         before.restore()
         restore_content(content)
         raise
-    finally:
-        for parameter in parameters:
-            parameter.grad = None

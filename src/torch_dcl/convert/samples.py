@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torch_dcl.convert.snapshot import restored, uncompiled, undone
-from torch_dcl.convert.trace import evaluating
+from torch_dcl.convert.trace import evaluating, without_fast_paths
 from torch_dcl.module import _DCL
 from torch_dcl.progress import Bar, error_console
 
-__all__ = ["QUICK", "Incoming", "collect_samples", "output_tensors", "run_batch"]
+__all__ = ["QUICK", "Incoming", "collect_samples", "length", "output_tensors", "run_batch"]
 
 QUICK = 2.0  # seconds that a conversion may take without showing its progress
 
@@ -78,7 +78,7 @@ def collect_samples(
     handles = [add_hook(name, layer) for name, layer in layers.items()]
     batches = 0
     try:
-        with restored(model, {}), evaluating(model), uncompiled():
+        with restored(model, {}), evaluating(model), uncompiled(), without_fast_paths():
             batched = [calibration] if isinstance(calibration, Tensor | Mapping) else calibration
             for batch in _with_bar(batched, progress):
                 batches += 1
@@ -122,6 +122,14 @@ def output_tensors(given: object) -> list[Tensor]:
     return sum(parts, [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()])
 
 
+def length(batches: Any) -> int | None:
+    """The number of batches; None if it is unknown, as that of a ``DataLoader`` of an iterable dataset may be."""
+    try:
+        return len(batches)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 class Incoming:
     """The mean square of every DCL layer's branch outputs y, on the inputs of the layers that it replaces."""
 
@@ -146,7 +154,7 @@ class Incoming:
 
 def _with_bar(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     """Iterate over the batches, with a progress bar as soon as they are expected to take long."""
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = length(batches)
     start = time.monotonic()
     with ExitStack() as open_bar:
         bar = None

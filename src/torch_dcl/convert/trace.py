@@ -114,7 +114,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tr
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """Run ``model`` once as it is, without gradients, and find out what follows each layer."""
     recorder = _Recorder(model)
-    with torch.no_grad(), _without_fast_paths(), uncompiled():
+    with torch.no_grad(), without_fast_paths(), uncompiled():
         with recorder.recording():
             outputs = [model(*args, **kwargs)]
         result = recorder.analyse(recorder.live())
@@ -362,7 +362,7 @@ def _adds_zero(op: str, args: tuple[Any, ...]) -> bool:
 
 
 @contextmanager
-def _without_fast_paths() -> Iterator[None]:
+def without_fast_paths() -> Iterator[None]:
     """Disable attention's fused inference path, which does not call the layers that training calls."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
