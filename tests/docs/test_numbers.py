@@ -18,6 +18,28 @@ from torch_dcl.experiments.stats import Effect
 from torch_dcl.report.document import prose
 
 
+def test_the_recovery_of_a_whole_network():
+    runs = results("recover.csv")
+
+    def errors(column="error", **cell):
+        return [float(r[column]) for r in runs if all(r[name] == value for name, value in cell.items())]
+
+    rows = table_under("| all units become |", RESULTS)
+    assert [row[0] for row in rows] == ["DCL", "low-rank"]
+    for (_, after, *cells), layer in zip(rows, ("dcl", "low-rank"), strict=True):
+        same = {"layer": layer, "images": "1000", "method": "recover"}
+        agree(
+            after,
+            statistics.mean(errors("error_converted", **same)),
+            statistics.stdev(errors("error_converted", **same)),
+        )
+        kinds = [(images, method) for images in ("1000", "5000", "45000") for method in ("recover", "labels")]
+        for cell, (images, method) in zip(cells, kinds, strict=True):
+            found = errors(layer=layer, images=images, method=method)
+            assert len(found) == 3
+            agree(cell, statistics.mean(found), statistics.stdev(found))
+
+
 def test_the_scale_of_the_start():
     """The lowest mean error over rates without a failed seed, the paired differences, and the rates that train."""
     runs = results("start.csv")
