@@ -201,15 +201,18 @@ def _must_decompose() -> bool:
     """Whether z must be computed in operations that are differentiable by themselves.
 
     A trace with a Python function cannot be saved, and compilers ignore such a function's gradients inside of
-    ``torch.func`` transforms.
+    ``torch.func`` transforms and have none in forward mode.
     """
     return _is_traced() or (torch.compiler.is_compiling() and transforms())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def transforms() -> bool:
-    """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a functorch transform or forward-mode autograd is active, inside a compiled function too.
+
+    A constant for compilers, which guard both by themselves.
+    """
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
@@ -358,7 +361,7 @@ def _root(x: Tensor, degree: int) -> Tensor:
         return x ** (1 / degree)
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or _is_traced() or exporting():
         return x.sqrt()
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+    if transforms():
         return x.sqrt()  # torch.func.linearize cannot repeat an operation in place
     return x.rsqrt().reciprocal_()  # MKL's sqrt takes ten times as long where half of the numbers are zero
 
