@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.reference import exact_over, plain_fusion, plain_pair_fusion, starts_of, worst_error
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from torch_dcl import DCLLinear, fuse_branches, fuse_pairs
@@ -492,6 +492,25 @@ def test_transforms_inside_of_a_compiled_function(fuse, T, transform):
 
 def test_a_constant_for_compilers_is_marked_as_torch_marks_it():
     assert vars(constant(lambda: 0)) == vars(torch.compiler.assume_constant_result(lambda: 0)) != {}
+
+
+def tangent_of(fuse, pre, tangents):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(fuse(forward_ad.make_dual(pre, tangents))).tangent
+
+
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("where", ["around", "inside"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_forward_mode_autograd_around_and_inside_of_a_compiled_function(T, where, mode):
+    pre, tangents = (torch.randn(T, 8, 5, dtype=torch.float64) for _ in range(2))
+    pre[0, 0], pre[:, 1] = -1.0, 0.0
+    torch._dynamo.reset()
+    compile_ = functools.partial(torch.compile, backend="aot_eager")
+    with mode():
+        around = where == "around"
+        outer, inner = (tangent_of, compile_(fuse_branches)) if around else (compile_(tangent_of), fuse_branches)
+        torch.testing.assert_close(outer(inner, pre, tangents), tangent_of(fuse_branches, pre, tangents))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

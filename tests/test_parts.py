@@ -180,6 +180,17 @@ def test_second_derivatives(norm):
     assert gradgradcheck(lambda given: layer(given).square().sum(), x, nondet_tol=0.0)
 
 
+@pytest.mark.parametrize("norm", [None, {}], ids=["no norm", "norm"])
+def test_several_gradients_at_once_are_those_of_one_at_a_time(norm):
+    layer, x = layer_of(2, norm), images_of(2).requires_grad_()
+    inputs = [x, *layer.parameters()]
+    z = run(layer, x)
+    outer = torch.rand(2, *z.shape, dtype=z.dtype)
+    at_once = torch.autograd.grad(z, inputs, outer, is_grads_batched=True)
+    expected = zip(*(torch.autograd.grad(plain(layer, x), inputs, each) for each in outer), strict=True)
+    torch.testing.assert_close(at_once, tuple(torch.stack(each) for each in expected))
+
+
 def test_what_follows_may_work_in_place():
     layer, x = layer_of(2, {}), images_of(2).requires_grad_()
     doubled = run(layer, x).mul_(2)

@@ -126,3 +126,12 @@ def test_switching_parts_off_recompiles():
     with dispatch.disabled(), dispatch.watch() as ran:
         call(x)
     assert ran["project_and_fuse: reference"] == 1
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="the compiler refuses it")
+def test_what_follows_may_work_in_place():
+    layer, x = layer_of(2, None), images_of(2).requires_grad_()
+    doubled = torch.compile(lambda given: layer(given).mul_(2), backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(
+        torch.autograd.grad(doubled.sum(), x)[0], torch.autograd.grad(2 * layer(x).sum(), x)[0], rtol=1e-12, atol=1e-12
+    )

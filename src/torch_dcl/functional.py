@@ -199,7 +199,7 @@ def _fuse(groups: Groups, eps: float, branches: Sequence[Tensor]) -> Tensor:
 
 
 def _must_decompose() -> bool:
-    """Whether only plain operations are differentiated: compilers ignore a function's gradients in ``torch.func``."""
+    """Whether only plain operations are differentiated: compilers ignore a function's own derivatives there."""
     return _is_traced() or (torch.compiler.is_compiling() and transforms())
 
 
@@ -214,8 +214,8 @@ def constant(function: Function) -> Function:
 
 @constant
 def transforms() -> bool:
-    """Whether a functorch transform is active, inside a compiled function too; a constant for compilers."""
-    return torch._C._are_functorch_transforms_active()
+    """Whether a functorch transform or forward-mode autograd is active; a constant for compilers, which guard both."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def fused(pre: Sequence[Tensor], groups: Groups, eps: float) -> Tensor:
@@ -364,7 +364,7 @@ def _root(x: Tensor, degree: int) -> Tensor:
         return x ** (1 / degree)
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or _is_traced() or exporting():
         return x.sqrt()
-    if not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0:
+    if transforms():
         return x.sqrt()  # torch.func.linearize cannot repeat an operation in place
     return x.rsqrt().reciprocal_()  # MKL's sqrt takes ten times as long where half of the numbers are zero
 

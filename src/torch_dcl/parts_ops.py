@@ -59,7 +59,8 @@ class _Attached(torch.autograd.Function):
         ctx.save_for_backward(y, weight, bias, stats)
         ctx.settings = channels, T, eps, pairs, kind, to
         ctx.has = bias is not None, gamma is not None, beta is not None
-        return z.view_as(z)
+        ctx.mark_dirty(z)  # z itself, not a view: what follows may work in place
+        return z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -60,6 +60,15 @@ def test_one_exponent_gathers_the_gradient_of_all_outputs(p):
     assert torch.autograd.gradcheck(power_mean, (a, b, torch.tensor([p], dtype=torch.float64, requires_grad=True)))
 
 
+@pytest.mark.parametrize("p", [0.0, 0.002, 1.0, -3.0])
+def test_second_derivatives_by_autograd_and_by_torch_func(p):
+    a, b = (value[50:56].requires_grad_() for value in responses(torch.float64))
+    inputs = a, b, torch.tensor([p], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(power_mean, inputs)
+    found = torch.func.hessian(lambda *given: power_mean(*given).sum(), argnums=2)(*inputs)
+    torch.testing.assert_close(found, torch.autograd.functional.hessian(lambda q: power_mean(a, b, q).sum(), inputs[2]))
+
+
 def test_it_lies_between_the_responses_and_rises_with_p():
     a, b = responses(torch.float64)
     means = torch.stack([power_mean(a, b, torch.tensor(p, dtype=torch.float64)) for p in sorted(POWERS)])

@@ -389,5 +389,4 @@ def _transformed() -> bool:
     """Whether a functorch transform, forward-mode autograd or a JIT trace is active, which kernels do not support."""
     if torch.compiler.is_compiling():
         return transforms()
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return transforms() or forward_mode or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return transforms() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]

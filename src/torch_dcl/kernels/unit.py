@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torch_dcl import kernels
+from torch_dcl.functional import transforms
 from torch_dcl.kernels import host, launch, record
 from torch_dcl.kernels.launch import Norm, products
 from torch_dcl.kernels.launcher import is_traced, recording
@@ -202,7 +203,8 @@ class _Unit(torch.autograd.Function):
             _gradients, ctx.plan, ctx.settings, norm and _Normed.of(norm), grads[0], saved, _norm_tensors(norm, 2, 4),
             ctx.needs_input_grad,
         )  # fmt: skip
-        twice = torch.is_grad_enabled()
+        batched = transforms() or torch._C._functorch.is_legacy_batchedtensor(grads[0])  # is_grads_batched=True
+        twice = torch.is_grad_enabled() or batched
         shared = norm is not None and norm.group is not None
         results = _once_differentiable(compute) if twice and shared else compute(twice)
         return *results[:4], None, None, *results[4:]
@@ -223,7 +225,7 @@ def _gradients(
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of input, filters, weights, biases, and the norm's γ and β."""
     x, theta, weight, bias, low, y, *stage2 = saved
-    if twice:  # double backward: differentiate plain torch
+    if twice:  # double backward, or a batch of gradients: differentiate plain torch
         return _reference_gradients(grad, x, theta, weight, bias, settings, norm, running, stage2[2:])
     to = gradient_type(settings.dtype, weight.dtype)
     theta_dtype = None if theta is None else theta.dtype

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torch_dcl.functional import transforms
 from torch_dcl.layers import DCLLinear, Responses
 from torch_dcl.models.controls import SummedLinear
 
@@ -35,22 +35,25 @@ def power_mean(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
 
     With d = log(a / b) / 2 and u = p·d the mean is ``√a·√b · exp(d · L(u))``, ``L(u) = log cosh(u) / u``. Its gradients
     are ``∂M/∂a = M·σ(2u) / a``, ``∂M/∂b = M·σ(−2u) / b`` and ``∂M/∂p = M·d²·L'(u)``. L and L' are series where u is
-    small. It is differentiable once.
+    small. Transforms of ``torch.func`` differentiate the mean's own operations.
     """
-    mean: Tensor = _PowerMean.apply(a, b, p)
+    mean: Tensor = (_mean if transforms() else _PowerMean.apply)(a, b, p)
     return mean
+
+
+def _mean(a: Tensor, b: Tensor, p: Tensor) -> Tensor:
+    d = (a / b).log() / 2
+    return a.sqrt() * b.sqrt() * (d * _log_cosh_over(p * d)).exp()
 
 
 class _PowerMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, p: Tensor) -> Tensor:
-        d = (a / b).log() / 2
-        mean = a.sqrt() * b.sqrt() * (d * _log_cosh_over(p * d)).exp()
+        mean = _mean(a, b, p)
         ctx.save_for_backward(a, b, p, mean)
         return mean
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b, p, mean = ctx.saved_tensors
         d = (a / b).log() / 2
@@ -62,11 +65,13 @@ class _PowerMean(torch.autograd.Function):
 def _log_cosh_over(u: Tensor, *, slope: bool = False) -> Tensor:
     """L(u) = log cosh(u) / u, or its derivative."""
     square, series = u.square(), torch.zeros_like(u)
+    is_near = square < _NEAR
     for n in reversed(range(len(_SERIES))):
         series = series * square + (2 * n + 1 if slope else 1) * _SERIES[n]
+    near = series if slope else u * series
+    u = torch.where(is_near, 1.0, u)  # away from 0, so that the half that is not chosen is differentiable
     over = (u.abs() + F.softplus(-2 * u.abs()) - math.log(2)) / u
-    near, far = (series, (u.tanh() - over) / u) if slope else (u * series, over)
-    return torch.where(square < _NEAR, near, far)
+    return torch.where(is_near, near, (u.tanh() - over) / u if slope else over)
 
 
 def bounded(raw: Tensor) -> Tensor:
