@@ -364,7 +364,7 @@ def _root(x: Tensor, degree: int) -> Tensor:
         return x ** (1 / degree)
     if x.device.type != "cpu" or x.dtype != torch.float32 or torch.is_grad_enabled() or _is_traced() or exporting():
         return x.sqrt()
-    if transforms():
+    if transforms() if torch.compiler.is_compiling() else torch.autograd.forward_ad._current_level >= 0:
         return x.sqrt()  # torch.func.linearize cannot repeat an operation in place
     return x.rsqrt().reciprocal_()  # MKL's sqrt takes ten times as long where half of the numbers are zero
 
