@@ -20,7 +20,9 @@ ADDED = {
     "dcl run table1": f"--sets II-01 --models baseline,A2 --seeds 1 {TINY}",
     "dcl run table1 --sets II-01,III-10 --seeds 5": "--dry-run",
     "dcl run table1 --sets II-01,III-10 --models baseline,A2,low-rank --seeds 5 --out runs/part": f"--seeds 1 {TINY}",
-    "dcl run table1 --set epochs=12 --set batch=50 --out runs/short": f"--sets II-01 --models A2 --seeds 1 {TINY}",
+    "dcl run table1 --set epochs=12 --set batch=50 --out runs/short": (
+        f"--sets II-01 --models A2 --seeds 1 {TINY}".replace("--epochs 1", "--set epochs=1")
+    ),
     "dcl run table1 --sets II-01,III-10 --models baseline,A2 --seeds 5 --data mnist/": f"--seeds 1 {TINY}",
     "dcl run table2 --networks bignet --data cifar10 --seeds 3 --minutes 9": (
         "--smoke --networks lenet --models lenet --seeds 1"
