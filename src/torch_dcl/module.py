@@ -275,7 +275,7 @@ class _DCL(nn.Module):
         return y
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable loads the compiler at once
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _uncompiled(layer: _DCL, x: Tensor) -> Tensor:
     """Run a layer whose norm exchanges messages outside of the graph, which torch's own such norm breaks too.
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from torch_dcl import functional, kernels, parts_ops
 from torch_dcl.functional import constant, transforms
-from torch_dcl.kernels import launch, supports
+from torch_dcl.kernels import launch, ops, supports
 from torch_dcl.kernels import unit as unit_
 from torch_dcl.kernels.launch import Norm, max_fused_width, uses_tensor_cores
 from torch_dcl.kernels.launcher import has_large_shared_memory
@@ -91,8 +90,7 @@ def fuse_branches(pre: Sequence[Tensor], eps: float) -> Tensor:
     """:func:`torch_dcl.functional.fuse_branches`, with a kernel where possible."""
     if len(pre) in (2, 3) and kernels_accept(pre):
         count_path("fuse_branches", "kernel")
-        z: Tensor = _operations().fuse(pre, eps, pairs=False)
-        return z
+        return ops.fuse(pre, eps, pairs=False)
     count_path("fuse_branches", "reference")
     return functional.fuse_branches(pre, eps)
 
@@ -101,8 +99,7 @@ def fuse_pairs(pre: Sequence[Tensor], eps: float) -> Tensor:
     """:func:`torch_dcl.functional.fuse_pairs`, with a kernel where possible."""
     if len(pre) == 3 and kernels_accept(pre):
         count_path("fuse_pairs", "kernel")
-        z: Tensor = _operations().fuse(pre, eps, pairs=True)
-        return z
+        return ops.fuse(pre, eps, pairs=True)
     count_path("fuse_pairs", "reference")
     return functional.fuse_pairs(pre, eps)
 
@@ -144,7 +141,7 @@ def unit(
     keep = norm is None and (not spatial or widths[0] > max_fused_width(dtype))
     if compiling:
         y = _compiled_stage(x, theta, stage, dtype)
-        z = _operations().project(y, weight, bias, channels, T, eps, pairs, keep, norm)
+        z = ops.project(y, weight, bias, channels, T, eps, pairs, keep, norm)
         return transpose(z, channels, last=False) if spatial and _is_channels_first(y, channels) else z
     settings = Settings(stage, channels, T, eps, pairs, keep, dtype)
     return unit_.run(x if x.dtype is dtype else x.to(dtype), theta, weight, bias, settings, norm)
@@ -225,8 +222,7 @@ def _compiled_stage(x: Tensor, theta: Tensor, stage: Stage, dtype: torch.dtype) 
     """Stage 1 for a compiler to trace. Here too the weight gradient of a linear layer is not rounded."""
     x, low = x.to(dtype), theta.to(dtype)
     if not stage.spatial and dtype != theta.dtype and theta.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _operations().linear(x, low, theta)
-        return y
+        return ops.linear(x, low, theta)
     return unit_.construct(x, low, stage)
 
 
@@ -262,8 +258,7 @@ def project_and_fuse(
         count_path("project_and_fuse", "kernel")
         keep = keep or widths[0] > max_fused_width(y.dtype)
         if torch.compiler.is_compiling():
-            z: Tensor = _operations().project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
-            return z
+            return ops.project(y, weight, bias, channels, len(widths), eps, pairs, keep, None)
         return unit_.run(y, None, weight, bias, Settings(None, channels, len(widths), eps, pairs, keep, y.dtype), None)
     if runs_in_parts(y, weight, widths, channels):
         count_path("project_and_fuse", "parts")
@@ -350,8 +345,7 @@ def linear(
     if low is None:
         return F.linear(x, weight, bias) if otherwise is None else otherwise(x)
     count_path("linear", "kernel")
-    y: Tensor = _operations().linear(x if x.dtype == low else x.to(low), weight.to(low), weight)
-    return y
+    return ops.linear(x if x.dtype == low else x.to(low), weight.to(low), weight)
 
 
 def _low_type(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
@@ -376,13 +370,6 @@ def kernels_accept(tensors: Sequence[Tensor], *, matched: bool = True) -> bool:
     if any(t.device != first.device or (matched and t.dtype != first.dtype) for t in tensors):
         return False
     return not _transformed()
-
-
-def _operations() -> Any:
-    """The operations for compilers. To register them loads a compiler, so not before one of them is called."""
-    from torch_dcl.kernels import ops  # noqa: PLC0415
-
-    return ops
 
 
 def _transformed() -> bool:
